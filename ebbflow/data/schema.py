@@ -1,0 +1,67 @@
+"""The Arrow schemas of every table that passes between stages, in one place.
+
+Sample tables are keyed by ``(prompt_id, sample)``. ``sample`` numbers the draws of a prompt within a run; with the run's seed
+it fixes the noise (``ebbflow.flow.noise``).
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+PROMPTS = pa.schema(
+    [
+        pa.field("prompt_id", pa.int64(), nullable=False),
+        pa.field("prompt", pa.string(), nullable=False),
+        pa.field("negative_prompt", pa.string(), nullable=False),
+        pa.field("target", pa.string()),  # the text that an image should show; null where the prompt names none
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("split", pa.string(), nullable=False),
+        pa.field("metadata", pa.string(), nullable=False),  # the source's other columns, as a JSON object
+    ]
+)
+
+SPLITS = ("train", "validation", "held_out")
+
+SAMPLE_KEY = [
+    pa.field("prompt_id", pa.int64(), nullable=False),
+    pa.field("sample", pa.int64(), nullable=False),
+]
+
+
+def rollout_schema(latent_shape: tuple[int, ...]) -> pa.Schema:
+    """Schema of a rollout shard: the final latent (fp32) and its image (PNG) of every sample."""
+    return pa.schema(
+        [
+            *SAMPLE_KEY,
+            pa.field("seed", pa.int64(), nullable=False),
+            pa.field("policy_version", pa.int64(), nullable=False),
+            pa.field("latent", pa.fixed_shape_tensor(pa.float32(), latent_shape), nullable=False),
+            pa.field("image", pa.binary(), nullable=False),
+        ]
+    )
+
+
+def score_schema(metrics: list[str]) -> pa.Schema:
+    """Schema of a score table: the combined reward, a nullable column per metric, and why a scorer failed."""
+    return pa.schema(
+        [
+            *SAMPLE_KEY,
+            pa.field("reward", pa.float64()),
+            *(pa.field(name, pa.float64()) for name in metrics),
+            pa.field("failure", pa.string()),
+        ]
+    )
+
+
+def evaluation_schema(metrics: list[str]) -> pa.Schema:
+    """Schema of an evaluation: every prompt with its image and a nullable column per metric."""
+    return pa.schema(
+        [
+            *SAMPLE_KEY,
+            pa.field("split", pa.string(), nullable=False),
+            pa.field("prompt", pa.string(), nullable=False),
+            pa.field("target", pa.string()),
+            pa.field("image", pa.binary(), nullable=False),
+            *(pa.field(name, pa.float64()) for name in metrics),
+        ]
+    )

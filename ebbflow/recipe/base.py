@@ -1,0 +1,73 @@
+"""What every part of a recipe has in common: it is strict, immutable and explains its errors."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class RecipeError(Exception):
+    """A recipe that cannot be run: names the key, the value and the way out.
+
+    Not a ``ValueError``: pydantic would fold it into a ``ValidationError`` and bury the message.
+    """
+
+
+class Strict(BaseModel):
+    """Base of every recipe model: unknown keys are errors, instances never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """One line per problem of a ``ValidationError``: the key, what was given, and what would do."""
+    lines = []
+    for problem in error.errors():
+        place = ".".join(str(part) for part in problem["loc"]) or "recipe"
+        given = problem.get("input")
+        shown = "" if isinstance(given, (dict, BaseModel)) else f" = {given!r}"
+        lines.append(f"{place}{shown}: {_reason(problem, model)}")
+    return "\n".join(lines)
+
+
+def _reason(problem: Any, model: type[BaseModel]) -> str:
+    if problem["type"] != "extra_forbidden":
+        return problem["msg"].removeprefix("Value error, ")
+    known = _keys_beside(problem["loc"], model)
+    nearest = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"unknown key; {hint}Known keys here: {', '.join(sorted(known))}"
+
+
+def _keys_beside(place: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
+    """The keys that the model at the parent of ``place`` accepts.
+
+    ``place`` mixes field names, list indices and the tags of discriminated unions, so we walk the
+    JSON schema: a field descends into its schema, an index or a tag into whatever it selects.
+    """
+    schema = model.model_json_schema()
+    node = schema
+    for part in place[:-1]:
+        node = _descend(_resolve(node, schema), part, schema)
+    return list(_resolve(node, schema).get("properties", {}))
+
+
+def _resolve(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in node:
+        node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+    return node
+
+
+def _descend(node: dict[str, Any], part: Any, schema: dict[str, Any]) -> dict[str, Any]:
+    tags = node.get("discriminator", {}).get("mapping", {})
+    if part in tags:
+        return {"$ref": tags[part]}
+    if isinstance(part, int):
+        return node.get("items", {})
+    for option in [node, *node.get("anyOf", [])]:
+        properties = _resolve(option, schema).get("properties", {})
+        if part in properties:
+            return properties[part]
+    return {}
