@@ -1,0 +1,190 @@
+"""The glyph family: short strings drawn in pixel space by a small SD3 transformer.
+
+A folder of this family is a Hugging Face folder of the SD3 family (``transformer/``, ``text_encoder/``, ``tokenizer/``,
+``scheduler/``, ``model_index.json``) whose VAE is the identity: latent = (pixel - .55) / .75 with pixels in [-1, 1], exactly the
+shift and scale of a VAE. ``diffusers.StableDiffusion3Pipeline.from_pretrained`` loads it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
+
+from ebbflow.models.base import Conditioning, ModelError, default_device
+from ebbflow.recipe.recipe import GlyphTraining
+
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+PIXEL_SHIFT, PIXEL_SCALE = 0.55, 0.75
+PATCH = 8
+WIDTH = 64
+PIPELINE_PARTS = {
+    "transformer": ["diffusers", "SD3Transformer2DModel"],
+    "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
+    "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
+}
+ABSENT_PARTS = ("vae", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3", "image_encoder", "feature_extractor")
+
+
+class GlyphModel:
+    """Adapter of the glyph family; see ``ebbflow.models.base.Model``."""
+
+    lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+
+    def __init__(
+        self,
+        transformer: SD3Transformer2DModel,
+        text_encoder: CLIPTextModelWithProjection,
+        tokenizer: PreTrainedTokenizerFast,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        height: int,
+        width: int,
+    ) -> None:
+        self.transformer: nn.Module = transformer
+        self.text_encoder = text_encoder
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+        self.latent_shape = (1, height, width)
+
+    def sigmas(self, steps: int) -> Tensor:
+        # The pipelines of the newer families pass this list; the scheduler's own default ends in a step from .001 to 0,
+        # a forward pass that changes nothing.
+        self.scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps).tolist())
+        return self.scheduler.sigmas.clone()
+
+    @torch.no_grad()
+    def encode(self, prompts: list[str]) -> Conditioning:
+        return self.encode_with_gradient(prompts)
+
+    def encode_with_gradient(self, prompts: list[str]) -> Conditioning:
+        """``encode`` for training the text encoder itself."""
+        tokens = self.tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")
+        output = self.text_encoder(input_ids=tokens.input_ids.to(self.text_encoder.device))
+        return Conditioning(output.last_hidden_state, output.text_embeds)
+
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        return self.transformer(
+            hidden_states=latents,
+            timestep=1000 * sigma,  # never truncated to an integer: rollout and training must agree
+            encoder_hidden_states=conditioning.embeds,
+            pooled_projections=conditioning.pooled,
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor) -> np.ndarray:
+        pixels = (latents.float() * PIXEL_SCALE + PIXEL_SHIFT).clamp(-1, 1)
+        grey = ((pixels + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
+        return grey.transpose(0, 2, 3, 1).repeat(3, axis=3)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.transformer.transformer_blocks)
+
+    def save(self, folder: Path) -> None:
+        """Write the Hugging Face folder layout."""
+        for part in PIPELINE_PARTS:
+            getattr(self, part).save_pretrained(folder / part)
+        absent = {part: [None, None] for part in ABSENT_PARTS}
+        index = {"_class_name": "StableDiffusion3Pipeline", **PIPELINE_PARTS, **absent}
+        (folder / "model_index.json").write_text(json.dumps(index, indent=2))
+        _, height, width = self.latent_shape
+        (folder / "glyph.json").write_text(json.dumps({"height": height, "width": width}, indent=2))
+
+
+def to_latents(grey: np.ndarray) -> Tensor:
+    """Grey images, uint8 [N, height, width], as latents, float32 [N, 1, height, width]."""
+    pixels = torch.from_numpy(grey).float()[:, None] / 127.5 - 1
+    return (pixels - PIXEL_SHIFT) / PIXEL_SCALE
+
+
+def load_glyph(folder: Path, device: torch.device | None = None) -> GlyphModel:
+    """Load a glyph base model, frozen and in evaluation mode.
+
+    Raises:
+        ModelError: the folder is not a glyph base model.
+    """
+    missing = [name for name in (*PIPELINE_PARTS, "glyph.json") if not (folder / name).exists()]
+    if missing:
+        raise ModelError(
+            f"{folder} is not a glyph base model: {', '.join(missing)} missing; "
+            "leave model.path out to train one, or name a folder that prepare_base_model wrote"
+        )
+    size = json.loads((folder / "glyph.json").read_text())
+    model = GlyphModel(
+        SD3Transformer2DModel.from_pretrained(folder / "transformer"),
+        CLIPTextModelWithProjection.from_pretrained(folder / "text_encoder"),
+        PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
+        FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
+        size["height"],
+        size["width"],
+    )
+    device = device or default_device()
+    for part in (model.transformer, model.text_encoder):
+        part.requires_grad_(False).eval().to(device)
+    return model
+
+
+def new_glyph(config: GlyphTraining) -> GlyphModel:
+    """A glyph model with random weights (1.7 million parameters, and a text encoder of 57 thousand)."""
+    transformer = SD3Transformer2DModel(
+        sample_size=max(config.height, config.width),
+        patch_size=PATCH,
+        in_channels=1,
+        out_channels=1,
+        num_layers=3,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=WIDTH,
+        caption_projection_dim=128,
+        pooled_projection_dim=WIDTH,
+        pos_embed_max_size=max(config.height, config.width) // PATCH,
+        qk_norm="rms_norm",
+    )
+    tokenizer = letter_tokenizer(config.letters)
+    text_encoder = CLIPTextModelWithProjection(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=WIDTH,
+            intermediate_size=4 * WIDTH,
+            projection_dim=WIDTH,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            max_position_embeddings=config.letters + 2,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    return GlyphModel(transformer, text_encoder, tokenizer, FlowMatchEulerDiscreteScheduler(), config.height, config.width)
+
+
+def letter_tokenizer(letters: int) -> PreTrainedTokenizerFast:
+    """A token per letter A-Z; everything else in a prompt (quotes, spaces) is dropped by the normaliser."""
+    specials = ["<pad>", "<start>", "<unk>", "<end>"]
+    vocabulary = {token: index for index, token in enumerate([*specials, *ALPHABET])}
+    # <end> must not have id 2: transformers then pools at the largest id, a rule kept for CLIP's first checkpoints.
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex("[^A-Za-z]"), ""), _uppercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<start> $A <end>",
+        special_tokens=[(token, vocabulary[token]) for token in ("<start>", "<end>")],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=letters + 2,
+        bos_token="<start>",
+        eos_token="<end>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+    )
+
+
+def _uppercase() -> normalizers.Sequence:
+    return normalizers.Sequence([normalizers.Replace(letter.lower(), letter) for letter in ALPHABET])

@@ -1,0 +1,192 @@
+"""The policy: the trained parameters of a model, and named copies of them.
+
+Full-parameter and LoRA training, one process and FSDP2 differ only in which parameters are trained and how they are stored. A copy
+(``reference``, ``old``) is a snapshot of the trained parameters; ``using`` swaps it in for a forward pass without gradient. So
+the reference is always the base model: the untouched weights, or adapters whose second factor is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+from huggingface_hub import save_torch_state_dict
+from peft import LoraConfig, get_peft_model_state_dict
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ebbflow.artifacts import new_folder, verify
+from ebbflow.evaluation.records import StageRecord
+from ebbflow.models.base import Model
+from ebbflow.recipe.base import Strict
+from ebbflow.recipe.recipe import Policy as PolicyConfig
+
+CARD = "policy.json"
+METRICS = "metrics.json"
+ADAPTER = "default"
+
+
+class PolicyError(Exception):
+    """A policy folder that does not fit: names the folder, what differs and the way out."""
+
+
+class PolicyCard(Strict):
+    """``policy.json``: what a policy folder holds and where it comes from."""
+
+    base_digest: str
+    """COMMIT of the base-model folder that it was trained from."""
+    recipe_digest: str
+    config: PolicyConfig
+    version: int = 0
+    """Optimiser steps since the base model."""
+    copies: tuple[str, ...] = ()
+    stages: tuple[StageRecord, ...] = Field(())
+
+
+class Policy:
+    """The trained parameters of ``model.transformer`` and their copies; ``reference`` is always there."""
+
+    def __init__(self, model: Model, config: PolicyConfig, seed: int, shard: bool = False) -> None:
+        self.model = model
+        self.config = config
+        if config.train == "lora":
+            _add_lora(model, config, seed)
+        else:
+            model.transformer.requires_grad_(True)
+        if shard:
+            for block in model.blocks():
+                fully_shard(block, reshard_after_forward=True)
+            # Without this the root keeps its gathered weights after a forward pass and would not see a copy swapped in.
+            fully_shard(model.transformer, reshard_after_forward=True)
+        self.parameters = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
+        self.copies: dict[str, dict[str, Tensor]] = {}
+        self.snapshot("reference")
+
+    def snapshot(self, name: str) -> None:
+        """Make (or refresh) a copy from the current parameters."""
+        self.copies[name] = {key: p.detach().clone() for key, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def blend(self, name: str, decay: float) -> None:
+        """copy <- decay * copy + (1 - decay) * current."""
+        torch._foreach_lerp_(list(self.copies[name].values()), [p.detach() for p in self.parameters.values()], 1 - decay)
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Predict with a copy inside the block. Only without gradient: the parameters are overwritten and put back."""
+        current = {key: p.detach().clone() for key, p in self.parameters.items()}
+        self._assign(self.copies[name])
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._assign(current)
+
+    @torch.no_grad()
+    def _assign(self, values: dict[str, Tensor]) -> None:
+        for key, parameter in self.parameters.items():
+            parameter.copy_(values[key])
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> PolicyCard:
+        """Take over the parameters and copies of a policy folder.
+
+        Raises:
+            ArtifactError: the folder is not whole.
+            PolicyError: it holds another kind of policy.
+        """
+        card = read_card(folder)
+        if card.config != self.config:
+            raise PolicyError(f"{folder} holds a policy of {card.config}, the recipe asks for {self.config}; use its own recipe")
+        if card.version > 0:
+            self._assign(self._distributed(_read_parameters(folder, self.config, self.parameters)))
+        for name in card.copies:
+            self.copies[name] = self._distributed(load_file(folder / name / "parameters.safetensors"))
+        return card
+
+    def _distributed(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Full tensors in the layout of the parameters: moved to their device, sharded where they are."""
+        return {
+            key: distribute_tensor(full[key].to(p.device), p.device_mesh, p.placements) if isinstance(p, DTensor) else full[key].to(p.device)
+            for key, p in self.parameters.items()
+        }
+
+    def save(self, folder: Path, card: PolicyCard, metrics: str = "[]", write: bool = True) -> None:
+        """Write a policy folder. Under FSDP every rank must call it; those with ``write=False`` only take part in gathering."""
+        full = {key: _full(p.detach()) for key, p in self.parameters.items()}
+        copies = {name: {key: _full(t) for key, t in self.copies[name].items()} for name in card.copies}
+        if not write:
+            return
+        with new_folder(folder) as unfinished:
+            if card.version > 0:
+                _write_parameters(unfinished, self.model, self.config, full)
+            for name, values in copies.items():
+                (unfinished / name).mkdir()
+                save_file(values, unfinished / name / "parameters.safetensors")
+            (unfinished / METRICS).write_text(metrics)
+            (unfinished / CARD).write_text(card.model_dump_json(indent=2))
+
+
+def read_card(folder: Path) -> PolicyCard:
+    """The card of a whole policy folder."""
+    verify(folder)
+    if not (folder / CARD).is_file():
+        raise PolicyError(f"{folder} is no policy folder: it has no {CARD}")
+    return PolicyCard.model_validate_json((folder / CARD).read_text())
+
+
+def write_base_policy(folder: Path, base_digest: str, recipe_digest: str, config: PolicyConfig) -> None:
+    """The policy folder of the untouched base model: version 0, no weights of its own."""
+    card = PolicyCard(base_digest=base_digest, recipe_digest=recipe_digest, config=config)
+    with new_folder(folder) as unfinished:
+        (unfinished / METRICS).write_text("[]")
+        (unfinished / CARD).write_text(card.model_dump_json(indent=2))
+
+
+def _add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
+    model.transformer.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.transformer.add_adapter(_lora_config(model, config), adapter_name=ADAPTER)
+
+
+def _lora_config(model: Model, config: PolicyConfig) -> LoraConfig:
+    return LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=model.lora_targets, init_lora_weights="gaussian")
+
+
+def _full(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()
+
+
+def _write_parameters(folder: Path, model: Model, config: PolicyConfig, parameters: dict[str, Tensor]) -> None:
+    """LoRA in the layout that ``pipeline.load_lora_weights`` reads, alpha included; full weights as ``transformer/``."""
+    if config.train == "lora":
+        layers = get_peft_model_state_dict(model.transformer, state_dict=parameters, adapter_name=ADAPTER)
+        metadata = _lora_config(model, config).to_dict()
+        StableDiffusion3Pipeline.save_lora_weights(
+            folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
+        )
+        return
+    buffers = {key: _full(value) for key, value in model.transformer.state_dict().items() if key not in parameters}
+    model.transformer.save_config(folder / "transformer")
+    save_torch_state_dict(
+        parameters | buffers, folder / "transformer", filename_pattern="diffusion_pytorch_model{suffix}.safetensors"
+    )
+
+
+def _read_parameters(folder: Path, config: PolicyConfig, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of ``_write_parameters``, by parameter name."""
+    if config.train == "lora":
+        layers = StableDiffusion3Pipeline.lora_state_dict(folder)
+        named = {key.removeprefix("transformer."): value for key, value in layers.items()}
+        return {key: named[key.replace(f".{ADAPTER}.", ".")] for key in like}
+    named = {}
+    for shard in sorted((folder / "transformer").glob("*.safetensors")):
+        named |= load_file(shard)
+    return {key: named[key] for key in like}
