@@ -11,7 +11,6 @@ the OLD policy, which is part of the policy folder.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ebbflow.algorithms.base import Algorithm, CopyName, ForwardTerms, Metrics, per_term, rows

@@ -33,7 +33,6 @@ def rollout_schema(latent_shape: tuple[int, ...]) -> pa.Schema:
     return pa.schema(
         [
             *SAMPLE_KEY,
-            pa.field("seed", pa.int64(), nullable=False),
             pa.field("policy_version", pa.int64(), nullable=False),
             pa.field("latent", pa.fixed_shape_tensor(pa.float32(), latent_shape), nullable=False),
             pa.field("image", pa.binary(), nullable=False),
@@ -51,6 +50,9 @@ def score_schema(metrics: list[str]) -> pa.Schema:
             pa.field("failure", pa.string()),
         ]
     )
+
+
+ADVANTAGES = pa.schema([*SAMPLE_KEY, pa.field("advantage", pa.float32(), nullable=False)])
 
 
 def evaluation_schema(metrics: list[str]) -> pa.Schema:

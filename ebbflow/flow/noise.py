@@ -20,6 +20,9 @@ class Stream(IntEnum):
 
     ROLLOUT = 0
     TRAINING = 1
+    PROMPTS = 2
+    WINDOWS = 3
+    ORDER = 4
 
 
 def generator(seed: int, prompt_id: int, sample: int, step: int, stream: Stream = Stream.ROLLOUT) -> np.random.Generator:

@@ -113,7 +113,7 @@ def log_prob(step: Transition, next_latents: Tensor) -> Tensor:
         ValueError: the step is deterministic (b = 0) and has no density.
     """
     if not bool((step.std > 0).all()):
-        raise ValueError(f"a deterministic step of the {step.sampler} sampler has no log-probability; score stochastic steps only")
+        raise ValueError(f"a deterministic step of the {step.sampler} sampler has no log-probability; score stochastic ones")
     squared = (next_latents - step.mean) ** 2
     if step.sampler == "cps":
         return -_mean(squared)

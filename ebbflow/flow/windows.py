@@ -29,6 +29,6 @@ def _start(window: Window, denoising_steps: int, optimisation_step: int, seed: i
     if window.kind == "fixed":
         return window.start
     if window.kind == "random":
-        draw = generator(seed, prompt_id=0, sample=optimisation_step, step=0, stream=Stream.TRAINING)
+        draw = generator(seed, prompt_id=0, sample=optimisation_step, step=0, stream=Stream.WINDOWS)
         return int(draw.choice(choices))
     return choices[optimisation_step // window.steps_per_window % len(choices)]

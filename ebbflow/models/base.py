@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class Model(Protocol):
         lora_targets: names of the linear layers that LoRA adapts.
     """
 
-    transformer: nn.Module
+    transformer: Any  # a diffusers ModelMixin: an nn.Module that also saves, loads and takes adapters
     latent_shape: tuple[int, ...]
     lora_targets: list[str]
 

@@ -47,11 +47,11 @@ class GlyphModel:
         height: int,
         width: int,
     ) -> None:
-        self.transformer: nn.Module = transformer
+        self.transformer = transformer
         self.text_encoder = text_encoder
         self.tokenizer = tokenizer
         self.scheduler = scheduler
-        self.latent_shape = (1, height, width)
+        self.latent_shape: tuple[int, ...] = (1, height, width)
 
     def sigmas(self, steps: int) -> Tensor:
         # The pipelines of the newer families pass this list; the scheduler's own default ends in a step from .001 to 0,
@@ -103,18 +103,29 @@ def to_latents(grey: np.ndarray) -> Tensor:
     return (pixels - PIXEL_SHIFT) / PIXEL_SCALE
 
 
-def load_glyph(folder: Path, device: torch.device | None = None) -> GlyphModel:
-    """Load a glyph base model, frozen and in evaluation mode.
+def check_glyph_folder(folder: Path) -> None:
+    """Check that a folder has the parts of a glyph base model.
 
     Raises:
-        ModelError: the folder is not a glyph base model.
+        ModelError: it does not; names the missing parts.
     """
+    if not folder.is_dir():
+        raise ModelError(f"there is no base-model folder {folder}; leave model.path out to train one")
     missing = [name for name in (*PIPELINE_PARTS, "glyph.json") if not (folder / name).exists()]
     if missing:
         raise ModelError(
             f"{folder} is not a glyph base model: {', '.join(missing)} missing; "
             "leave model.path out to train one, or name a folder that prepare_base_model wrote"
         )
+
+
+def load_glyph(folder: Path, device: torch.device | None = None) -> GlyphModel:
+    """Load a glyph base model, frozen and in evaluation mode.
+
+    Raises:
+        ModelError: the folder is not a glyph base model.
+    """
+    check_glyph_folder(folder)
     size = json.loads((folder / "glyph.json").read_text())
     model = GlyphModel(
         SD3Transformer2DModel.from_pretrained(folder / "transformer"),

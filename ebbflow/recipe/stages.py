@@ -23,8 +23,9 @@ class Window(Strict):
     """Which denoising steps are stochastic and trained; one draw per optimisation step for all samples."""
 
     kind: Literal["all", "fixed", "random", "progressive"] = "all"
-    """``all`` steps but the last, which is always deterministic; ``fixed`` at ``start``; ``random`` start in ``[0, limit)`` (Flow-GRPO-Fast); ``progressive``:
-    moves by ``stride`` every ``steps_per_window`` optimisation steps and starts over (MixGRPO)."""
+    """``all`` steps but the last, which is always deterministic; ``fixed`` at ``start``; ``random``: a new start at every
+    optimisation step (Flow-GRPO-Fast); ``progressive``: moves by ``stride`` every ``steps_per_window`` optimisation steps and
+    starts over (MixGRPO)."""
     size: int = Field(3, ge=1)
     start: int = Field(0, ge=0)
     limit: float = Field(0.5, gt=0, le=1)
@@ -109,7 +110,7 @@ class OfflineStage(Stage):
     @model_validator(mode="after")
     def _shards_have_prompts(self) -> OfflineStage:
         if self.shards > self.prompts:
-            raise ValueError(f"{self.shards} shards for {self.prompts} prompts leave some empty; take at most one shard per prompt")
+            raise ValueError(f"{self.shards} shards for {self.prompts} prompts leave some empty; take one a prompt at most")
         if isinstance(self.algorithm, FlowGRPO):
             raise ValueError("flow_grpo needs fresh trajectories: use it in an online stage, and diffusion_nft in an offline one")
         return self

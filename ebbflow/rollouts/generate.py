@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,10 @@ class SampleKeys:
 
     def rows(self, part: slice) -> SampleKeys:
         return SampleKeys(self.seed, self.prompt_ids[part], self.samples[part])
+
+    def take(self, index: np.ndarray) -> SampleKeys:
+        """The keys at some positions."""
+        return SampleKeys(self.seed, [int(self.prompt_ids[i]) for i in index], [int(self.samples[i]) for i in index])
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,7 @@ class TermBatch(Protocol):
     @property
     def points(self) -> Points: ...
 
-    def terms(
-        self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
-    ) -> TrajectoryTerms | ForwardTerms:
+    def terms(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> TrajectoryTerms | ForwardTerms:
         """The terms of some rows, given the velocities there under the policy and under its copies."""
 
 

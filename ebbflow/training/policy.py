@@ -1,8 +1,8 @@
 """The policy: the trained parameters of a model, and named copies of them.
 
-Full-parameter and LoRA training, one process and FSDP2 differ only in which parameters are trained and how they are stored. A copy
-(``reference``, ``old``) is a snapshot of the trained parameters; ``using`` swaps it in for a forward pass without gradient. So
-the reference is always the base model: the untouched weights, or adapters whose second factor is zero.
+Full-parameter and LoRA training, one process and FSDP2 differ only in which parameters are trained and how they are stored. A
+copy (``reference``, ``old``) is a snapshot of the trained parameters; ``using`` swaps it in for a forward pass without
+gradient. So the reference is always the base model: the untouched weights, or adapters whose second factor is zero.
 """
 
 from __future__ import annotations
@@ -12,23 +12,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers.loaders import SD3LoraLoaderMixin
 from huggingface_hub import save_torch_state_dict
 from peft import LoraConfig, get_peft_model_state_dict
-from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ebbflow.artifacts import new_folder, verify
-from ebbflow.evaluation.records import StageRecord
 from ebbflow.models.base import Model
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 
 CARD = "policy.json"
-METRICS = "metrics.json"
 ADAPTER = "default"
 
 
@@ -46,7 +43,8 @@ class PolicyCard(Strict):
     version: int = 0
     """Optimiser steps since the base model."""
     copies: tuple[str, ...] = ()
-    stages: tuple[StageRecord, ...] = Field(())
+    stages: tuple[str, ...] = ()
+    """Labels of the stages behind it. No times: the same recipe gives the same bytes."""
 
 
 class Policy:
@@ -64,9 +62,14 @@ class Policy:
                 fully_shard(block, reshard_after_forward=True)
             # Without this the root keeps its gathered weights after a forward pass and would not see a copy swapped in.
             fully_shard(model.transformer, reshard_after_forward=True)
-        self.parameters = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
+        self.parameters: dict[str, Tensor] = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
         self.copies: dict[str, dict[str, Tensor]] = {}
         self.snapshot("reference")
+
+    def ensure(self, name: str) -> None:
+        """Start a copy at the current parameters unless the loaded policy brought it along."""
+        if name not in self.copies:
+            self.snapshot(name)
 
     def snapshot(self, name: str) -> None:
         """Make (or refresh) a copy from the current parameters."""
@@ -79,7 +82,13 @@ class Policy:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Predict with a copy inside the block. Only without gradient: the parameters are overwritten and put back."""
+        """Predict with a copy inside the block; ``current`` changes nothing.
+
+        Only without gradient: the parameters are overwritten and put back.
+        """
+        if name == "current":
+            yield
+            return
         current = {key: p.detach().clone() for key, p in self.parameters.items()}
         self._assign(self.copies[name])
         try:
@@ -112,12 +121,9 @@ class Policy:
 
     def _distributed(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors in the layout of the parameters: moved to their device, sharded where they are."""
-        return {
-            key: distribute_tensor(full[key].to(p.device), p.device_mesh, p.placements) if isinstance(p, DTensor) else full[key].to(p.device)
-            for key, p in self.parameters.items()
-        }
+        return {key: _like(full[key].to(p.device), p) for key, p in self.parameters.items()}
 
-    def save(self, folder: Path, card: PolicyCard, metrics: str = "[]", write: bool = True) -> None:
+    def save(self, folder: Path, card: PolicyCard, write: bool = True) -> None:
         """Write a policy folder. Under FSDP every rank must call it; those with ``write=False`` only take part in gathering."""
         full = {key: _full(p.detach()) for key, p in self.parameters.items()}
         copies = {name: {key: _full(t) for key, t in self.copies[name].items()} for name in card.copies}
@@ -129,7 +135,6 @@ class Policy:
             for name, values in copies.items():
                 (unfinished / name).mkdir()
                 save_file(values, unfinished / name / "parameters.safetensors")
-            (unfinished / METRICS).write_text(metrics)
             (unfinished / CARD).write_text(card.model_dump_json(indent=2))
 
 
@@ -145,7 +150,6 @@ def write_base_policy(folder: Path, base_digest: str, recipe_digest: str, config
     """The policy folder of the untouched base model: version 0, no weights of its own."""
     card = PolicyCard(base_digest=base_digest, recipe_digest=recipe_digest, config=config)
     with new_folder(folder) as unfinished:
-        (unfinished / METRICS).write_text("[]")
         (unfinished / CARD).write_text(card.model_dump_json(indent=2))
 
 
@@ -160,6 +164,10 @@ def _lora_config(model: Model, config: PolicyConfig) -> LoraConfig:
     return LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=model.lora_targets, init_lora_weights="gaussian")
 
 
+def _like(full: Tensor, parameter: Tensor) -> Tensor:
+    return distribute_tensor(full, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else full
+
+
 def _full(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()
 
@@ -169,7 +177,7 @@ def _write_parameters(folder: Path, model: Model, config: PolicyConfig, paramete
     if config.train == "lora":
         layers = get_peft_model_state_dict(model.transformer, state_dict=parameters, adapter_name=ADAPTER)
         metadata = _lora_config(model, config).to_dict()
-        StableDiffusion3Pipeline.save_lora_weights(
+        SD3LoraLoaderMixin.save_lora_weights(
             folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
         )
         return
@@ -183,7 +191,7 @@ def _write_parameters(folder: Path, model: Model, config: PolicyConfig, paramete
 def _read_parameters(folder: Path, config: PolicyConfig, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of ``_write_parameters``, by parameter name."""
     if config.train == "lora":
-        layers = StableDiffusion3Pipeline.lora_state_dict(folder)
+        layers = SD3LoraLoaderMixin.lora_state_dict(folder)
         named = {key.removeprefix("transformer."): value for key, value in layers.items()}
         return {key: named[key.replace(f".{ADAPTER}.", ".")] for key in like}
     named = {}

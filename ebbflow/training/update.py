@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,11 @@ def optimise(
     _clip(policy, norm, config.max_grad_norm)
     optimizer.step()
     return means | _gradient_metrics(norm, first_norm, len(parts), total) | {"lr": optimizer.param_groups[0]["lr"]}
+
+
+def micro_batches(batch: TermBatch, size: int) -> int:
+    """How many passes of at most ``size`` terms a batch takes."""
+    return math.ceil(len(batch.points) / size)
 
 
 def _velocity(policy: Policy, points: Points, part: slice) -> Tensor:

@@ -1,0 +1,46 @@
+# Everything a newcomer needs: `make demo`, `make test`. `make help` lists the rest.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+RECIPE ?= workflows/recipes/glyph.yaml
+# Flyte keeps local outputs, and what its cache points to, in the temporary folder: a durable one survives a reboot.
+RUN := TMPDIR=$(CURDIR)/runs/flyte PATH=$(CURDIR)/$(BIN):$$PATH
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo run test lint ui clean
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+setup: $(VENV)/ready ## make the environment in .venv
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else f"Python 3.11 or 3.12 is needed, {v[0]}.{v[1]} found; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --constraints constraints.txt --editable . --group dev
+	touch $@
+
+demo: setup ## train the glyph model from scratch, post-train it, and write a report (about 6 minutes on 2 cores)
+	@$(MAKE) --no-print-directory run RECIPE=workflows/recipes/glyph.yaml
+
+run: setup ## run the pipeline on RECIPE=path/to/recipe.yaml
+	@mkdir -p runs/flyte
+	$(RUN) pyflyte run workflows/post_training.py post_train --recipe $(RECIPE)
+
+test: setup ## lint, type check and all tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+lint: setup ## what `make test` checks before the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+ui: setup ## browse runs, images and the model registry
+	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
+
+clean: ## remove the environment and all runs
+	rm -rf $(VENV) runs

@@ -1,0 +1,28 @@
+"""Which prompts a training step sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.flow.noise import Stream, generator
+
+
+class SamplingError(Exception):
+    """A step that asks for more prompts than there are."""
+
+
+def prompt_batch(prompts: Sequence[Prompt], count: int, step: int, seed: int) -> list[Prompt]:
+    """The ``count`` different prompts of training step ``step``.
+
+    Steps walk through a seeded permutation of the prompts, a new one when fewer than ``count`` are left, so a step never
+    holds a prompt twice.
+    """
+    if count > len(prompts):
+        raise SamplingError(
+            f"a step wants {count} different prompts and the training split has {len(prompts)}; "
+            "lower the stage's number of prompts or give more in prompts.source"
+        )
+    epoch, position = divmod(step, len(prompts) // count)
+    order = generator(seed, prompt_id=0, sample=0, step=epoch, stream=Stream.PROMPTS).permutation(len(prompts))
+    return [prompts[index] for index in order[position * count : (position + 1) * count]]

@@ -1,0 +1,90 @@
+"""Parquet files that are written in streams, appear only when whole, and say what they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+_ABOUT = b"ebbflow"
+
+
+class TableError(Exception):
+    """A table that cannot be used: names the file, what is wrong and the way out."""
+
+
+def write_table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], about: dict[str, Any]) -> None:
+    """Write record batches as they come (zstd); memory is bounded by one batch.
+
+    ``about`` says what made the table (seconds, sampler, recipe ...) and is stored as JSON in the file's metadata; it may be
+    filled while the batches are being drawn. The file appears under its name only when it is whole.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+    try:
+        with pq.ParquetWriter(unfinished, schema, compression="zstd") as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+            writer.add_key_value_metadata({_ABOUT.decode(): json.dumps(about, sort_keys=True)})
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
+    """Read a whole table.
+
+    Raises:
+        TableError: no whole Parquet file, or columns other than ``schema``'s.
+    """
+    with _open(path) as file:
+        _check(path, file.schema_arrow, schema)
+        return file.read()
+
+
+def read_batches(path: Path, rows: int = 1024) -> Iterator[pa.RecordBatch]:
+    """Read a table in batches of at most ``rows`` rows."""
+    with _open(path) as file:
+        yield from file.iter_batches(batch_size=rows)
+
+
+def read_column(path: Path, name: str) -> pa.ChunkedArray:
+    """One column of a table."""
+    with _open(path) as file:
+        if name not in file.schema_arrow.names:
+            raise TableError(f"{path} has no column {name!r}, only {', '.join(file.schema_arrow.names)}")
+        return file.read(columns=[name])[name]
+
+
+def about_table(path: Path) -> dict[str, Any]:
+    """What ``write_table`` was told about the table."""
+    with _open(path) as file:
+        metadata = file.metadata.metadata or {}
+    if _ABOUT not in metadata:
+        raise TableError(f"{path} was not written by Ebbflow: it does not say what it is; make it again")
+    return json.loads(metadata[_ABOUT])
+
+
+def row_count(path: Path) -> int:
+    """Rows of a table, from its footer."""
+    with _open(path) as file:
+        return file.metadata.num_rows
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except FileNotFoundError:
+        raise TableError(f"no table at {path}") from None
+    except (pa.ArrowInvalid, OSError) as error:
+        raise TableError(f"{path} is no whole Parquet file ({error}); make it again") from None
+
+
+def _check(path: Path, found: pa.Schema, expected: pa.Schema | None) -> None:
+    if expected is not None and not found.remove_metadata().equals(expected.remove_metadata()):
+        raise TableError(f"{path} has the columns\n{found.remove_metadata()}\nbut should have\n{expected.remove_metadata()}")

@@ -1,0 +1,115 @@
+"""The gate: may this candidate replace the champion? Every rule answers with a sentence, whether it holds or not.
+
+1. Coverage: both sides scored the same held-out samples, all of them.
+2. Target: the interval of the reward's paired difference lies above zero.
+3. Guards: no metric that was not trained on fell by more than the recipe's tolerance.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from ebbflow.evaluation.records import Comparison, Evaluation, Verdict
+from ebbflow.evaluation.statistics import compare, held_out_pairs, measured
+from ebbflow.recipe import Recipe
+
+TARGET = "reward"
+REFUSED = "Refused: "
+"""What the sentence of a rule that does not hold begins with."""
+ROUNDING = 1e-9
+"""A fall of exactly the tolerance is allowed; this keeps floating point from deciding otherwise."""
+
+
+class _Finding(NamedTuple):
+    holds: bool
+    reason: str
+
+
+def decide(
+    recipe: Recipe, candidate: Evaluation, champion: Evaluation, candidate_samples: pa.Table, champion_samples: pa.Table
+) -> Verdict:
+    """Compare a candidate with the champion by the recipe's rules.
+
+    Args:
+        recipe: guards, tolerance, confidence, resamples and the seed of the bootstrap.
+        candidate, champion: their evaluations, on the same held-out prompts and noise.
+        candidate_samples, champion_samples: the samples behind them (``evaluation_schema``).
+
+    Raises:
+        ValueError: fewer than two held-out prompts have a reward on both sides, so that there is nothing to decide on.
+    """
+    target = _compare(recipe, TARGET, candidate_samples, champion_samples)
+    coverage, covered = _coverage(candidate, champion, candidate_samples, champion_samples)
+    guards, guarded = _guards(recipe, candidate_samples, champion_samples)
+    findings = [covered, _target(recipe, target), *guarded]
+    return Verdict(
+        promote=all(finding.holds for finding in findings),
+        candidate=candidate.label,
+        champion=champion.label,
+        target=target,
+        guards=tuple(guards),
+        coverage=coverage,
+        reasons=tuple(finding.reason if finding.holds else REFUSED + finding.reason for finding in findings),
+    )
+
+
+def _compare(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table) -> Comparison:
+    rule = recipe.evaluation
+    return compare(metric, candidate, champion, resamples=rule.resamples, confidence=rule.confidence, seed=recipe.seed)
+
+
+def _coverage(
+    candidate: Evaluation, champion: Evaluation, candidate_samples: pa.Table, champion_samples: pa.Table
+) -> tuple[float, _Finding]:
+    """Share of the held-out samples with a finite reward on both sides.
+
+    What the evaluations say about themselves counts too: a prompt that is missing from both tables leaves no trace in them.
+    """
+    pairs = held_out_pairs(TARGET, candidate_samples, champion_samples)
+    both = int(np.isfinite(pairs[["candidate", "champion"]]).all(axis=1).sum())
+    coverage = min(both / len(pairs), candidate.coverage, champion.coverage)
+    if coverage == 1.0:
+        return coverage, _Finding(True, f"Coverage is full: both sides scored the same {both} held-out samples.")
+    missing = {side: int((~np.isfinite(pairs[side])).sum()) for side in ("candidate", "champion")}
+    return coverage, _Finding(
+        False,
+        f"Coverage is {coverage:.1%}, not full: of {len(pairs)} held-out samples the candidate has no reward for "
+        f"{missing['candidate']} and the champion for {missing['champion']} (their evaluations report {candidate.coverage:.1%} "
+        f"and {champion.coverage:.1%} of the prompts).",
+    )
+
+
+def _target(recipe: Recipe, target: Comparison) -> _Finding:
+    interval = f"{recipe.evaluation.confidence:.0%} interval [{target.low:+.3f}, {target.high:+.3f}]"
+    moved = f"The reward went from {target.champion:.3f} to {target.candidate:.3f} ({target.difference:+.3f})"
+    if target.low > 0:
+        return _Finding(True, f"{moved}; its {interval} over {target.prompts} prompts lies above zero.")
+    return _Finding(False, f"{moved}; its {interval} over {target.prompts} prompts does not lie above zero: no proven gain.")
+
+
+def _guards(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> tuple[list[Comparison], list[_Finding]]:
+    comparisons: list[Comparison] = []
+    findings: list[_Finding] = []
+    for guard in recipe.rewards.guards:
+        on_candidate, on_champion = measured(guard, candidate), measured(guard, champion)
+        if on_candidate and on_champion:
+            comparison = _compare(recipe, guard, candidate, champion)
+            comparisons.append(comparison)
+            findings.append(_guard(comparison, recipe.promotion.guard_tolerance))
+        elif on_candidate or on_champion:
+            present, absent = ("candidate", "champion") if on_candidate else ("champion", "candidate")
+            reason = f"Guard {guard} was measured on the {present} but not on the {absent}, so it cannot be compared"
+            findings.append(_Finding(False, f"{reason}; evaluate both with it."))
+        else:
+            findings.append(_Finding(True, f"Guard {guard} was not measured on either side (not installed); it had no say."))
+    return comparisons, findings
+
+
+def _guard(guard: Comparison, tolerance: float) -> _Finding:
+    holds = guard.difference >= -tolerance - ROUNDING
+    moved = f"Guard {guard.metric} went from {guard.champion:.3f} to {guard.candidate:.3f} ({guard.difference:+.3f})"
+    verdict = "within" if holds else "beyond"
+    return _Finding(holds, f"{moved} over {guard.prompts} prompts, {verdict} the allowed fall of {tolerance:.3f}.")

@@ -1,0 +1,127 @@
+"""Text as pixels: what the glyph model learns from, and the clean rendering that the ``similarity`` guard compares with.
+
+Bold DejaVu Sans Mono, which matplotlib carries, laid out by Pillow's own engine: the same bytes wherever the same Pillow runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.ft2font import FT2Font
+from PIL import Image, ImageDraw, ImageFont
+
+MARGIN = 1
+"""White pixels kept on every side of a clean rendering."""
+SMALLEST = 5.0
+"""Font size in pixels below which nobody could read the letters."""
+ADVANCE = 0.602
+"""Width of every letter of the font, in font sizes."""
+
+
+def render_text(text: str, height: int, width: int) -> np.ndarray:
+    """One centred line of dark (0) letters on white (255), as large as fits: uint8 [height, width].
+
+    Runs of white space count as one blank; a text of nothing else gives a white image.
+
+    Raises:
+        ValueError: the text does not fit legibly, or the font lacks one of its letters.
+    """
+    text = " ".join(text.split())
+    if not text:
+        return np.full((height, width), 255, np.uint8)
+    return _draw(text, _largest_size(text, height, width), (0.0, 0.0), height, width)
+
+
+def render_batch(texts: Sequence[str], height: int, width: int, rng: np.random.Generator) -> np.ndarray:
+    """Renderings for training: uint8 [N, height, width], like ``render_text`` with size jittered by 5 % and place by a pixel.
+
+    Places fall on whole pixels and sizes on quarters. Every text takes three draws from ``rng``. Letters stay inside the image.
+
+    Raises:
+        ValueError: as ``render_text``.
+    """
+    scale = rng.uniform(0.95, 1.05, len(texts))
+    shift = rng.uniform(-1, 1, (len(texts), 2))
+    images = np.full((len(texts), height, width), 255, np.uint8)
+    for index, text in enumerate(" ".join(text.split()) for text in texts):
+        if text:
+            size = _quarters(_largest_size(text, height, width) * scale[index])
+            images[index] = _draw(text, size, tuple(shift[index]), height, width)
+    return images
+
+
+def _draw(text: str, size: float, shift: tuple[float, float], height: int, width: int) -> np.ndarray:
+    left, top, right, bottom = _ink(text, size)
+    x = _centre(left, right, width, shift[0])
+    y = _centre(top, bottom, height, shift[1])
+    image = Image.new("L", (width, height), 255)
+    ImageDraw.Draw(image).text((x, y), text, fill=0, font=_font(size), anchor="ls")
+    return np.asarray(image)
+
+
+def _centre(low: float, high: float, length: int, shift: float) -> float:
+    """Where the origin goes so that [low, high] sits in the middle of ``length``, off by ``shift`` as far as there is room."""
+    room = max(0.0, (length - (high - low)) / 2)
+    return (length - low - high) / 2 + min(max(shift, -room), room)
+
+
+@lru_cache(maxsize=1 << 16)
+def _largest_size(text: str, height: int, width: int) -> float:
+    _check_letters(text)
+    size = _widest_size(len(text), width)
+    while size >= SMALLEST:
+        _, top, _, bottom = _ink(text, size)
+        if bottom - top <= height - 2 * MARGIN:
+            return size
+        size -= 0.25
+    raise ValueError(f"{text!r} cannot be read in an image of {height}x{width} pixels; take shorter texts or larger images")
+
+
+@cache
+def _widest_size(letters: int, width: int) -> float:
+    # Letters advance by whole pixels, so a size may fit that is up to half a pixel a letter above the exact quotient.
+    size = _quarters(((width - 2 * MARGIN) / letters + 0.5) / ADVANCE)
+    while size >= SMALLEST and letters * _font(size).getlength("M") > width - 2 * MARGIN:
+        size -= 0.25
+    return size
+
+
+def _ink(text: str, size: float) -> tuple[float, float, float, float]:
+    """Left, top, right, bottom of a text around its origin on the baseline; letter by letter, since letters are few."""
+    boxes = [_letter_ink(letter, size) for letter in text]
+    return 0.0, min(top for top, _, _ in boxes), sum(advance for _, _, advance in boxes), max(bottom for _, bottom, _ in boxes)
+
+
+@lru_cache(maxsize=1 << 16)
+def _letter_ink(letter: str, size: float) -> tuple[float, float, float]:
+    font = _font(size)
+    _, top, _, bottom = font.getbbox(letter, anchor="ls")
+    return top, bottom, font.getlength(letter)
+
+
+def _quarters(size: float) -> float:
+    return round(size * 4) / 4
+
+
+@lru_cache(maxsize=256)
+def _font(size: float) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(_font_file(), size, layout_engine=ImageFont.Layout.BASIC)
+
+
+def _check_letters(text: str) -> None:
+    if missing := sorted(set(text) - _letters()):
+        raise ValueError(f"the font has no {missing[0]!r}, asked for in {text!r}; it knows Latin, Greek and Cyrillic letters")
+
+
+@cache
+def _letters() -> frozenset[str]:
+    return frozenset(map(chr, FT2Font(_font_file()).get_charmap()))
+
+
+@cache
+def _font_file() -> str:
+    return str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSansMono-Bold.ttf"))

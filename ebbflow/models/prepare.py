@@ -1,0 +1,31 @@
+"""The base-model folder of a run: trained here, or taken over from a folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from ebbflow.artifacts import COMMIT, MANIFEST, new_folder
+from ebbflow.models import load_model
+from ebbflow.models.glyph_training import train_glyph_base
+from ebbflow.recipe.recipe import Model
+
+
+def train_base(config: Model, threads: int, folder: Path) -> None:
+    """Train the family's base model from scratch and leave it at ``folder``, committed."""
+    torch.set_num_threads(threads)
+    train_glyph_base(config.training, folder)
+    load_model(folder)
+
+
+def copy_base(source: Path, folder: Path) -> None:
+    """Take over a base-model folder that loads, committed.
+
+    Raises:
+        ModelError: ``source`` is not a base model of the family.
+    """
+    load_model(source)
+    with new_folder(folder) as unfinished:
+        shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST, COMMIT))

@@ -1,0 +1,114 @@
+"""``tesseract``: a second, unrelated reader. As a guard it shows when a policy has learned to please ``ocr`` alone.
+
+All images travel as pages of one TIFF through one process, because starting tesseract costs ten times as much as reading a line.
+Each page is read as a single line by itself, so the score of an image does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from PIL import Image
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.text import judge_readings
+
+COMMAND = ("tesseract", "stdin", "stdout", "-l", "eng", "--psm", "7", "tsv")
+PAGES = 64
+"""Pages per process: what is lost when one fails."""
+TIMEOUT = 60.0
+"""Seconds for one process; a page takes about 10 ms."""
+READABLE_HEIGHT = 64
+"""Images are enlarged to this height in pixels; tesseract misreads letters under 20."""
+MARGIN = 20
+"""White pixels around a page."""
+PAGE_LEVEL, WORD_LEVEL = "1", "5"
+
+
+class Tesseract:
+    """Similarity of what tesseract reads to the prompt's target; ``tesseract_exact`` is 1 where they are equal."""
+
+    name = "tesseract"
+
+    def unavailable(self) -> str | None:
+        return _unavailable()
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        readings: list[str | None] = []
+        failures: dict[int, str] = {}
+        for start in range(0, len(images), PAGES):
+            chunk = images[start : start + PAGES]
+            texts, reason = read(chunk)
+            failures |= {start + index: reason for index, text in enumerate(texts) if text is None}
+            readings += texts
+        return judge_readings(readings, prompts, "tesseract_exact", failures)
+
+
+def read(images: np.ndarray) -> tuple[list[str | None], str]:
+    """The line of text in each image, "" where there is none, None where tesseract gave no page; and why it did not.
+
+    Args:
+        images: uint8 RGB [N, height, width, 3], one line each, dark on light.
+    """
+    try:
+        done = subprocess.run(
+            COMMAND, input=_pages(images), env={**os.environ, "OMP_THREAD_LIMIT": "1"}, capture_output=True, timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return [None] * len(images), f"tesseract took more than {TIMEOUT:g} s for {len(images)} images"
+    except OSError as error:
+        return [None] * len(images), f"tesseract did not start: {error}"
+    complaint = " ".join(done.stderr.decode(errors="replace").split())[-200:]
+    texts = words_of_pages(done.stdout.decode(errors="replace"), len(images))
+    return texts, f"tesseract ended with {done.returncode}: {complaint}"
+
+
+def words_of_pages(tsv: str, pages: int) -> list[str | None]:
+    """The words of each page, joined by blanks; None for a page that the table does not mention.
+
+    Words of confidence 0 are left out: tesseract invents one for a page without text.
+    """
+    words: dict[int, list[str]] = {}
+    for line in tsv.splitlines()[1:]:
+        level, page, *_, confidence, text = line.split("\t")
+        if level == PAGE_LEVEL:
+            words[int(page)] = []
+        elif level == WORD_LEVEL and float(confidence) > 0:
+            words[int(page)].append(text)
+    return [" ".join(words[page]) if page in words else None for page in range(1, pages + 1)]
+
+
+def _pages(images: np.ndarray) -> bytes:
+    pages = [_page(Image.fromarray(image)) for image in images]
+    stream = io.BytesIO()
+    pages[0].save(stream, "TIFF", save_all=True, append_images=pages[1:])
+    return stream.getvalue()
+
+
+def _page(image: Image.Image) -> Image.Image:
+    scale = max(1.0, READABLE_HEIGHT / image.height)
+    size = round(image.width * scale), round(image.height * scale)
+    page = Image.new("L", (size[0] + 2 * MARGIN, size[1] + 2 * MARGIN), 255)
+    page.paste(image.convert("L").resize(size, Image.Resampling.BICUBIC), (MARGIN, MARGIN))
+    return page
+
+
+@cache
+def _unavailable() -> str | None:
+    install = "install it with 'apt-get install tesseract-ocr', 'dnf install tesseract' or 'brew install tesseract'"
+    if shutil.which("tesseract") is None:
+        return f"no tesseract on the PATH; {install}"
+    try:
+        listed = subprocess.run(["tesseract", "--list-langs"], capture_output=True, text=True, timeout=TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"tesseract does not run ({error}); {install}"
+    if "eng" not in listed.stdout.split():
+        return "tesseract has no English data; install it with 'apt-get install tesseract-ocr-eng' or set TESSDATA_PREFIX"
+    return None

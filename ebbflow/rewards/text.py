@@ -1,0 +1,54 @@
+"""How read text is compared with the text that a prompt asks for. Every reward that reads scores in this one way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from rapidfuzz.distance import Levenshtein
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.rewards.base import RewardResult
+
+NO_TARGET = "the prompt names no text; quote it in the prompt or give a 'target' column"
+
+
+def text_similarity(read: str, target: str) -> float:
+    """1 - min(Levenshtein, len) / len on lower-cased text without white space, len that of the target: in [0, 1].
+
+    The OCR reward of Flow-GRPO (2505.05470).
+
+    Raises:
+        ValueError: the target is blank, so that there is nothing to read.
+    """
+    read, target = _fold(read), _fold(target)
+    if not target:
+        raise ValueError("the target text is blank; leave it out instead")
+    return 1 - min(Levenshtein.distance(read, target), len(target)) / len(target)
+
+
+def exact(read: str, target: str) -> float:
+    """1.0 where the folded texts are equal, else 0.0."""
+    return float(_fold(read) == _fold(target))
+
+
+def judge_readings(
+    readings: Sequence[str | None], prompts: Sequence[Prompt], exact_name: str, failures: Mapping[int, str] | None = None
+) -> RewardResult:
+    """Scores of N readings against their prompts' targets, with exact matches as the metric ``exact_name``.
+
+    A reading of None failed; ``failures`` says why, by position. A prompt without a target is a failure too.
+    """
+    reasons = dict(failures or {})
+    values, matches = np.full(len(readings), np.nan), np.full(len(readings), np.nan)
+    for index, (reading, prompt) in enumerate(zip(readings, prompts, strict=True)):
+        if prompt.target is None:
+            reasons[index] = NO_TARGET
+        elif reading is not None:
+            values[index] = text_similarity(reading, prompt.target)
+            matches[index] = exact(reading, prompt.target)
+    return RewardResult(values, {exact_name: matches}, reasons)
+
+
+def _fold(text: str) -> str:
+    return "".join(text.lower().split())

@@ -1,0 +1,135 @@
+"""Rollout shards of an offline stage: generated and scored once, one Parquet file each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from tqdm import tqdm
+
+from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.data.sampling import prompt_batch
+from ebbflow.data.schema import rollout_schema, score_schema
+from ebbflow.data.tables import about_table, read_batches, read_column, row_count, write_table
+from ebbflow.models import Model
+from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
+from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.images import decode_png, encode_png
+from ebbflow.stage import Place, open_model, open_policy
+from ebbflow.timing import Clock
+from ebbflow.training.policy import Policy
+
+
+def generate_shard(
+    place: Place, model: Model, policy: Policy, version: int, prompts: list[Prompt], shard: int, path: Path
+) -> None:
+    """Generate every group of one shard of an offline stage and write it to ``path``.
+
+    Args:
+        policy: rolls out with its old copy where the algorithm keeps one.
+        version: the policy's version, stored with every sample.
+        prompts: the training split; the stage's prompts are chosen from it, and shard i of n gets every n-th.
+    """
+    config = place.offline
+    mine = prompt_batch(prompts, config.prompts, step=0, seed=place.seed)[shard :: config.shards]
+    clock = Clock()
+    about = _about(place, shard, clock)
+    groups_at_once = max(1, config.micro_batch // config.group_size)
+    batches = _generated(place, model, policy, version, mine, groups_at_once, clock)
+    write_table(path, rollout_schema(model.latent_shape), batches, about)
+
+
+def generate_shard_from_folders(place: Place, base: Path, folder: Path, prompts: Path, shard: int, path: Path) -> None:
+    """``generate_shard`` with the policy of a folder."""
+    model = open_model(place.recipe, base)
+    policy, card = open_policy(place, model, folder)
+    generate_shard(place, model, policy, card.version, read_prompts(prompts, "train"), shard, path)
+
+
+def _generated(
+    place: Place, model: Model, policy: Policy, version: int, prompts: list[Prompt], groups_at_once: int, clock: Clock
+) -> Iterator[pa.RecordBatch]:
+    schema = rollout_schema(model.latent_shape)
+    progress = tqdm(total=len(prompts) * place.config.group_size, desc=f"{place.label} rollout", unit="image", disable=None)
+    for start in range(0, len(prompts), groups_at_once):
+        with clock.phase("rollout"), policy.using(place.rollout_copy):
+            repeated, keys = place.groups(prompts[start : start + groups_at_once], step=0)
+            conditioning = model.encode([prompt.prompt for prompt in repeated])
+            latents = generate(model, conditioning, keys, place.config.sampler, micro_batch=place.config.micro_batch).latents
+            images = encode_png(model.decode(latents))
+        progress.update(len(images))
+        yield pa.record_batch(
+            [
+                pa.array(keys.prompt_ids, pa.int64()),
+                pa.array(keys.samples, pa.int64()),
+                pa.array([version] * len(images), pa.int64()),
+                pa.FixedShapeTensorArray.from_numpy_ndarray(latents.cpu().numpy()),
+                pa.array(images, pa.binary()),
+            ],
+            schema=schema,
+        )
+
+
+def _about(place: Place, shard: int, clock: Clock) -> dict[str, Any]:
+    return {
+        "recipe_digest": place.recipe.digest,
+        "stage": place.label,
+        "seed": place.seed,
+        "shard": shard,
+        "engine": "diffusers",
+        "dtype": "float32",
+        "sampler": place.config.sampler.model_dump(),
+        "micro_batch": place.config.micro_batch,
+        "seconds": clock.seconds,
+    }
+
+
+def score_shard(place: Place, scorer: Scorer, prompts: list[Prompt], rollouts: Path, path: Path) -> None:
+    """Score a rollout shard and write the table of scores; generates nothing.
+
+    Raises:
+        RewardError: more samples than ``rewards.max_failed_share`` could not be scored.
+    """
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    clock = Clock()
+    with tqdm(total=row_count(rollouts), desc=f"{place.label} scoring", unit="image", disable=None) as progress:
+        parts = []
+        for batch in read_batches(rollouts, rows=place.config.micro_batch):
+            with clock.phase("scoring"):
+                images = decode_png(batch["image"].to_pylist())
+                parts.append((batch, scorer(images, [by_id[i] for i in batch["prompt_id"].to_pylist()])))
+            progress.update(len(batch))
+    tables = [table for _, table in parts]
+    require_scored(_concatenated(tables), place.recipe.rewards.max_failed_share)
+    schema = score_schema(sorted(tables[0].metrics))
+    about = {key: value for key, value in about_table(rollouts).items() if key != "seconds"} | {"seconds": clock.seconds}
+    write_table(path, schema, (_scored(schema, batch, table) for batch, table in parts), about)
+
+
+def _scored(schema: pa.Schema, batch: pa.RecordBatch, table: ScoreTable) -> pa.RecordBatch:
+    columns = {"prompt_id": batch["prompt_id"], "sample": batch["sample"], "reward": nullable(table.reward)}
+    columns |= {name: nullable(values) for name, values in table.metrics.items()}
+    columns["failure"] = pa.array(table.failures, pa.string())
+    return pa.record_batch([columns[name] for name in schema.names], schema=schema)
+
+
+def nullable(values: np.ndarray) -> pa.Array:
+    """A float64 column in which NaN (not scored) is null."""
+    return pa.array(values, pa.float64(), from_pandas=True)
+
+
+def _concatenated(tables: list[ScoreTable]) -> ScoreTable:
+    return ScoreTable(
+        reward=np.concatenate([table.reward for table in tables]),
+        metrics={},
+        failures=[reason for table in tables for reason in table.failures],
+    )
+
+
+def read_latents(path: Path) -> torch.Tensor:
+    """The final latents of a rollout shard, fp32 [N, ...], in the order of its rows."""
+    return torch.from_numpy(read_column(path, "latent").combine_chunks().to_numpy_ndarray().copy())

@@ -1,0 +1,241 @@
+"""The report's charts as inline SVG: text stays text, and colours are CSS variables, so that the page's light and dark apply."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from ebbflow.evaluation.records import Comparison, Evaluation, Verdict
+
+INK, FAINT, GRID = "#5b6471", "#9aa3af", "#e4e7ec"
+SERIES = ("#2f6fdf", "#e0791a", "#159a7a", "#a24fc4", "#c8385a", "#7a8a1f", "#1795b8", "#8a6a4f")
+VARIABLES = {INK: "var(--ink-2)", FAINT: "var(--ink-3)", GRID: "var(--line)"} | {
+    colour: f"var(--c{number})" for number, colour in enumerate(SERIES, start=1)
+}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "ebbflow",
+    "text.parse_math": False,
+    "font.size": 8.5,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.7,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "savefig.transparent": True,
+}
+MOST_POINTS = 160
+"""Points per curve; longer ones are averaged over equal spans of steps."""
+MOST_LABELS = 9
+
+
+class Panel(NamedTuple):
+    """One of the small multiples: metrics that share an axis. ``band`` is drawn as an area between two metrics."""
+
+    title: str
+    lines: tuple[str, ...]
+    band: tuple[str, str] | None = None
+
+
+PANELS = (
+    Panel("Reward, mean and range", ("reward/mean",), ("reward/min", "reward/max")),
+    Panel("Ratio, mean |r − 1|", ("ratio/deviation",)),
+    Panel("Clipped, down / up", ("clip/down", "clip/up")),
+    Panel("Reference divergence", ("kl/reference",)),
+    Panel("Velocity drift", ("velocity_drift",)),
+    Panel("Gradient norm", ("grad_norm",)),
+    Panel("Loss", ("loss",)),
+    Panel("Groups without variance", ("group/zero_std_share",)),
+)
+
+
+class Drawn(NamedTuple):
+    """A chart with the caption that the page puts above it."""
+
+    title: str
+    value: str
+    svg: Markup
+
+
+def label(metric: str) -> str:
+    """How a metric is called on the page: ``exact_match`` becomes "Exact match"."""
+    words = metric.replace("_", " ")
+    return words.upper() if words in ("ocr", "kl") else words[:1].upper() + words[1:]
+
+
+def progress(evaluations: Sequence[Evaluation], metrics: Sequence[str], chosen: str, champion: Evaluation | None) -> Markup:
+    """Held-out means of several metrics over the run's evaluations; the chosen policy is marked, the champion a dashed line."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(5.3, 3.0)
+        places = range(len(evaluations))
+        ends = []
+        for metric, colour in zip(metrics, _colours(len(metrics)), strict=True):
+            values = [evaluation.held_out.get(metric, math.nan) for evaluation in evaluations]
+            width = 2.4 if metric == metrics[0] else 1.5
+            axes.plot(places, values, color=colour, marker="o", markersize=4, linewidth=width, clip_on=False)
+            if math.isfinite(values[-1]):
+                ends.append((values[-1], label(metric), colour))
+        if champion is not None and metrics[0] in champion.held_out:
+            axes.axhline(champion.held_out[metrics[0]], color=SERIES[0], linestyle=(0, (4, 3)), linewidth=1)
+        axes.axvline([evaluation.label for evaluation in evaluations].index(chosen), color=GRID, linewidth=7, zorder=0)
+        axes.set(ylim=(0, 1), xlim=(-0.15, len(evaluations) - 0.85))
+        _name_places(axes, [evaluation.label for evaluation in evaluations])
+        axes.grid(axis="x", visible=False)
+        _name_ends(axes, ends, len(evaluations) - 1)
+        return _svg(figure, "Metrics over evaluations")
+
+
+def differences(verdict: Verdict, tolerance: float, metrics: Sequence[str]) -> Markup:
+    """Every comparison of the gate as a point with its interval, against zero and the guards' tolerance.
+
+    Colours are those of ``metrics`` in ``progress``; a reward that is not among them is the first one under another name.
+    """
+    colours = dict(zip(metrics, _colours(len(metrics)), strict=True))
+    comparisons: list[Comparison] = [verdict.target, *verdict.guards]
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(4.6, 0.75 + 0.42 * len(comparisons))
+        axes.axvspan(-tolerance, 0, color=GRID, alpha=0.55, linewidth=0)
+        axes.axvline(0, color=INK, linewidth=1)
+        for row, comparison in enumerate(comparisons):
+            colour = colours.get(comparison.metric, SERIES[0])
+            axes.plot([comparison.low, comparison.high], [row, row], color=colour, linewidth=3, alpha=0.45)
+            axes.plot([comparison.difference], [row], color=colour, marker="o", markersize=6)
+        axes.set_yticks(range(len(comparisons)), [label(comparison.metric) for comparison in comparisons])
+        axes.set_ylim(len(comparisons) - 0.5, -0.5)
+        axes.grid(axis="y", visible=False)
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.3g}" if abs(value) > 1e-9 else "0")
+        return _svg(figure, "Differences between candidate and champion")
+
+
+def training(metrics: Sequence[Mapping[str, float]]) -> list[Drawn]:
+    """The small multiples of one stage; a panel whose metrics the stage did not report is left out."""
+    return [_panel(panel, metrics) for panel in PANELS if any(_series(metrics, key)[0] for key in panel.lines)]
+
+
+def times(rows: Mapping[str, Mapping[str, float]]) -> Markup:
+    """Seconds by phase, one stacked bar per row."""
+    phases = list(dict.fromkeys(phase for row in rows.values() for phase in row))
+    colours = dict(zip(phases, _colours(len(phases)), strict=True))
+    longest = max(sum(row.values()) for row in rows.values()) or 1.0
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(10.2, 0.75 + 0.31 * len(rows))
+        for place, row in enumerate(rows.values()):
+            left = 0.0
+            for phase, seconds in row.items():
+                axes.barh(place, seconds, left=left, height=0.62, color=colours[phase], linewidth=0)
+                left += seconds
+            axes.text(left + longest * 0.008, place, f"{left:,.1f} s", va="center")
+        axes.set_yticks(range(len(rows)), list(rows))
+        axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, longest * 1.09), xlabel="seconds")
+        axes.grid(axis="y", visible=False)
+        axes.spines["left"].set_visible(False)
+        handles = [matplotlib.patches.Patch(color=colours[phase], label=phase.replace("_", " ")) for phase in phases]
+        figure.legend(handles=handles, loc="outside upper left", ncols=8, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
+        return _svg(figure, "Seconds per stage and phase")
+
+
+def _panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Drawn:
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(2.42, 1.45)
+        if panel.band:
+            low, high = (_series(metrics, key) for key in panel.band)
+            if low[0] and low[0] == high[0]:
+                axes.fill_between(low[0], low[1], high[1], color=SERIES[0], alpha=0.16, linewidth=0)
+        last = []
+        for key, colour in zip(panel.lines, SERIES, strict=False):
+            steps, values = _series(metrics, key)
+            if steps:
+                axes.plot(steps, values, color=colour, marker="o" if len(steps) == 1 else None, markersize=3)
+                last.append(_short(values[-1], 2 if len(panel.lines) > 1 else 3))
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(3))
+        axes.yaxis.set_major_formatter(lambda value, _: _short(value))
+        axes.margins(x=0.02)
+        return Drawn(panel.title, " / ".join(last), _svg(figure, panel.title))
+
+
+def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
+    """Steps and finite values of one metric, averaged over spans when there are too many to draw."""
+    points = [(row["step"], row[key]) for row in metrics if key in row and math.isfinite(row[key])]
+    span = -(-len(points) // MOST_POINTS) or 1
+    groups = [points[start : start + span] for start in range(0, len(points), span)]
+    return [sum(step for step, _ in group) / len(group) for group in groups], [
+        sum(value for _, value in group) / len(group) for group in groups
+    ]
+
+
+def _short(value: float, digits: int = 3) -> str:
+    if value == 0:
+        return "0"
+    size = abs(value)
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+") if size < 1e-3 or size >= 1e5 else f"{value:.{digits}g}"
+
+
+def _name_places(axes: Axes, names: Sequence[str]) -> None:
+    """Names under the points; with many evaluations only every second, third ... so that none overlap."""
+    stride = -(-len(names) // MOST_LABELS)
+    shown = range(0, len(names), stride)
+    axes.set_xticks(list(shown), [names[place].replace(" ", "\n", 1) for place in shown])
+
+
+def _name_ends(axes: Axes, ends: list[tuple[float, str, str]], place: int) -> None:
+    """Name each curve at its end, pushed apart where they end close together."""
+    gap, lowest = 0.075, -1.0
+    positions = []
+    for value, _, _ in sorted(ends):
+        lowest = max(value, lowest + gap)
+        positions.append(lowest)
+    overshoot = max(0.0, (positions[-1] if positions else 0.0) - 1.0)
+    for (value, name, colour), position in zip(sorted(ends), positions, strict=True):
+        text = f"{name} {value:.2f}"
+        axes.annotate(
+            text,
+            (place, position - overshoot),
+            xytext=(8, 0),
+            textcoords="offset points",
+            color=colour,
+            va="center",
+            annotation_clip=False,
+        )
+
+
+def _colours(count: int) -> list[str]:
+    return [SERIES[index % len(SERIES)] for index in range(count)]
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasSVG(figure)
+    return figure, figure.add_subplot()
+
+
+def _svg(figure: Figure, description: str) -> Markup:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, variable)
+    return Markup(text)

@@ -1,0 +1,49 @@
+"""What the pipeline's nodes tell MLflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ebbflow.data.tables import about_table, read_table, row_count
+from ebbflow.evaluation.records import Evaluation, StageRecord
+from ebbflow.tracking.pictures import image_grid
+from ebbflow.tracking.runs import Node, flatten
+
+PICTURES = 16
+"""Samples in a grid: the same prompts with the same noise at every evaluation."""
+
+
+def log_evaluation(node: Node, evaluation: Evaluation, samples: Path) -> None:
+    """Means of both splits, drift and times by policy version; the table of all prompts and a grid of held-out samples."""
+    metrics = {f"held_out/{name}": value for name, value in evaluation.held_out.items()}
+    metrics |= {f"validation/{name}": value for name, value in evaluation.validation.items()}
+    metrics |= {f"seconds/{phase}": value for phase, value in evaluation.seconds.items()}
+    metrics |= {"velocity_drift": evaluation.velocity_drift, "coverage": evaluation.coverage}
+    node.log_metrics(metrics, evaluation.policy_version)
+    table = read_table(samples)
+    node.log_table("samples", table)
+    shown = [row for row in table.to_pylist() if row["split"] == "held_out"][:PICTURES]
+    grid = image_grid([row["image"] for row in shown], [_caption(row) for row in shown], columns=4)
+    node.log_image("held_out", grid, evaluation.policy_version)
+
+
+def _caption(row: dict[str, Any]) -> str:
+    score = "not scored" if row["reward"] is None else f"{row['reward']:.2f}"
+    return f"{row['target'] or row['prompt']} {score}"
+
+
+def log_stage(node: Node, record: StageRecord) -> None:
+    """What a training stage did, as parameters."""
+    node.log_params(flatten(record.model_dump()))
+
+
+def log_table_about(node: Node, path: Path) -> None:
+    """What a shard says about itself, and its cost per image."""
+    about = about_table(path)
+    images = row_count(path)
+    seconds = about.pop("seconds")
+    node.log_params(flatten(about))
+    metrics = {f"seconds/{phase}": value for phase, value in seconds.items()}
+    metrics |= {f"ms_per_image/{phase}": 1000 * value / images for phase, value in seconds.items()}
+    node.log_metrics(metrics | {"images": images, "images_per_second": images / sum(seconds.values())}, step=0)

@@ -1,0 +1,250 @@
+"""The model registry: every run's best policy becomes a version, and the gate decides which one is champion.
+
+Aliases: ``challenger`` is the newest version, ``champion`` the one in use, ``previous`` the one it replaced. Unlike metrics, no
+write here may get lost: whatever fails raises.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version as installed
+from pathlib import Path
+
+import mlflow.artifacts
+import mlflow.pyfunc
+import pandas as pd
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModelOutput
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model, ModelSignature
+from mlflow.types import ColSpec, Schema
+
+from ebbflow.artifacts import verify
+from ebbflow.evaluation.records import Verdict
+from ebbflow.tracking.records import Champion, Registration, TrackedRun
+from ebbflow.tracking.runs import DIGEST, EXECUTION, TrackingError, connect
+
+CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
+RUN, REPLACES = "ebbflow.run_id", "ebbflow.replaces"
+LONGEST_TAG = 5000
+REQUIREMENTS = ("ebbflow", "diffusers", "peft", "pillow", "safetensors", "torch", "transformers")
+"""What serving imports; pinned to what is installed. Explicit, because MLflow would load the model to find out."""
+SIGNATURE = ModelSignature(
+    inputs=Schema([ColSpec("string", "prompt"), ColSpec("long", "seed", required=False)]),
+    outputs=Schema([ColSpec("binary", "image")]),
+)
+
+
+class RegistryError(TrackingError):
+    """The registry was not, or must not be, changed."""
+
+
+def register(
+    tracked: TrackedRun,
+    policy: Path,
+    base: Path | None,
+    verdict: Verdict,
+    lineage: dict[str, str],
+    *,
+    model_name: str,
+    expected_champion: str | None,
+) -> Registration:
+    """Register a run's policy as challenger and, when the gate said so, make it champion. A retry changes nothing.
+
+    Args:
+        policy: a committed policy folder (with policy.json).
+        base: the base model's folder, stored with it so that the version renders by itself; None leaves it out.
+        lineage: further tags, such as ``execution_id`` and ``base_digest``; they get the prefix ``ebbflow.`` unless dotted.
+        model_name: the registered model.
+        expected_champion: the version that the gate compared with, None when there was no champion.
+
+    Raises:
+        RegistryError: a write failed, or the champion is no longer the one that the gate compared with.
+    """
+    client = connect(tracked.tracking_uri)
+    with _writing(f"register the policy of run {tracked.run_id} as {model_name!r}", tracked.tracking_uri):
+        _ensure_model(client, model_name)
+        version = _version_of(client, model_name, tracked.run_id)
+        if version is None:
+            tags = _tags(client, tracked, verdict, lineage, expected_champion)
+            version = _create_version(client, tracked, policy, base, model_name, tags)
+        _challenge(client, model_name, version)
+        if verdict.promote:
+            _promote(client, model_name, version, expected_champion)
+        return _registration(client, model_name, version)
+
+
+def find_champion(tracking_uri: str, model_name: str) -> Champion | None:
+    """The champion of a registered model; None when the model does not exist yet or has none."""
+    with _writing(f"look up the champion of {model_name!r}", tracking_uri):
+        version = _alias(connect(tracking_uri), model_name, CHAMPION)
+    if version is None:
+        return None
+    return Champion(
+        tracking_uri=tracking_uri,
+        model_name=model_name,
+        version=str(version.version),
+        run_id=version.tags.get(RUN, version.run_id or ""),
+        recipe_digest=version.tags.get(DIGEST, ""),
+        base_digest=version.tags.get("ebbflow.base_digest", ""),
+    )
+
+
+def download_champion(champion: Champion, into: Path) -> Path:
+    """Fetch that very version, even if another one has become champion since. Returns the folder with ``policy/``."""
+    client = connect(champion.tracking_uri)
+    with _writing(f"download {champion.model_name!r} version {champion.version}", champion.tracking_uri):
+        # not "models:/<name>/<version>": MLflow resolves that in the process-wide registry, whatever it is told
+        place = client.get_model_version_download_uri(champion.model_name, champion.version)
+        model = mlflow.artifacts.download_artifacts(place, dst_path=str(into), tracking_uri=champion.tracking_uri)
+    data = Path(model) / Model.load(model).flavors[mlflow.pyfunc.FLAVOR_NAME][mlflow.pyfunc.DATA]
+    if not (data / "policy" / "policy.json").is_file():
+        raise RegistryError(
+            f"{champion.model_name!r} version {champion.version} holds no policy/policy.json, so Ebbflow did not register it; "
+            f"move the alias {CHAMPION!r} to a version that Ebbflow made, or delete the alias"
+        )
+    return data
+
+
+def champion_folders(champion: Champion, into: Path, base: Path) -> tuple[Path, Path]:
+    """(base-model folder, policy folder) of a champion; its own base where the version carries one, else ``base``.
+
+    Raises:
+        RegistryError: it was trained from another base than ``base`` and does not carry its own.
+    """
+    data = download_champion(champion, into)
+    if (data / "base").is_dir():
+        return data / "base", data / "policy"
+    if champion.base_digest != (digest := verify(base)):
+        raise RegistryError(
+            f"{champion.model_name!r} version {champion.version} was trained from base {champion.base_digest[:12] or '(unknown)'}, "
+            f"this run has base {digest[:12]}; give the recipe another promotion.model_name"
+        )
+    return base, data / "policy"
+
+
+@contextmanager
+def _writing(what: str, uri: str) -> Iterator[None]:
+    """Whatever a store raises becomes one error that says what was being done."""
+    try:
+        yield
+    except TrackingError:
+        raise
+    except Exception as error:
+        raise RegistryError(f"could not {what} in {uri}: {error}. Run the task again: it goes on where it stopped") from error
+
+
+def _ensure_model(client: MlflowClient, name: str) -> None:
+    try:
+        client.create_registered_model(name, description="Policies post-trained by Ebbflow; the gate moves the alias champion.")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _version_of(client: MlflowClient, name: str, run_id: str) -> ModelVersion | None:
+    """The version that this run registered; the oldest one, should two attempts have raced."""
+    found = client.search_model_versions(f"name = '{name}' and tags.`{RUN}` = '{run_id}'")
+    return min(found, key=lambda version: int(version.version), default=None)
+
+
+def _tags(
+    client: MlflowClient, tracked: TrackedRun, verdict: Verdict, lineage: dict[str, str], expected_champion: str | None
+) -> dict[str, str]:
+    run_tags = client.get_run(tracked.run_id).data.tags
+    execution = {EXECUTION: run_tags[EXECUTION]} if EXECUTION in run_tags else {}
+    named = {key if "." in key else f"ebbflow.{key}": value for key, value in lineage.items()}
+    gate = {"ebbflow.compared_with": expected_champion or "no champion", "ebbflow.verdict": _as_tag(verdict)}
+    return {**named, **execution, **gate, RUN: tracked.run_id, DIGEST: tracked.recipe_digest}
+
+
+def _as_tag(verdict: Verdict) -> str:
+    text = verdict.model_dump_json()
+    # the sentences repeat the numbers, so they go first when there are too many guards for a tag
+    return text if len(text) <= LONGEST_TAG else verdict.model_dump_json(exclude={"reasons"})[:LONGEST_TAG]
+
+
+def _create_version(
+    client: MlflowClient, tracked: TrackedRun, policy: Path, base: Path | None, name: str, tags: dict[str, str]
+) -> ModelVersion:
+    """Log the folders as an MLflow model of the parent run, then make it a version. No step uses pickle or the active run."""
+    if not (policy / "policy.json").is_file():
+        raise RegistryError(f"{policy} is no policy folder (no policy.json in it); pass the one that a training stage committed")
+    model = client.create_logged_model(
+        tracked.experiment_id, name=name, source_run_id=tracked.run_id, tags=tags, model_type="diffusion policy"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "model"
+        place, number = model.artifact_location, model.model_id
+        mlflow.pyfunc.save_model(
+            str(saved),
+            loader_module="ebbflow.tracking.serving",
+            data_path=str(_gather(Path(folder) / "ebbflow", policy, base)),
+            mlflow_model=Model(artifact_path=place, run_id=tracked.run_id, model_uuid=number, model_id=number),
+            signature=SIGNATURE,
+            input_example=pd.DataFrame({"prompt": ['The word "EBBS"'], "seed": [0]}),
+            pip_requirements=[f"{package}=={installed(package)}" for package in REQUIREMENTS],
+        )
+        client.log_model_artifacts(model.model_id, str(saved))
+    client.finalize_logged_model(model.model_id, "READY")
+    client.log_outputs(tracked.run_id, [LoggedModelOutput(model.model_id, step=0)])
+    version = client.create_model_version(name, model.artifact_location, tracked.run_id, tags=tags, model_id=model.model_id)
+    link = json.dumps([{"name": name, "version": version.version}])
+    client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": link})  # how the UI finds the version from the run
+    return version
+
+
+def _gather(data: Path, policy: Path, base: Path | None) -> Path:
+    """``policy/`` and ``base/`` side by side. Links: MLflow follows them when it copies, and weights are large."""
+    data.mkdir()
+    (data / "policy").symlink_to(policy.resolve(), target_is_directory=True)
+    if base is not None:
+        (data / "base").symlink_to(base.resolve(strict=True), target_is_directory=True)
+    return data
+
+
+def _challenge(client: MlflowClient, name: str, version: ModelVersion) -> None:
+    """A late retry must not take the alias from a run that came after."""
+    challenger = _alias(client, name, CHALLENGER)
+    if challenger is None or int(challenger.version) < int(version.version):
+        client.set_registered_model_alias(name, CHALLENGER, version.version)
+
+
+def _promote(client: MlflowClient, name: str, version: ModelVersion, expected: str | None) -> None:
+    """Move the aliases. MLflow has no compare-and-swap, so the champion is read right before the move."""
+    champion = _alias(client, name, CHAMPION)
+    current = str(champion.version) if champion else None
+    if current == str(version.version):
+        return
+    if current != expected:
+        raise RegistryError(
+            f"{name!r} version {version.version} was compared with champion {expected or '(none)'}, but the champion is now "
+            f"{current or '(none)'}; it stays challenger. Run the pipeline again to compare it with the new champion"
+        )
+    client.set_model_version_tag(name, version.version, REPLACES, current or "")
+    if current is not None:
+        client.set_registered_model_alias(name, PREVIOUS, current)
+    client.set_registered_model_alias(name, CHAMPION, version.version)
+
+
+def _registration(client: MlflowClient, name: str, version: ModelVersion) -> Registration:
+    champion = _alias(client, name, CHAMPION)
+    if champion is None or champion.version != version.version:
+        return Registration(model_name=name, version=str(version.version), champion=False, previous=None)
+    return Registration(
+        model_name=name, version=str(version.version), champion=True, previous=champion.tags.get(REPLACES) or None
+    )
+
+
+def _alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
+    try:
+        return client.get_model_version_by_alias(name, alias)
+    except MlflowException as error:
+        # SQL stores say INVALID_PARAMETER_VALUE for an alias that no version holds
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise

@@ -1,0 +1,260 @@
+"""What a person sees of a run: one self-contained HTML page, summary.json, and a table for the terminal."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import pyarrow.parquet as pq
+import yaml
+
+from ebbflow.evaluation.gate import REFUSED
+from ebbflow.evaluation.records import Evaluation, StageRecord, Verdict
+from ebbflow.recipe import Recipe
+from ebbflow.tracking import charts
+from ebbflow.tracking.pictures import fit, open_rgb
+from ebbflow.tracking.records import Registration, TrackedRun
+
+PICTURED_PROMPTS = 16
+MOST_COLUMNS = 6
+"""Evaluations in the picture grid; of more, the first, the last ones and the chosen one are shown."""
+MOST_CURVES = 8
+"""Stages whose curves are drawn; of more, the last ones."""
+SHARP_UP_TO = 96
+"""Pictures up to this width are embedded pixel by pixel, larger ones as small JPEGs."""
+
+
+@dataclass(frozen=True)
+class ReportInputs:
+    """Everything the report tells."""
+
+    recipe: Recipe
+    tracked: TrackedRun
+    evaluations: Sequence[tuple[Evaluation, Path]]
+    """In the order of the run, the base model first; each with its samples (Parquet, ``evaluation_schema``). A champion that
+    is not the run's own start is one of them, under the label that the verdict gives it."""
+    stages: Sequence[tuple[StageRecord, Sequence[dict[str, float]]]]
+    """Training stages with their metrics: one dictionary per step, with the key ``step``;
+    ``charts.PANELS`` says what is drawn."""
+    verdict: Verdict
+    registration: Registration | None
+    base_seconds: float
+    """Seconds that making the base model took; 0 when it was cached."""
+
+    def __post_init__(self) -> None:
+        labels = [evaluation.label for evaluation, _ in self.evaluations]
+        if self.verdict.candidate not in labels:
+            raise ValueError(
+                f"the verdict is about {self.verdict.candidate!r}, but the evaluations are {labels}; pass that one too"
+            )
+
+    @property
+    def before(self) -> Evaluation:
+        return self.evaluations[0][0]
+
+    @property
+    def after(self) -> Evaluation:
+        return next(evaluation for evaluation, _ in self.evaluations if evaluation.label == self.verdict.candidate)
+
+    @property
+    def champion(self) -> Evaluation | None:
+        """The champion, when it is not this run's own start."""
+        others = (evaluation for evaluation, _ in self.evaluations[1:])
+        return next((evaluation for evaluation in others if evaluation.label == self.verdict.champion), None)
+
+    @property
+    def promoted(self) -> bool:
+        return self.registration is not None and self.registration.champion
+
+
+class Cell(NamedTuple):
+    """One picture of the grid."""
+
+    source: str
+    sharp: bool
+    right: bool | None
+    """Whether it reads exactly as the target; None when that was not measured."""
+    score: str
+
+
+class Row(NamedTuple):
+    prompt: str
+    target: str | None
+    cells: list[Cell | None]
+    """Per shown evaluation; None where an evaluation lacks this sample."""
+
+
+# -------------------------------------------------------------------------------------------------------------- the summary
+
+
+def summary(inputs: ReportInputs) -> dict[str, Any]:
+    """The run in numbers, for machines."""
+    seconds = {name: round(sum(phases.values()), 3) for name, phases in _times(inputs).items()}
+    return {
+        "before": _finite(inputs.before.held_out),
+        "after": _finite(inputs.after.held_out),
+        "seconds": seconds | {"total": round(sum(seconds.values()), 3)},
+        "promoted": inputs.promoted,
+        "mlflow_run_id": inputs.tracked.run_id,
+        "model_version": inputs.registration.version if inputs.registration else None,
+    }
+
+
+def write_summary(path: Path, inputs: ReportInputs) -> None:
+    """``summary`` as JSON."""
+    _write(path, json.dumps(summary(inputs), indent=2, allow_nan=False) + "\n")
+
+
+def summary_table(inputs: ReportInputs) -> str:
+    """Evaluations by metrics, for the terminal; a star marks the policy that the gate looked at."""
+    metrics = _metrics(inputs)
+    table = [["", *(charts.label(metric) for metric in metrics), "drift"]]
+    for evaluation, _ in inputs.evaluations:
+        mark = "*" if evaluation is inputs.after else ""
+        values = [_number(evaluation.held_out.get(metric)) for metric in metrics]
+        table.append([evaluation.label + mark, *values, f"{evaluation.velocity_drift:.2g}"])
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))])
+        for row in table
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+# ----------------------------------------------------------------------------------------------------------------- the page
+
+
+def write_report(path: Path, inputs: ReportInputs) -> None:
+    """One HTML file without any reference to another file or a network."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,  # prompts come from users' files
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["refused"] = REFUSED
+    environment.filters |= {"number": _number, "label": charts.label, "duration": _duration}
+    _write(path, environment.get_template("report.html").render(_page(inputs)))
+
+
+def _page(inputs: ReportInputs) -> dict[str, Any]:
+    metrics = _metrics(inputs)
+    shown = _shown(inputs)
+    own_road = [evaluation for evaluation, _ in inputs.evaluations if evaluation is not inputs.champion]
+    seconds = _times(inputs)
+    return {
+        "inputs": inputs,
+        "metrics": metrics,
+        "evaluations": [evaluation for evaluation, _ in inputs.evaluations],
+        "shown": [evaluation for evaluation, _ in shown],
+        "rows": _rows(shown),
+        "progress": charts.progress(own_road, metrics, inputs.after.label, inputs.champion),
+        "differences": charts.differences(inputs.verdict, inputs.recipe.promotion.guard_tolerance, metrics),
+        "curves": [(record, charts.training(steps)) for record, steps in inputs.stages[-MOST_CURVES:]],
+        "times": charts.times(seconds),
+        "total_seconds": sum(sum(phases.values()) for phases in seconds.values()),
+        "recipe_yaml": yaml.safe_dump(inputs.recipe.model_dump(mode="json"), sort_keys=False),
+    }
+
+
+def _metrics(inputs: ReportInputs) -> list[str]:
+    """What to show, in this order: the trained rewards, exact match, guards. The combined reward only if it adds something."""
+    terms = [term.name for term in inputs.recipe.rewards.terms]
+    combined = [] if len(terms) == 1 and terms[0] in inputs.before.held_out else ["reward"]
+    wanted = [*combined, *terms, "exact_match", *inputs.recipe.rewards.guards]
+    return [
+        metric
+        for metric in wanted
+        if any(_finite(evaluation.held_out).get(metric) is not None for evaluation, _ in inputs.evaluations)
+    ]
+
+
+def _shown(inputs: ReportInputs) -> list[tuple[Evaluation, Path]]:
+    everything = list(inputs.evaluations)
+    if len(everything) <= MOST_COLUMNS:
+        return everything
+    kept = {0, *range(len(everything) - MOST_COLUMNS + 2, len(everything))}
+    kept.add(next(place for place, (evaluation, _) in enumerate(everything) if evaluation is inputs.after))
+    return [everything[place] for place in sorted(kept)]
+
+
+def _times(inputs: ReportInputs) -> dict[str, dict[str, float]]:
+    """Seconds by phase: base model, every stage, all evaluations together."""
+    evaluating: dict[str, float] = {}
+    for evaluation, _ in inputs.evaluations:
+        for phase, seconds in evaluation.seconds.items():
+            evaluating[phase] = evaluating.get(phase, 0.0) + seconds
+    stages = {record.label: dict(record.seconds) for record, _ in inputs.stages}
+    return {"base model": {"base model": inputs.base_seconds}, **stages, "evaluations": evaluating}
+
+
+def _rows(shown: Sequence[tuple[Evaluation, Path]]) -> list[Row]:
+    """The first held-out prompts, not chosen by how well they came out, with every policy's picture from the same noise."""
+    samples = [_first_samples(path) for _, path in shown]
+    keys = sorted({key for table in samples for key in table})[:PICTURED_PROMPTS]
+    return [_row([table.get(key) for table in samples]) for key in keys]
+
+
+def _first_samples(path: Path) -> dict[tuple[int, int], dict[str, Any]]:
+    """The first held-out samples by key. Only what is shown is read: the pictures of an evaluation can be gigabytes."""
+    held_out = ("split", "==", "held_out")
+    keys = pq.read_table(path, columns=["prompt_id", "sample"], filters=[held_out]).sort_by(
+        [("prompt_id", "ascending"), ("sample", "ascending")]
+    )
+    ids = list(dict.fromkeys(keys["prompt_id"].to_pylist()))[:PICTURED_PROMPTS]
+    rows = pq.read_table(path, filters=[held_out, ("prompt_id", "in", ids)]).to_pylist()
+    first = {prompt: min(row["sample"] for row in rows if row["prompt_id"] == prompt) for prompt in ids}
+    return {(row["prompt_id"], row["sample"]): row for row in rows if row["sample"] == first[row["prompt_id"]]}
+
+
+def _row(samples: list[dict[str, Any] | None]) -> Row:
+    one = next(sample for sample in samples if sample is not None)
+    return Row(one["prompt"], one["target"], [_cell(sample) if sample else None for sample in samples])
+
+
+def _cell(sample: dict[str, Any]) -> Cell:
+    picture = open_rgb(sample["image"])
+    sharp = picture.width <= SHARP_UP_TO
+    exact = sample.get("exact_match")
+    score = sample.get("ocr", sample.get("reward"))
+    return Cell(_data_uri(picture, sharp), sharp, None if exact is None else exact >= 1, _number(score))
+
+
+def _data_uri(picture: Any, sharp: bool) -> str:
+    buffer = io.BytesIO()
+    if sharp:
+        picture.save(buffer, "PNG", optimize=True)
+    else:
+        fit(picture, 1, 2 * SHARP_UP_TO).save(buffer, "JPEG", quality=80)
+    return f"data:image/{'png' if sharp else 'jpeg'};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in values.items() if math.isfinite(value)}
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)

@@ -1,0 +1,42 @@
+"""The process group of a training task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(minutes=15)
+"""A dead rank ends the others after this long instead of hanging them."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train together."""
+
+    rank: int
+    world: int
+
+    @staticmethod
+    def current() -> Ranks:
+        return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
+
+
+@contextmanager
+def process_group() -> Iterator[Ranks]:
+    """Join the group that an elastic launcher announced in the environment (gloo on CPUs, NCCL on GPUs); alone without one."""
+    if "RANK" not in os.environ:
+        yield Ranks(0, 1)
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    try:
+        yield Ranks.current()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,24 @@
+"""Advantages of an offline stage, over all its shards."""
+
+from __future__ import annotations
+
+from flytekit import task
+from flytekit.types.file import FlyteFile
+
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.records import TrackedRun
+from tasks.files import fetch, scratch
+from tasks.resources import light
+
+
+@task(**light())
+def compute_advantages(recipe: Recipe, run: TrackedRun, round: int, stage: int, scores: list[FlyteFile]) -> FlyteFile:
+    """The advantage of every sample worth training on (``ADVANTAGES``)."""
+    from ebbflow.stage import Place
+    from ebbflow.tracking.runs import node_run
+    from ebbflow.training.offline import write_advantages
+
+    place, path = Place(recipe, round, stage), scratch("advantages.parquet")
+    with node_run(run, f"{place.label} advantages") as node:
+        node.log_metrics(write_advantages(place, [fetch(shard) for shard in scores], path), step=0)
+    return FlyteFile(str(path))

@@ -1,0 +1,36 @@
+"""Evaluates the registered champion on this run's prompts, so that the gate compares like with like."""
+
+from __future__ import annotations
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.records import TrackedRun
+from tasks.files import fetch, scratch
+from tasks.resources import accelerated
+from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, TrainedPolicy
+
+
+@task(**accelerated())
+def evaluate_champion(
+    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, prompts: FlyteFile, before: EvaluatedPolicy
+) -> ChampionPolicy:
+    """The champion with its evaluation; ``before``, the base model's, where there is no champion yet."""
+    from ebbflow.evaluation.evaluate import evaluate_folder
+    from ebbflow.tracking.nodes import log_evaluation
+    from ebbflow.tracking.registry import champion_folders, find_champion
+    from ebbflow.tracking.runs import node_run
+
+    champion = find_champion(run.tracking_uri, recipe.promotion.model_name)
+    if champion is None:
+        return ChampionPolicy(version=None, evaluated=before)
+    its_base, policy = champion_folders(champion, scratch("champion"), fetch(base.folder))
+    samples = scratch("samples.parquet")
+    with node_run(run, "champion evaluation") as node:
+        evaluation = evaluate_folder(recipe, its_base, policy, fetch(prompts), f"champion v{champion.version}", samples)
+        log_evaluation(node, evaluation, samples)
+    trained = TrainedPolicy(folder=FlyteDirectory(str(policy)))
+    evaluated = EvaluatedPolicy(policy=trained, evaluation=evaluation, samples=FlyteFile(str(samples)))
+    return ChampionPolicy(version=champion.version, evaluated=evaluated)

@@ -1,0 +1,28 @@
+"""Evaluates a policy on the validation and held-out prompts with fixed noise."""
+
+from __future__ import annotations
+
+from flytekit import task
+from flytekit.types.file import FlyteFile
+
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.records import TrackedRun
+from tasks.files import fetch, scratch
+from tasks.resources import accelerated
+from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
+
+
+@task(**accelerated())
+def evaluate_policy(
+    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, label: str
+) -> EvaluatedPolicy:
+    """The policy together with its evaluation and samples; means, table and sample grid go to MLflow."""
+    from ebbflow.evaluation.evaluate import evaluate_folder
+    from ebbflow.tracking.nodes import log_evaluation
+    from ebbflow.tracking.runs import node_run
+
+    samples = scratch("samples.parquet")
+    with node_run(run, f"{label} evaluation") as node:
+        evaluation = evaluate_folder(recipe, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples)
+        log_evaluation(node, evaluation, samples)
+    return EvaluatedPolicy(policy=policy, evaluation=evaluation, samples=FlyteFile(str(samples)))

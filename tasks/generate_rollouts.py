@@ -1,0 +1,36 @@
+"""One shard of an offline stage's rollouts; mapped over the shards."""
+
+from __future__ import annotations
+
+from flytekit import task
+from flytekit.types.file import FlyteFile
+
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.records import TrackedRun
+from tasks.files import fetch, scratch
+from tasks.resources import accelerated
+from tasks.types import BaseModelArtifact, TrainedPolicy
+
+
+@task(**accelerated())
+def generate_rollouts(
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    round: int,
+    stage: int,
+    shard: int,
+) -> FlyteFile:
+    """A rollout shard (``rollout_schema``)."""
+    from ebbflow.rollouts.shards import generate_shard_from_folders
+    from ebbflow.stage import Place
+    from ebbflow.tracking.nodes import log_table_about
+    from ebbflow.tracking.runs import node_run
+
+    place, path = Place(recipe, round, stage), scratch(f"rollouts-{shard}.parquet")
+    with node_run(run, f"{place.label} rollout {shard}") as node:
+        generate_shard_from_folders(place, fetch(base.folder), fetch(policy.folder), fetch(prompts), shard, path)
+        log_table_about(node, path)
+    return FlyteFile(str(path))

@@ -1,0 +1,44 @@
+"""Puts the candidate into the model registry and, when the gate said so, makes it champion."""
+
+from __future__ import annotations
+
+from flytekit import current_context, task
+
+from ebbflow.evaluation.records import Verdict
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.records import Registration, TrackedRun
+from tasks.files import fetch
+from tasks.resources import light
+from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
+
+
+@task(**light())
+def register_policy(
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    candidate: EvaluatedPolicy,
+    champion: ChampionPolicy,
+    verdict: Verdict,
+) -> Registration:
+    """One version per run, however many attempts."""
+    from ebbflow.artifacts import verify
+    from ebbflow.tracking.registry import register
+
+    execution = current_context().execution_id
+    base_folder = fetch(base.folder)
+    lineage = {
+        "base_digest": verify(base_folder),
+        "execution_id": execution.name if execution else "local",
+        "candidate": candidate.evaluation.label,
+        "policy_version": str(candidate.evaluation.policy_version),
+    }
+    return register(
+        run,
+        fetch(candidate.policy.folder),
+        base_folder,
+        verdict,
+        lineage,
+        model_name=recipe.promotion.model_name,
+        expected_champion=champion.version,
+    )

@@ -1,0 +1,29 @@
+"""Scores one rollout shard; a task of its own, so that scoring again never generates again."""
+
+from __future__ import annotations
+
+from flytekit import task
+from flytekit.types.file import FlyteFile
+
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.records import TrackedRun
+from tasks.files import fetch, scratch
+from tasks.resources import scorer
+
+
+@task(**scorer())
+def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, stage: int, rollouts: FlyteFile) -> FlyteFile:
+    """The scores of a shard (``score_schema``)."""
+    from ebbflow.data.prompts import read_prompts
+    from ebbflow.data.tables import about_table
+    from ebbflow.rewards.combine import load_scorer
+    from ebbflow.rollouts.shards import score_shard
+    from ebbflow.stage import Place
+    from ebbflow.tracking.nodes import log_table_about
+    from ebbflow.tracking.runs import node_run
+
+    place, path, shard = Place(recipe, round, stage), scratch("scores.parquet"), fetch(rollouts)
+    with node_run(run, f"{place.label} scoring {about_table(shard)['shard']}") as node:
+        score_shard(place, load_scorer(recipe.rewards.terms, ()), read_prompts(fetch(prompts), "train"), shard, path)
+        log_table_about(node, path)
+    return FlyteFile(str(path))

@@ -1,0 +1,22 @@
+"""Checks everything that can be checked before minutes are spent, and opens the run in MLflow."""
+
+from __future__ import annotations
+
+from flytekit import current_context, task
+
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.records import TrackedRun
+from tasks.resources import light
+
+
+@task(**light())
+def start_run(recipe: Recipe) -> TrackedRun:
+    """Open the parent run; a retry of the same execution finds it again."""
+    from ebbflow.preflight import check_recipe
+    from ebbflow.tracking import runs
+
+    check_recipe(recipe)
+    execution = current_context().execution_id
+    name = execution.name if execution else None
+    # Every local run is called "local": it would resume the run before it.
+    return runs.start_run(recipe, None if name == "local" else name)

@@ -1,0 +1,47 @@
+"""The training epochs of an offline stage, as a group of FSDP2 processes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.records import TrackedRun
+from tasks.files import fetch, scratch
+from tasks.resources import training_group
+from tasks.types import BaseModelArtifact, TrainedPolicy
+
+
+@task(**training_group())
+def train_offline(
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    round: int,
+    stage: int,
+    rollouts: list[FlyteFile],
+    advantages: FlyteFile,
+) -> TrainedPolicy:
+    """The policy folder after the stage; every rank runs this body, what rank 0 writes and returns counts."""
+    from ebbflow.stage import Kept, Place
+    from ebbflow.tracking.nodes import log_stage
+    from ebbflow.tracking.runs import node_run
+    from ebbflow.training.distributed import process_group
+    from ebbflow.training.offline import train_offline_folder
+
+    place, trained, metrics = Place(recipe, round, stage), scratch("policy"), scratch("metrics.json")
+    with process_group() as ranks, node_run(run, place.label) if ranks.rank == 0 else nullcontext() as node:
+        kept = Kept(node.log_metrics if node else None)
+        shards = [fetch(shard) for shard in rollouts]
+        record = train_offline_folder(
+            place, fetch(base.folder), fetch(policy.folder), fetch(prompts), shards, fetch(advantages), trained, kept
+        )
+        if node:
+            log_stage(node, record)
+    kept.write(metrics)
+    return TrainedPolicy(folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)))

@@ -1,0 +1,61 @@
+"""The report: what the run did, for people (HTML, also as a Deck) and for machines (summary.json)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flytekit import Deck, task
+from flytekit.types.file import FlyteFile
+
+from ebbflow.evaluation.records import Verdict
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.records import Registration, TrackedRun
+from tasks.files import fetch, scratch
+from tasks.resources import light
+from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
+
+
+class Report(NamedTuple):
+    """The page and the numbers."""
+
+    report: FlyteFile
+    summary: FlyteFile
+
+
+@task(enable_deck=True, deck_fields=(), **light())
+def write_report(
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    history: list[EvaluatedPolicy],
+    champion: ChampionPolicy,
+    verdict: Verdict,
+    registration: Registration,
+) -> Report:
+    """Write both files into the run's folder, attach them to the MLflow run and close it."""
+    import json
+
+    from ebbflow.tracking import report
+    from ebbflow.tracking.runs import close_run
+
+    shown = history if champion.version is None else [*history, champion.evaluated]
+    trained = [(policy.record, policy.metrics) for policy in (evaluated.policy for evaluated in history)]
+    inputs = report.ReportInputs(
+        recipe=recipe,
+        tracked=run,
+        evaluations=[(evaluated.evaluation, fetch(evaluated.samples)) for evaluated in shown],
+        stages=[(record, json.loads(fetch(metrics).read_text())) for record, metrics in trained if record and metrics],
+        verdict=verdict,
+        registration=registration,
+        base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,
+    )
+    page, numbers = scratch("report.html"), scratch("summary.json")
+    report.write_report(page, inputs)
+    report.write_summary(numbers, inputs)
+    Deck("report", page.read_text())
+    close_run(run, [evaluated.evaluation for evaluated in history], [page, numbers])
+    print(f"\n{report.summary_table(inputs)}\n\nreport: {run.folder}/report.html")
+    return Report(
+        FlyteFile(str(page), remote_path=f"{run.folder}/report.html"),
+        FlyteFile(str(numbers), remote_path=f"{run.folder}/summary.json"),
+    )

@@ -1,0 +1,84 @@
+import importlib.metadata
+
+import numpy as np
+import pytest
+from reward_cases import as_prompt, as_rgb
+
+from ebbflow.models.lettering import render_text
+from ebbflow.rewards import ocr
+
+
+def test_reads_clean_renderings(clean):
+    result = ocr.Ocr()(*clean)
+    assert result.values.mean() >= 0.97
+    assert result.metrics["exact_match"].mean() >= 0.9
+    assert not result.failures
+
+
+def test_is_not_told_the_alphabet():
+    # Were it restricted to capitals it would find some in here.
+    texts = ["ab12", "x-7", "50%"]
+    images = as_rgb(np.stack([render_text(text, 32, 64) for text in texts]))
+    assert ocr.read(images) == texts
+
+
+def test_another_text_than_asked_for_scores_low(clean):
+    images, prompts = clean
+    assert ocr.Ocr()(images, prompts[1:] + prompts[:1]).values.mean() < 0.2
+
+
+def test_finds_nothing_where_nothing_is(empty):
+    result = ocr.Ocr()(empty, [as_prompt(index, "WXYZ") for index in range(len(empty))])
+    assert np.all(result.values[:3] == 0)
+    assert result.values.mean() <= 0.1
+
+
+def test_scores_do_not_depend_on_the_batch(clean):
+    images, _ = clean
+    texts = ocr.read(images)
+    order = np.random.default_rng(0).permutation(len(images))
+    assert ocr.read(images[order]) == [texts[index] for index in order]
+    assert [ocr.read(images[index : index + 1])[0] for index in range(5)] == texts[:5]
+    assert ocr.read(images[:0]) == []
+
+
+@pytest.mark.parametrize(("height", "width"), [(24, 96), (64, 128), (96, 96), (64, 24)])
+def test_reads_images_of_other_shapes(height, width):
+    text = "OK" if width <= height else "HELLO"
+    assert ocr.read(as_rgb(render_text(text, height, width)[None])) == [text]
+
+
+def test_prepared_images_are_bgr_in_unit_range_and_at_least_square():
+    images = np.zeros((1, 32, 16, 3), np.uint8)
+    images[..., 0] = 255
+    prepared = ocr.prepare(images)
+    assert (prepared.shape, prepared.dtype) == ((1, 3, 48, 48), np.float32)
+    assert np.allclose(prepared[0, :, 0, 0], [-1, -1, 1])
+    assert np.allclose(prepared[0, :, 0, 40], [1, 1, 1])
+
+
+def test_decoding_agrees_with_rapidocr():
+    decoder = pytest.importorskip("rapidocr.ch_ppocr_rec.utils").CTCLabelDecode
+    _, characters = ocr._recogniser()
+    theirs = decoder(character=list(characters[1:-1]))
+    assert theirs.character[1:] == characters[1:]
+    rng = np.random.default_rng(0)
+    classes = rng.choice([0, 0, 1, 30, 31, len(characters) - 1], (200, 12))
+    scores = np.zeros((200, 12, len(characters)), np.float32)
+    np.put_along_axis(scores, classes[..., None], 1.0, axis=2)
+    assert ocr.decode(classes, characters) == [text for text, _ in theirs(scores)[0]]
+
+
+def test_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "files", lambda name: [])
+    assert "constraints.txt" in ocr.Ocr().unavailable()
+
+    def not_installed(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", not_installed)
+    assert "pip install rapidocr" in ocr.Ocr().unavailable()
+
+
+def test_is_available_where_the_tests_run():
+    assert ocr.Ocr().unavailable() is None

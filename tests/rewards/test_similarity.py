@@ -1,0 +1,50 @@
+import numpy as np
+from reward_cases import as_prompt, as_rgb
+
+from ebbflow.models.lettering import render_text
+from ebbflow.rewards.similarity import Similarity
+
+
+def score(grey: np.ndarray, target: str | None = "WXYZ") -> float:
+    return float(Similarity()(as_rgb(grey[None]), [as_prompt(0, target)]).values[0])
+
+
+def test_the_rendering_itself_scores_one_whatever_its_contrast_and_place():
+    clean = render_text("WXYZ", 16, 32)
+    assert score(clean) > 0.999
+    assert score(clean // 2 + 60) > 0.99
+    shifted = np.full_like(clean, 255)
+    shifted[2:, 1:] = clean[:-2, :-1]
+    assert score(shifted) > 0.98
+    assert score(255 - clean) < 0.2
+
+
+def test_damage_and_other_letters_cost_similarity(clean):
+    images, prompts = clean
+    rng = np.random.default_rng(0)
+    noisy = np.clip(images + rng.normal(0, 80, images.shape), 0, 255).astype(np.uint8)
+    own = Similarity()(images, prompts).values
+    damaged = Similarity()(noisy, prompts).values
+    other = Similarity()(images, prompts[1:] + prompts[:1]).values
+    assert own.min() > 0.999
+    assert damaged.max() < 0.95
+    assert other.max() < 0.9
+    assert damaged.mean() > other.mean() + 0.1
+
+
+def test_flat_images_and_noise_are_near_zero(empty):
+    values = Similarity()(empty, [as_prompt(index, "WXYZ") for index in range(len(empty))]).values
+    assert np.all(values[:3] == 0)
+    assert np.abs(values[3:]).max() < 0.35
+
+
+def test_what_cannot_be_rendered_is_a_failure():
+    prompts = [as_prompt(0, None), as_prompt(1, "A" * 40), as_prompt(2, "A")]
+    result = Similarity()(np.full((3, 16, 32, 3), 255, np.uint8), prompts)
+    assert np.isnan(result.values).tolist() == [True, True, False]
+    assert "names no text" in result.failures[0]
+    assert "16x32" in result.failures[1]
+
+
+def test_is_always_available():
+    assert Similarity().unavailable() is None

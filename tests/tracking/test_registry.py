@@ -1,0 +1,205 @@
+"""The registry against a real SQLite store: one version per run, aliases move only through the gate and never by surprise."""
+
+from __future__ import annotations
+
+import sys
+import types
+import uuid
+from pathlib import Path
+
+import mlflow.pyfunc
+import pandas as pd
+import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from ebbflow.evaluation.records import Comparison, Verdict
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.registry import Registration, RegistryError, download_champion, find_champion, register
+from ebbflow.tracking.runs import TrackedRun, connect, start_run
+
+TARGET = Comparison(metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128)
+
+
+def verdict(promote: bool, reasons: tuple[str, ...] = ("It won.",)) -> Verdict:
+    return Verdict(
+        promote=promote, candidate="1.2 offline", champion="before", target=TARGET, guards=(), coverage=1.0, reasons=reasons
+    )
+
+
+@pytest.fixture
+def name() -> str:
+    return f"model-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    folder = tmp_path / "some-policy"
+    folder.mkdir()
+    (folder / "policy.json").write_text('{"step": 7}')
+    (folder / "weights.safetensors").write_bytes(b"\0" * 64)
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "some-base"
+    folder.mkdir()
+    (folder / "model_index.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def client(recipe: Recipe) -> MlflowClient:
+    return connect(new_run(recipe).tracking_uri)
+
+
+def new_run(recipe: Recipe) -> TrackedRun:
+    return start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}")
+
+
+def aliases(client: MlflowClient, name: str) -> dict[str, str]:
+    return {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()}
+
+
+def test_the_first_policy_becomes_champion_with_its_lineage(
+    recipe: Recipe, name: str, policy: Path, base: Path, client: MlflowClient
+) -> None:
+    tracked = new_run(recipe)
+    assert find_champion(tracked.tracking_uri, name) is None
+    made = register(tracked, policy, base, verdict(True), {"base_digest": "b" * 64}, model_name=name, expected_champion=None)
+    assert made == Registration(model_name=name, version="1", champion=True, previous=None)
+    champion = find_champion(tracked.tracking_uri, name)
+    assert champion is not None
+    assert (champion.version, champion.run_id, champion.base_digest) == ("1", tracked.run_id, "b" * 64)
+    assert champion.recipe_digest == recipe.digest
+    tags = client.get_model_version(name, "1").tags
+    assert tags["flyte.execution_id"].startswith("execution-")
+    assert Verdict.model_validate_json(tags["ebbflow.verdict"]) == verdict(True)
+
+
+def test_promotion_moves_the_aliases_and_keeps_the_old_champion(
+    recipe: Recipe, name: str, policy: Path, client: MlflowClient
+) -> None:
+    register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion=None)
+    refused = register(new_run(recipe), policy, None, verdict(False), {}, model_name=name, expected_champion="1")
+    assert refused == Registration(model_name=name, version="2", champion=False, previous=None)
+    assert aliases(client, name) == {"champion": "1", "challenger": "2"}
+    third = register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion="1")
+    assert third == Registration(model_name=name, version="3", champion=True, previous="1")
+    assert aliases(client, name) == {"champion": "3", "challenger": "3", "previous": "1"}
+    assert client.get_model_version(name, "3").tags["ebbflow.replaces"] == "1"
+
+
+def test_a_retry_gives_the_same_version(recipe: Recipe, name: str, policy: Path, client: MlflowClient) -> None:
+    register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion=None)
+    tracked = new_run(recipe)
+    first, second = (register(tracked, policy, None, verdict(True), {}, model_name=name, expected_champion="1") for _ in range(2))
+    assert first == second == Registration(model_name=name, version="2", champion=True, previous="1")
+    assert len(client.search_model_versions(f"name = '{name}'")) == 2
+
+
+def test_a_late_retry_does_not_take_the_challenger_alias_back(
+    recipe: Recipe, name: str, policy: Path, client: MlflowClient
+) -> None:
+    early = new_run(recipe)
+    register(early, policy, None, verdict(False), {}, model_name=name, expected_champion=None)
+    register(new_run(recipe), policy, None, verdict(False), {}, model_name=name, expected_champion=None)
+    register(early, policy, None, verdict(False), {}, model_name=name, expected_champion=None)
+    assert aliases(client, name) == {"challenger": "2"}
+
+
+@pytest.mark.parametrize("expected", [None, "2"])
+def test_a_champion_that_changed_since_the_comparison_stays(
+    recipe: Recipe, name: str, policy: Path, client: MlflowClient, expected: str | None
+) -> None:
+    register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion=None)
+    with pytest.raises(RegistryError, match="the champion is now 1; it stays challenger"):
+        register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion=expected)
+    assert aliases(client, name) == {"champion": "1", "challenger": "2"}
+
+
+def test_an_interrupted_promotion_is_completed_by_the_retry(
+    recipe: Recipe, name: str, policy: Path, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion=None)
+    tracked = new_run(recipe)
+    move = MlflowClient.set_registered_model_alias
+
+    def broken(self: MlflowClient, model: str, alias: str, version: str) -> None:
+        if alias == "champion":
+            raise MlflowException("the database went away")
+        move(self, model, alias, version)
+
+    with monkeypatch.context() as outage:
+        outage.setattr(MlflowClient, "set_registered_model_alias", broken)
+        with pytest.raises(RegistryError, match="the database went away"):
+            register(tracked, policy, None, verdict(True), {}, model_name=name, expected_champion="1")
+    assert aliases(client, name)["champion"] == "1"
+    again = register(tracked, policy, None, verdict(True), {}, model_name=name, expected_champion="1")
+    assert again == Registration(model_name=name, version="2", champion=True, previous="1")
+
+
+def test_a_store_that_cannot_be_read_is_not_mistaken_for_no_champion(
+    recipe: Recipe, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise MlflowException("the database went away")
+
+    monkeypatch.setattr(MlflowClient, "get_model_version_by_alias", away)
+    with pytest.raises(RegistryError, match="could not look up the champion"):
+        find_champion(new_run(recipe).tracking_uri, name)
+
+
+def test_a_folder_without_policy_is_refused(recipe: Recipe, name: str, tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match="no policy folder"):
+        register(new_run(recipe), tmp_path, None, verdict(True), {}, model_name=name, expected_champion=None)
+
+
+def test_a_long_verdict_still_fits_a_tag(recipe: Recipe, name: str, policy: Path, client: MlflowClient) -> None:
+    long = verdict(False, reasons=("x" * 9000,))
+    register(new_run(recipe), policy, None, long, {}, model_name=name, expected_champion=None)
+    assert '"promote":false' in client.get_model_version(name, "1").tags["ebbflow.verdict"]
+
+
+def test_the_champion_comes_back_as_it_was_registered(
+    recipe: Recipe, name: str, policy: Path, base: Path, tmp_path: Path
+) -> None:
+    tracked = new_run(recipe)
+    register(tracked, policy, base, verdict(True), {}, model_name=name, expected_champion=None)
+    champion = find_champion(tracked.tracking_uri, name)
+    assert champion is not None
+    data = download_champion(champion, tmp_path / "champion")
+    assert (data / "policy" / "weights.safetensors").read_bytes() == (policy / "weights.safetensors").read_bytes()
+    assert (data / "base" / "model_index.json").is_file()
+    assert not (data / "policy").is_symlink()
+    assert not [path for path in tmp_path.joinpath("champion").rglob("*") if path.suffix in {".pkl", ".pickle"}]
+
+
+def test_the_registered_model_renders_with_seeds(
+    recipe: Recipe, name: str, policy: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate_images(base: Path, policy: Path, prompts: list[str], seeds: list[int]) -> list[bytes]:
+        assert (base / "model_index.json").is_file()
+        assert (policy / "policy.json").is_file()
+        return [f"{prompt}/{seed}".encode() for prompt, seed in zip(prompts, seeds, strict=True)]
+
+    serve = types.ModuleType("ebbflow.evaluation.serve")
+    serve.generate_images = generate_images  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ebbflow.evaluation.serve", serve)
+    tracked = new_run(recipe)
+    register(tracked, policy, base, verdict(True), {}, model_name=name, expected_champion=None)
+    champion = find_champion(tracked.tracking_uri, name)
+    assert champion is not None
+    model = mlflow.pyfunc.load_model(str(download_champion(champion, tmp_path / "champion").parents[1]))
+    assert model.predict(pd.DataFrame({"prompt": ["AB"], "seed": [5]}))["image"].tolist() == [b"AB/5"]
+    assert model.predict(pd.DataFrame({"prompt": ["AB"]}))["image"].tolist() == [b"AB/0"]
+
+
+def test_a_model_without_its_base_says_so(recipe: Recipe, name: str, policy: Path, tmp_path: Path) -> None:
+    tracked = new_run(recipe)
+    register(tracked, policy, None, verdict(True), {}, model_name=name, expected_champion=None)
+    champion = find_champion(tracked.tracking_uri, name)
+    assert champion is not None
+    with pytest.raises(Exception, match="registered without its base model"):
+        mlflow.pyfunc.load_model(str(download_champion(champion, tmp_path / "champion").parents[1]))

@@ -1,0 +1,269 @@
+"""The report of an invented but lifelike run: nothing a user wrote becomes markup, and the summary says what was measured."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from matplotlib import font_manager
+from PIL import Image, ImageDraw, ImageFont
+
+from ebbflow.data.schema import evaluation_schema
+from ebbflow.evaluation.gate import decide
+from ebbflow.evaluation.records import Evaluation, StageRecord
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.pictures import image_grid
+from ebbflow.tracking.records import Registration, TrackedRun
+from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report, write_summary
+
+METRICS = ["reward", "ocr", "exact_match", "tesseract", "similarity"]
+HOSTILE = "<script>alert('prompt')</script>"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def picture(text: str, noise: float, generator: np.random.Generator, size: tuple[int, int] = (32, 16)) -> bytes:
+    canvas = Image.new("L", size, 235)
+    font = ImageFont.truetype(font_manager.findfont("DejaVu Sans Mono:bold"), size[1] * 3 // 4)
+    ImageDraw.Draw(canvas).text((size[0] // 16, 0), text, fill=20, font=font)
+    blurred = np.asarray(canvas, dtype=float) + generator.normal(0, 255 * noise, (size[1], size[0]))
+    buffer = io.BytesIO()
+    Image.fromarray(blurred.clip(0, 255).astype(np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def samples(path: Path, right: float, prompts: int = 128, size: tuple[int, int] = (32, 16)) -> pa.Table:
+    """An evaluation in which a share ``right`` of the letters is as it should be."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for prompt in range(prompts):
+        target = HOSTILE if prompt == 3 else "".join(generator.choice(list(LETTERS), 4))
+        draws = generator.random(4)
+        seen = "".join(a if draw < right else "X" for a, draw in zip(target[:4], draws, strict=True))
+        ocr = float(np.mean(draws < right))
+        row = {"prompt_id": prompt, "sample": 0, "split": "held_out", "prompt": f'The word "{target}"', "target": target}
+        row |= {"image": picture(seen, 0.25 * (1 - right), generator, size), "reward": ocr, "ocr": ocr}
+        rows.append(row | {"exact_match": float(ocr == 1), "tesseract": ocr * 0.8, "similarity": 0.5 + ocr / 2})
+    table = pa.Table.from_pylist(rows, schema=evaluation_schema(METRICS))
+    pq.write_table(table, path)
+    return table
+
+
+def evaluation(label: str, table: pa.Table, version: int) -> Evaluation:
+    means = {metric: float(np.mean(table[metric].to_pylist())) for metric in METRICS}
+    seconds = {"sampling": 2.1, "scoring": 1.4}
+    return Evaluation(
+        label=label,
+        policy_version=version,
+        held_out=means,
+        validation=means,
+        coverage=1.0,
+        velocity_drift=version * 1.3e-4,
+        seconds=seconds,
+    )
+
+
+def curves(steps: int, trajectory: bool) -> list[dict[str, float]]:
+    generator = np.random.default_rng(1)
+    rows = []
+    for step in range(1, steps + 1):
+        mean = 0.9 - 0.35 * math.exp(-step / 12) + generator.normal(0, 0.02)
+        row = {"step": step, "reward/mean": mean, "reward/min": mean - 0.4, "reward/max": min(1.0, mean + 0.25)}
+        row |= {"velocity_drift": 2e-4 * step, "grad_norm": 0.4 + generator.random() / 3, "loss": 0.2 + generator.random() / 50}
+        if trajectory:
+            row |= {"ratio/deviation": generator.random() * 1e-3, "kl/reference": 1e-3 * step, "group/zero_std_share": step / 200}
+            row |= {"clip/down": generator.random() / 9, "clip/up": generator.random() / 9}
+        rows.append(row)
+    return rows
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> ReportInputs:
+    folder = tmp_path_factory.mktemp("report")
+    recipe = Recipe.model_validate({"output": str(folder), "evaluation": {"resamples": 1000}})
+    shares = {"before": 0.58, "1.1 online": 0.82, "1.2 offline": 0.95}
+    evaluations, tables = [], []
+    for index, (label, share) in enumerate(shares.items()):
+        path = folder / f"{index}.parquet"
+        tables.append(samples(path, share))
+        evaluations.append((evaluation(label, tables[-1], 40 * index), path))
+    phases = {"rollout": 14.2, "scoring": 6.8, "training": 11.9}
+    return ReportInputs(
+        recipe=recipe,
+        tracked=TrackedRun(
+            run_id="0123456789abcdef0123456789abcdef",
+            experiment_id="1",
+            tracking_uri=f"sqlite:///{folder}/mlflow.db",
+            folder=str(folder),
+            recipe_digest=recipe.digest,
+            started_at=0.0,
+        ),
+        evaluations=evaluations,
+        stages=[
+            (
+                StageRecord(label="1.1 online", algorithm="flow_grpo", samples=5120, optimizer_steps=80, seconds=phases),
+                curves(40, True),
+            ),
+            (
+                StageRecord(
+                    label="1.2 offline",
+                    algorithm="diffusion_nft",
+                    samples=1024,
+                    optimizer_steps=16,
+                    seconds=phases | {"advantages": 0.4},
+                ),
+                curves(16, False),
+            ),
+        ],
+        verdict=decide(recipe, evaluations[2][0], evaluations[0][0], tables[2], tables[0]),
+        registration=Registration(model_name="ebbflow-glyph", version="1", champion=True, previous=None),
+        base_seconds=74.3,
+    )
+
+
+class Tags(HTMLParser):
+    """Collects start tags, and fails on one that is never closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.outside: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.outside += [value or "" for name, value in attributes if name in ("src", "href", "xlink:href")]
+        if tag not in ("meta", "img", "br", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def written(inputs: ReportInputs, path: Path) -> str:
+    write_report(path, inputs)
+    return path.read_text()
+
+
+def test_the_page_is_one_whole_file(inputs: ReportInputs, tmp_path: Path) -> None:
+    page = written(inputs, tmp_path / "new" / "report.html")
+    parsed = Tags()
+    parsed.feed(page)
+    assert not parsed.open
+    assert all(value.startswith(("data:image/", "#")) for value in parsed.outside)
+    assert not re.search(r"url\((?!#)", page)
+    assert len(page) < 1_000_000
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
+
+
+def test_prompts_never_become_markup(inputs: ReportInputs, tmp_path: Path) -> None:
+    page = written(inputs, tmp_path / "report.html")
+    parsed = Tags()
+    parsed.feed(page)
+    assert "script" not in parsed.tags
+    assert "&lt;script&gt;alert(" in page
+
+
+def test_the_page_tells_the_run(inputs: ReportInputs, tmp_path: Path) -> None:
+    page = written(inputs, tmp_path / "report.html")
+    text = re.sub(r"\s+", " ", page)
+    assert "✓ Champion: ebbflow-glyph v1" in text
+    for reason in inputs.verdict.reasons:
+        assert reason in text
+    for known in (inputs.tracked.run_id, inputs.recipe.digest, "Where the time went", "flow_grpo"):
+        assert known in text
+    assert text.count("<img ") == 16 * 3
+    assert len(re.findall(r"<figure>", text)) == 8 + 4, "a panel is drawn only for what a stage reported"
+
+
+def test_the_same_run_gives_the_same_bytes(inputs: ReportInputs, tmp_path: Path) -> None:
+    assert written(inputs, tmp_path / "a.html") == written(inputs, tmp_path / "b.html")
+
+
+def test_a_run_that_was_not_promoted_says_so(inputs: ReportInputs, tmp_path: Path) -> None:
+    registration = Registration(model_name="ebbflow-glyph", version="2", champion=False, previous=None)
+    verdict = inputs.verdict.model_copy(update={"promote": False, "reasons": ("Refused: Guard x fell.", "Coverage is full.")})
+    page = written(replace(inputs, registration=registration, verdict=verdict), tmp_path / "report.html")
+    assert "v2 stays challenger" in page
+    assert '<li class="bad">Refused: Guard x fell.</li><li class="good">Coverage is full.</li>' in page
+    assert "Not registered" in written(replace(inputs, registration=None), tmp_path / "report.html")
+
+
+def test_many_rounds_and_large_pictures_stay_small(inputs: ReportInputs, tmp_path: Path) -> None:
+    large = tmp_path / "large.parquet"
+    table = samples(large, 0.9, prompts=20, size=(512, 256))
+    labels = [f"{round_}.{stage} {kind}" for round_ in range(1, 21) for stage, kind in ((1, "online"), (2, "offline"))]
+    evaluations = [inputs.evaluations[0], *((evaluation(label, table, index), large) for index, label in enumerate(labels))]
+    record, metrics = inputs.stages[0]
+    stages = [(record.model_copy(update={"label": label}), metrics * 20) for label in labels]
+    many = replace(
+        inputs, evaluations=evaluations, stages=stages, verdict=inputs.verdict.model_copy(update={"candidate": labels[7]})
+    )
+    page = written(many, tmp_path / "report.html")
+    assert len(page) < 3_000_000
+    assert "evaluations in between are left out here" in page
+    assert "The curves of the first 32 stages are in MLflow" in page
+    assert f"{labels[7]} ★" in page
+
+
+def test_an_unmeasured_guard_and_a_missing_metric_do_not_break_the_page(inputs: ReportInputs, tmp_path: Path) -> None:
+    without = [
+        (entry.model_copy(update={"held_out": entry.held_out | {"tesseract": float("nan")}}), path)
+        for entry, path in inputs.evaluations
+    ]
+    bare = replace(inputs, evaluations=without, stages=[(inputs.stages[0][0], [])])
+    page = written(bare, tmp_path / "report.html")
+    assert "This stage reported no metrics" in page
+    assert "tesseract" not in summary(bare)["before"]
+
+
+def test_the_verdict_must_be_about_one_of_the_evaluations(inputs: ReportInputs) -> None:
+    with pytest.raises(ValueError, match=r"about '9\.9 online', but the evaluations are \['before'"):
+        replace(inputs, verdict=inputs.verdict.model_copy(update={"candidate": "9.9 online"}))
+
+
+def test_the_summary_has_the_promised_keys(inputs: ReportInputs, tmp_path: Path) -> None:
+    write_summary(tmp_path / "summary.json", inputs)
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert set(told) == {"before", "after", "seconds", "promoted", "mlflow_run_id", "model_version"}
+    for side in ("before", "after"):
+        assert set(told[side]) >= {"ocr", "exact_match", "tesseract", "similarity"}
+    assert told["after"]["ocr"] == inputs.evaluations[2][0].held_out["ocr"]
+    assert told["seconds"]["1.1 online"] == pytest.approx(32.9)
+    assert told["seconds"]["total"] == pytest.approx(74.3 + 32.9 + 33.3 + 3 * 3.5)
+    assert (told["promoted"], told["model_version"], told["mlflow_run_id"]) == (True, "1", inputs.tracked.run_id)
+
+
+def test_the_terminal_table_lines_up(inputs: ReportInputs) -> None:
+    lines = summary_table(inputs).splitlines()
+    assert lines[0].split() == ["OCR", "Exact", "match", "Tesseract", "Similarity", "drift"]
+    assert [line.split("  ")[0] for line in lines[2:]] == ["before", "1.1 online", "1.2 offline*"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_an_image_grid_enlarges_by_whole_pixels() -> None:
+    generator = np.random.default_rng(0)
+    grid = image_grid(
+        [picture("ABCD", 0.0, generator)] * 5, ["ABCD 1.00", "a caption that is far too long"] + ["x"] * 3, columns=4
+    )
+    assert grid.width == 4 * (128 + 8) + 8
+    assert grid.height == 2 * (64 + 8 + 19) + 8
+    block = np.asarray(grid)[8:72, 8:136]
+    assert (block.reshape(16, 4, 32, 4, 3) == block[::4, None, ::4][:, :, :, None]).all()
+
+
+@pytest.mark.parametrize(("pngs", "captions", "columns"), [([], [], 4), ([b"x"], [], 4), ([b"x"], ["x"], 0)])
+def test_an_image_grid_needs_pictures_and_captions(pngs: list[bytes], captions: list[str], columns: int) -> None:
+    with pytest.raises(ValueError, match="a grid needs pictures"):
+        image_grid(pngs, captions, columns)

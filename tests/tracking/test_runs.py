@@ -1,0 +1,284 @@
+"""Runs against a real SQLite store: retries resume, metrics never appear twice, and a store that is away stops nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import uuid
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import yaml
+from mlflow import MlflowClient
+from PIL import Image
+
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.runs import (
+    LONGEST_PARAM,
+    TrackedRun,
+    TrackingError,
+    check_store,
+    connect,
+    finish_run,
+    flatten,
+    node_run,
+    resolve_tracking_uri,
+    start_run,
+)
+
+
+@pytest.fixture
+def tracked(recipe: Recipe) -> TrackedRun:
+    return start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}")
+
+
+@pytest.fixture
+def client(tracked: TrackedRun) -> MlflowClient:
+    return connect(tracked.tracking_uri)
+
+
+def steps(client: MlflowClient, run_id: str, key: str) -> list[int]:
+    return sorted(metric.step for metric in client.get_metric_history(run_id, key))
+
+
+def test_the_store_is_the_recipes_else_the_environments_else_a_file_in_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe(output=str(tmp_path))
+    assert resolve_tracking_uri(recipe) == f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
+    assert resolve_tracking_uri(recipe) == "http://server:5000"
+    named = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"uri": "http://other:5000"})})
+    assert resolve_tracking_uri(named) == "http://other:5000"
+
+
+def test_a_remote_output_needs_a_server() -> None:
+    with pytest.raises(TrackingError, match=r"s3://bucket/runs is no local folder.*tracking\.uri"):
+        resolve_tracking_uri(Recipe(output="s3://bucket/runs"))
+
+
+def test_the_parent_run_carries_the_recipe(recipe: Recipe, tracked: TrackedRun, client: MlflowClient) -> None:
+    run = client.get_run(tracked.run_id)
+    assert run.data.params["stages.1.algorithm.name"] == "diffusion_nft"
+    assert run.data.params["rewards.guards.0"] == "tesseract"
+    assert run.data.tags["ebbflow.recipe_digest"] == recipe.digest == tracked.recipe_digest
+    assert "online flow_grpo" in run.data.tags["mlflow.note.content"]
+    [logged] = Path(recipe.output, "mlartifacts").rglob(f"{tracked.run_id}/artifacts/recipe.yaml")
+    assert Recipe.model_validate(yaml.safe_load(logged.read_text())) == recipe
+    assert Path(tracked.folder).parent == Path(recipe.output)
+
+
+def test_a_retry_of_the_same_execution_resumes_its_parent_run(recipe: Recipe, tracked: TrackedRun, client: MlflowClient) -> None:
+    execution = client.get_run(tracked.run_id).data.tags["flyte.execution_id"]
+    finish_run(tracked, "FAILED")
+    assert start_run(recipe, execution) == tracked
+    assert client.get_run(tracked.run_id).info.status == "RUNNING"
+    finish_run(tracked, "FINISHED")
+    assert client.get_run(tracked.run_id).info.status == "FINISHED"
+
+
+def test_without_an_execution_every_start_is_a_new_run(recipe: Recipe) -> None:
+    assert start_run(recipe, None).run_id != start_run(recipe, None).run_id
+
+
+def test_one_execution_cannot_change_its_recipe(recipe: Recipe, tracked: TrackedRun, client: MlflowClient) -> None:
+    execution = client.get_run(tracked.run_id).data.tags["flyte.execution_id"]
+    with pytest.raises(TrackingError, match="a changed recipe needs a new execution"):
+        start_run(recipe.model_copy(update={"seed": 1}), execution)
+
+
+def test_a_child_is_resumed_and_ends_as_its_body_ends(tracked: TrackedRun, client: MlflowClient) -> None:
+    def attempt(fails: bool) -> str:
+        with node_run(tracked, "train") as node:
+            assert node.run_id is not None
+            assert client.get_run(node.run_id).info.status == "RUNNING"
+            if fails:
+                raise RuntimeError("preempted")
+        return node.run_id
+
+    with pytest.raises(RuntimeError, match="preempted"):
+        attempt(fails=True)
+    children = client.search_runs([tracked.experiment_id], f"tags.`mlflow.parentRunId` = '{tracked.run_id}'")
+    assert [child.info.status for child in children] == ["FAILED"]
+    assert attempt(fails=False) == children[0].info.run_id
+    assert client.get_run(children[0].info.run_id).info.status == "FINISHED"
+
+
+def test_steps_that_a_resumed_run_already_holds_are_not_logged_twice(tracked: TrackedRun, client: MlflowClient) -> None:
+    with node_run(tracked, "train") as node:
+        for step in range(1, 6):
+            node.log_metrics({"reward/mean": step / 10}, step)
+    with node_run(tracked, "train") as node:
+        for step in range(4, 9):  # its checkpoint was two steps behind
+            node.log_metrics({"reward/mean": step / 10, "kl": 0.0}, step)
+    assert steps(client, node.run_id, "reward/mean") == list(range(1, 9))
+    assert steps(client, node.run_id, "kl") == list(range(4, 9)), "a metric that is new after the resume is not held back"
+
+
+def test_non_finite_values_are_counted_and_not_sent(
+    tracked: TrackedRun, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as node:
+        for step, value in enumerate([1.0, float("nan"), float("inf"), 2.0]):
+            node.log_metrics({"kl": value}, step)
+    assert steps(client, node.run_id, "kl") == [0, 3]
+    assert json.loads(client.get_run(node.run_id).data.tags["ebbflow.non_finite_metrics"]) == {"kl": 2}
+    assert sum("kl is nan" in message for message in caplog.messages) == 1
+
+
+def test_metrics_travel_in_batches(tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    send = MlflowClient.log_batch
+
+    def counted(self: MlflowClient, run_id: str, metrics: list = (), **rest: object) -> object:  # type: ignore[assignment, type-arg]
+        sizes.append(len(metrics))
+        return send(self, run_id, metrics=metrics, **rest)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", counted)
+    with node_run(tracked, "train") as node:
+        for step in range(300):
+            node.log_metrics({"a": 1.0, "b": 2.0}, step)
+    assert sum(sizes) == 600
+    assert len(sizes) <= 4
+
+
+def test_a_store_that_goes_away_stops_nothing_and_gets_everything_later(
+    tracked: TrackedRun, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise ConnectionError("connection refused")
+
+    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as node:
+        with monkeypatch.context() as outage:
+            for method in ("log_batch", "log_image", "search_runs", "get_metric_history"):
+                outage.setattr(MlflowClient, method, away)
+            for step in range(600):
+                node.log_metrics({"reward/mean": 0.5}, step)
+            node.log_image("samples", Image.new("RGB", (8, 8)), step=5)
+            assert not node.flush()
+            assert steps_before_recovery(client, node.run_id) == 0
+        assert node.flush()
+        assert steps(client, node.run_id, "reward/mean") == list(range(600))
+        assert any(entry.path.startswith("images/samples+step+5") for entry in client.list_artifacts(node.run_id, "images"))
+    assert sum("is away" in message for message in caplog.messages) == 1
+    assert client.get_run(node.run_id).info.status == "FINISHED"
+
+
+def steps_before_recovery(client: MlflowClient, run_id: str) -> int:
+    return len(client.get_run(run_id).data.metrics)
+
+
+def test_a_child_that_could_not_be_opened_is_opened_later(tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as outage:
+        outage.setattr(MlflowClient, "create_run", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("refused")))
+        manager = node_run(tracked, "late")
+        node = manager.__enter__()
+        node.log_metrics({"loss": 1.0}, 1)
+    assert node.run_id is None
+    manager.__exit__(None, None, None)
+    assert steps(connect(tracked.tracking_uri), node.run_id, "loss") == [1]
+
+
+def test_what_was_never_delivered_is_reported_as_lost(
+    tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ebbflow.tracking.runs.MOST_WAITING", 3)
+    monkeypatch.setattr(MlflowClient, "search_runs", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("refused")))
+    with caplog.at_level(logging.WARNING), node_run(tracked, "lost") as node:
+        for step in range(5):
+            node.log_metrics({"loss": 1.0}, step)
+    assert node.dropped == 2
+    assert "5 metrics and 1 other records are lost" in caplog.text
+
+
+def test_what_mlflow_refuses_does_not_block_the_rest(
+    tracked: TrackedRun, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as node:
+        node.log_params({"lr": 0.1})
+        node.log_params({"lr": 0.2})  # parameters are immutable
+        node.log_metrics({"loss": 1.0}, 1)
+    assert "refused" in caplog.text
+    assert client.get_run(node.run_id).data.params == {"lr": "0.1"}
+    assert steps(client, node.run_id, "loss") == [1]
+
+
+def test_pictures_tables_datasets_and_files_survive_a_retry_once(
+    tracked: TrackedRun, client: MlflowClient, tmp_path: Path
+) -> None:
+    table = pa.table({"prompt_id": [1, 2], "prompt": ["AB", "CD"], "image": pa.array([b"x", b"y"], pa.binary())})
+    (tmp_path / "note.txt").write_text("hello")
+    for _ in range(2):
+        with node_run(tracked, "evaluate") as node:
+            node.log_images({"grid": Image.new("RGB", (8, 8)), "grid/noise": Image.new("RGB", (8, 8))}, step=3)
+            node.log_table("rewards/held_out", table)
+            node.log_dataset("held-out prompts", table, context="evaluation", source=str(tmp_path))
+            node.log_artifact(tmp_path / "note.txt", "notes")
+            node.log_artifacts(tmp_path, "all")
+    images = [entry.path for entry in client.list_artifacts(node.run_id, "images") if entry.path.endswith(".png")]
+    assert len(images) == 2
+    logged = json.loads(Path(client.download_artifacts(node.run_id, "rewards/held_out.json")).read_text())
+    assert logged["columns"] == ["prompt_id", "prompt"]
+    assert logged["data"] == [[1, "AB"], [2, "CD"]]
+    inputs = client.get_run(node.run_id).inputs.dataset_inputs
+    assert [(entry.dataset.name, entry.tags[0].value) for entry in inputs] == [("held-out prompts", "evaluation")]
+    assert Path(client.download_artifacts(node.run_id, "notes/note.txt")).read_text() == "hello"
+
+
+def test_a_file_that_is_not_there_is_the_callers_error(tracked: TrackedRun, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no file or folder"), node_run(tracked, "files") as node:
+        node.log_artifact(tmp_path / "missing.txt")
+
+
+def test_a_server_that_is_down_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@127.0.0.1:{port}")
+    with pytest.raises(TrackingError, match=rf"127\.0\.0\.1:{port} does not answer.*(?s:.*)MLFLOW_TRACKING_URI") as raised:
+        start_run(Recipe(output=str(tmp_path)), None)
+    assert "secret" not in str(raised.value)
+
+
+def test_waiting_for_a_server_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in ("MAX_RETRIES", "BACKOFF_FACTOR", "TIMEOUT"):
+        monkeypatch.delenv(f"MLFLOW_HTTP_REQUEST_{name}", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "33")
+    connect("http://127.0.0.1:9")
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "33", "what the user has set stays"
+    assert os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
+
+
+def test_a_sqlite_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(TrackingError, match=r"cannot write the MLflow store .*mlflow\.db.*'output' to a writable folder"):
+        start_run(Recipe(output=str(tmp_path / "file")), None)
+
+
+def test_a_file_that_is_no_sqlite_store_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("this is a text file, and a rather long one at that" * 50)
+    with pytest.raises(TrackingError, match="not a database"):
+        check_store(f"sqlite:///{tmp_path}/mlflow.db")
+
+
+def test_a_deleted_experiment_is_named(store: Path) -> None:
+    recipe = Recipe.model_validate({"output": str(store), "tracking": {"experiment": "gone"}})
+    tracked = start_run(recipe, None)
+    connect(tracked.tracking_uri).delete_experiment(tracked.experiment_id)
+    with pytest.raises(TrackingError, match="'gone' was deleted"):
+        start_run(recipe, None)
+
+
+def test_params_are_flat_and_short_enough(tracked: TrackedRun, client: MlflowClient) -> None:
+    assert flatten({"a": {"b": [1, {"c": None}]}, "d": []}) == {"a.b.0": "1", "a.b.1.c": "None", "d": "[]"}
+    with node_run(tracked, "long") as node:
+        node.log_params({"text": "x" * 10_000})
+    value = client.get_run(node.run_id).data.params["text"]
+    assert len(value) == LONGEST_PARAM
+    assert value.endswith("(10000 characters)")
