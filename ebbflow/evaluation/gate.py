@@ -50,9 +50,9 @@ def decide(
         candidate=candidate.label,
         champion=champion.label,
         target=target,
-        guards=tuple(guards),
+        guards=guards,
         coverage=coverage,
-        reasons=tuple(finding.reason if finding.holds else REFUSED + finding.reason for finding in findings),
+        reasons=[finding.reason if finding.holds else REFUSED + finding.reason for finding in findings],
     )
 
 

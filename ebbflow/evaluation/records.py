@@ -43,9 +43,9 @@ class Verdict(Strict):
     candidate: str
     champion: str
     target: Comparison
-    guards: tuple[Comparison, ...]
+    guards: list[Comparison]
     coverage: float
-    reasons: tuple[str, ...]
+    reasons: list[str]
     """One sentence for every rule: what held, or what kept the candidate back."""
 
 

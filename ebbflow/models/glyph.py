@@ -16,6 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from ebbflow.models.base import Conditioning, ModelError, default_device
 from ebbflow.recipe.recipe import GlyphTraining
@@ -88,6 +89,7 @@ class GlyphModel:
 
     def save(self, folder: Path) -> None:
         """Write the Hugging Face folder layout."""
+        disable_progress_bar()
         for part in PIPELINE_PARTS:
             getattr(self, part).save_pretrained(folder / part)
         absent = {part: [None, None] for part in ABSENT_PARTS}
@@ -126,6 +128,7 @@ def load_glyph(folder: Path, device: torch.device | None = None) -> GlyphModel:
         ModelError: the folder is not a glyph base model.
     """
     check_glyph_folder(folder)
+    disable_progress_bar()  # a bar per file of a few tensors would bury the bars that matter
     size = json.loads((folder / "glyph.json").read_text())
     model = GlyphModel(
         SD3Transformer2DModel.from_pretrained(folder / "transformer"),

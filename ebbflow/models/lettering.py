@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from math import ceil, floor
 from pathlib import Path
 
 import matplotlib
@@ -52,6 +53,24 @@ def render_batch(texts: Sequence[str], height: int, width: int, rng: np.random.G
             size = _quarters(_largest_size(text, height, width) * scale[index])
             images[index] = _draw(text, size, tuple(shift[index]), height, width)
     return images
+
+
+def render_letter(letter: str, size: float) -> np.ndarray:
+    """One letter at a font size, dark (0) on white (255), cut to its ink: uint8 [height, width]."""
+    font = _font(_quarters(size))
+    left, top, right, bottom = font.getbbox(letter, anchor="ls")
+    image = Image.new("L", (ceil(right) - floor(left), ceil(bottom) - floor(top)), 255)
+    ImageDraw.Draw(image).text((-floor(left), -floor(top)), letter, fill=0, font=font, anchor="ls")
+    return np.asarray(image)
+
+
+def fitting_size(text: str, height: int, width: int) -> float:
+    """The font size, in pixels, at which ``render_text`` draws a text.
+
+    Raises:
+        ValueError: as ``render_text``.
+    """
+    return _largest_size(" ".join(text.split()), height, width)
 
 
 def _draw(text: str, size: float, shift: tuple[float, float], height: int, width: int) -> np.ndarray:

@@ -18,13 +18,17 @@ class RecipeError(Exception):
 class Strict(BaseModel):
     """Base of every recipe model: unknown keys are errors, instances never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """One line per problem of a ``ValidationError``: the key, what was given, and what would do."""
     lines = []
-    for problem in error.errors():
+    problems = error.errors()
+    places = [problem["loc"] for problem in problems]
+    for problem in problems:
+        if problem["type"] == "too_short" and any(place[: len(problem["loc"])] == problem["loc"] != place for place in places):
+            continue  # a list that only seems short because an item of it is wrong
         place = ".".join(str(part) for part in problem["loc"]) or "recipe"
         given = problem.get("input")
         shown = "" if isinstance(given, (dict, BaseModel)) else f" = {given!r}"

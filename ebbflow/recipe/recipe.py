@@ -73,8 +73,8 @@ class RewardTerm(Strict):
 class Rewards(Strict):
     """What is trained on, and what is only watched."""
 
-    terms: tuple[RewardTerm, ...] = Field((RewardTerm(name="ocr"),), min_length=1)
-    guards: tuple[RewardName, ...] = ("tesseract", "similarity")
+    terms: list[RewardTerm] = Field([RewardTerm(name="ocr")], min_length=1)
+    guards: list[RewardName] = ["tesseract", "similarity"]
     """Metrics that are never trained on; a guard that is not installed is reported and left out."""
     max_failed_share: float = Field(0.05, ge=0, lt=1)
     """Share of samples whose scoring may fail (they are masked and counted) before the stage stops."""
@@ -141,7 +141,7 @@ class Recipe(Strict):
     rewards: Rewards = Rewards()
     policy: Policy = Policy()
     rounds: int = Field(1, ge=1, le=20)
-    stages: tuple[AnyStage, ...] = Field((OnlineStage(), OfflineStage()), min_length=1)
+    stages: list[AnyStage] = Field([OnlineStage(), OfflineStage()], min_length=1)
     """What one round does, in order."""
     stop: StopRule = StopRule()
     evaluation: Evaluation = Evaluation()

@@ -180,12 +180,14 @@ def close_run(tracked: TrackedRun, evaluations: Sequence[Evaluation], files: Seq
     """
     client, run_id = connect(tracked.tracking_uri), tracked.run_id
     now = int(time.time() * 1000)
-    metrics = [
-        Metric(f"held_out/{name}", value, now, evaluation.policy_version)
-        for evaluation in evaluations
-        for name, value in evaluation.held_out.items()
-    ]
     try:
+        logged = _last_steps(client, client.get_run(run_id))
+        metrics = [
+            Metric(f"held_out/{name}", value, now, evaluation.policy_version)
+            for evaluation in evaluations
+            for name, value in evaluation.held_out.items()
+            if f"held_out/{name}" not in logged  # a retry would append them again
+        ]
         client.log_batch(run_id, metrics=metrics)
         for file in files:
             client.log_artifact(run_id, str(file))
@@ -267,8 +269,8 @@ def _cut(value: str) -> str:
 def node_run(tracked: TrackedRun, node: str) -> Iterator[Node]:
     """The child run of one node, resumed when the node is retried.
 
-    It ends FINISHED when the body ends, FAILED when the body raises, and then takes the parent with it. A process that is killed leaves it RUNNING; the retry
-    resumes it.
+    It ends FINISHED when the body ends, FAILED when the body raises, and then takes the parent with it until the retry. A
+    process that is killed leaves it RUNNING; the retry resumes it.
 
     Args:
         node: unique in the execution, the same on every retry: ``1.2 offline training``, ``1.2 offline rollout 0`` ...

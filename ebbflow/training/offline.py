@@ -149,7 +149,7 @@ def _large_enough(shards: list[Shard], ranks: Ranks) -> list[Shard]:
 
 def _encoder(model: Model, prompts: list[Prompt], shards: list[Shard]) -> Encode:
     """Encodes every prompt of the stage once; returns the conditioning of given prompt ids."""
-    wanted = np.unique(np.concatenate([shard.prompt_ids for shard in shards]))
+    wanted = np.unique([prompt_id for shard in shards for prompt_id in shard.prompt_ids.tolist()])
     by_id = {prompt.prompt_id: prompt.prompt for prompt in prompts}
     table = model.encode([by_id[prompt_id] for prompt_id in wanted.tolist()]) if len(wanted) else None
 

@@ -177,9 +177,7 @@ def _write_parameters(folder: Path, model: Model, config: PolicyConfig, paramete
     if config.train == "lora":
         layers = get_peft_model_state_dict(model.transformer, state_dict=parameters, adapter_name=ADAPTER)
         metadata = _lora_config(model, config).to_dict()
-        SD3LoraLoaderMixin.save_lora_weights(
-            folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
-        )
+        SD3LoraLoaderMixin.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
         return
     buffers = {key: _full(value) for key, value in model.transformer.state_dict().items() if key not in parameters}
     model.transformer.save_config(folder / "transformer")

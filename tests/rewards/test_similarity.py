@@ -9,14 +9,14 @@ def score(grey: np.ndarray, target: str | None = "WXYZ") -> float:
     return float(Similarity()(as_rgb(grey[None]), [as_prompt(0, target)]).values[0])
 
 
-def test_the_rendering_itself_scores_one_whatever_its_contrast_and_place():
+def test_a_rendering_scores_high_whatever_its_contrast_and_place():
     clean = render_text("WXYZ", 16, 32)
-    assert score(clean) > 0.999
-    assert score(clean // 2 + 60) > 0.99
+    assert score(clean) > 0.98
+    assert score(clean // 2 + 60) > 0.98
     shifted = np.full_like(clean, 255)
     shifted[2:, 1:] = clean[:-2, :-1]
-    assert score(shifted) > 0.98
-    assert score(255 - clean) < 0.2
+    assert score(shifted) > 0.95
+    assert score(255 - clean) < 0.7
 
 
 def test_damage_and_other_letters_cost_similarity(clean):
@@ -26,16 +26,21 @@ def test_damage_and_other_letters_cost_similarity(clean):
     own = Similarity()(images, prompts).values
     damaged = Similarity()(noisy, prompts).values
     other = Similarity()(images, prompts[1:] + prompts[:1]).values
-    assert own.min() > 0.999
-    assert damaged.max() < 0.95
-    assert other.max() < 0.9
-    assert damaged.mean() > other.mean() + 0.1
+    assert own.min() > 0.95
+    assert (damaged < own).all()
+    assert own.mean() > damaged.mean() + 0.02
+    assert own.mean() > other.mean() + 0.3
 
 
-def test_flat_images_and_noise_are_near_zero(empty):
+def test_one_wrong_letter_costs_its_share():
+    right, wrong = score(render_text("WXYZ", 16, 32)), score(render_text("WXOZ", 16, 32))
+    assert 0.05 < right - wrong < 0.25
+
+
+def test_flat_images_score_zero_and_noise_low(empty):
     values = Similarity()(empty, [as_prompt(index, "WXYZ") for index in range(len(empty))]).values
     assert np.all(values[:3] == 0)
-    assert np.abs(values[3:]).max() < 0.35
+    assert np.abs(values[3:]).max() < 0.6
 
 
 def test_what_cannot_be_rendered_is_a_failure():

@@ -21,9 +21,15 @@ from ebbflow.tracking.runs import TrackedRun, connect, start_run
 TARGET = Comparison(metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128)
 
 
-def verdict(promote: bool, reasons: tuple[str, ...] = ("It won.",)) -> Verdict:
+def verdict(promote: bool, reasons: list[str] | None = None) -> Verdict:
     return Verdict(
-        promote=promote, candidate="1.2 offline", champion="before", target=TARGET, guards=(), coverage=1.0, reasons=reasons
+        promote=promote,
+        candidate="1.2 offline",
+        champion="before",
+        target=TARGET,
+        guards=[],
+        coverage=1.0,
+        reasons=reasons or ["It won."],
     )
 
 
@@ -157,7 +163,7 @@ def test_a_folder_without_policy_is_refused(recipe: Recipe, name: str, tmp_path:
 
 
 def test_a_long_verdict_still_fits_a_tag(recipe: Recipe, name: str, policy: Path, client: MlflowClient) -> None:
-    long = verdict(False, reasons=("x" * 9000,))
+    long = verdict(False, reasons=["x" * 9000])
     register(new_run(recipe), policy, None, long, {}, model_name=name, expected_champion=None)
     assert '"promote":false' in client.get_model_version(name, "1").tags["ebbflow.verdict"]
 

@@ -1,0 +1,33 @@
+"""Runs the pipeline as a user does: ``pyflyte run`` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PYFLYTE = Path(sys.executable).with_name("pyflyte")
+
+
+def run_pipeline(folder: Path, changes: dict[str, Any], recipe: str = "tiny") -> subprocess.CompletedProcess[str]:
+    """``pyflyte run`` on a shipped recipe with some keys changed; everything it writes goes below ``folder``."""
+    settings = yaml.safe_load((ROOT / "workflows" / "recipes" / f"{recipe}.yaml").read_text())
+    written = folder / "recipe.yaml"
+    written.write_text(yaml.safe_dump(settings | {"output": str(folder / "runs")} | changes))
+    (folder / "tmp").mkdir(exist_ok=True)
+    environment = os.environ | {"TMPDIR": str(folder / "tmp"), "HOME": str(folder), "FLYTE_LOCAL_CACHE_ENABLED": "true"}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    command = [str(PYFLYTE), "run", "workflows/post_training.py", "post_train", "--recipe", str(written)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose runs share Flyte's cache and one MLflow store."""
+    return tmp_path_factory.mktemp("pipeline")

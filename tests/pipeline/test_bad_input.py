@@ -1,0 +1,81 @@
+"""What is wrong with a recipe or its surroundings is said before minutes are spent, with the way out."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbflow.data.prompts import PromptError
+from ebbflow.models import ModelError
+from ebbflow.recipe import Recipe, RecipeError
+from ebbflow.tracking.runs import TrackingError
+from tasks.prepare_prompts import prepare_prompts
+from tasks.start_run import start_run
+from tests.pipeline.conftest import run_pipeline
+
+
+@pytest.fixture(autouse=True)
+def _no_store_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rouns": 2}, ["rouns", "did you mean 'rounds'?"]),
+        ({"rounds": 0}, ["rounds = 0", "greater than or equal to 1"]),
+    ],
+)
+def test_pyflyte_shows_what_is_wrong_with_a_recipe(tmp_path: Path, change: dict[str, Any], says: list[str]) -> None:
+    done = run_pipeline(tmp_path, change)
+    assert done.returncode != 0
+    shown = " ".join((done.stdout + done.stderr).replace("│", " ").split())
+    for words in says:
+        assert words in shown
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RecipeError, match=r"output = .*file/runs.* cannot be written .*name another folder"):
+        start_run(recipe=Recipe(output=str(tmp_path / "file" / "runs")))
+
+
+def test_a_prompt_file_that_is_not_there(tmp_path: Path) -> None:
+    recipe = Recipe.model_validate({"output": str(tmp_path), "prompts": {"source": str(tmp_path / "none.txt")}})
+    with pytest.raises(RecipeError, match=r"prompts.source = .*none.txt.* no such file"):
+        start_run(recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("empty.txt", "\n\n", "no prompt"),
+        ("bad.jsonl", '{"prompt": "a \\"B\\""}\n{"prompt": ', r"line 2"),
+        ("mute.txt", "a cat\na dog\n", r"name no text to read"),
+    ],
+)
+def test_a_prompt_file_that_cannot_be_used(tmp_path: Path, name: str, text: str, says: str) -> None:
+    (tmp_path / name).write_text(text)
+    recipe = Recipe.model_validate({"output": str(tmp_path), "prompts": {"source": str(tmp_path / name)}})
+    with pytest.raises(PromptError, match=says):
+        prepare_prompts(recipe=recipe, run=start_run(recipe=recipe))
+
+
+def test_a_base_model_folder_that_is_not_one(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    recipe = Recipe.model_validate({"output": str(tmp_path), "model": {"path": str(tmp_path / "base")}})
+    with pytest.raises(ModelError, match=r"base is not a glyph base model: transformer.* missing"):
+        start_run(recipe=recipe)
+
+
+def test_a_tracking_server_that_is_down(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    recipe = Recipe.model_validate({"output": str(tmp_path), "tracking": {"uri": address}})
+    with pytest.raises(TrackingError, match=address):
+        start_run(recipe=recipe)

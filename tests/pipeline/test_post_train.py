@@ -1,0 +1,136 @@
+"""The whole pipeline, twice: once from nothing, once with what the first run left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlflow.pyfunc
+import pandas as pd
+import pytest
+from mlflow import MlflowClient
+
+from tests.pipeline.conftest import run_pipeline
+
+
+@pytest.fixture(scope="module")
+def first(workplace: Path) -> dict[str, Any]:
+    return _finished(workplace, {})
+
+
+@pytest.fixture(scope="module")
+def second(workplace: Path, first: dict[str, Any]) -> dict[str, Any]:
+    return _finished(workplace, {})
+
+
+def _finished(workplace: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    """Run to the end; the summary of the run, with its folder under ``folder``."""
+    before = set((workplace / "runs").glob("*/summary.json"))
+    done = run_pipeline(workplace, changes)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (path,) = set((workplace / "runs").glob("*/summary.json")) - before
+    return json.loads(path.read_text()) | {"folder": path.parent, "printed": done.stdout}
+
+
+def _client(workplace: Path) -> MlflowClient:
+    uri = f"sqlite:///{workplace}/runs/mlflow.db"
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def test_it_ends_with_a_report_and_numbers(first: dict[str, Any]) -> None:
+    assert set(first) >= {"before", "after", "seconds", "promoted", "mlflow_run_id", "model_version"}
+    assert {"ocr", "exact_match", "similarity"} <= set(first["before"])
+    assert set(first["before"]) == set(first["after"])
+    assert {"1.1 online", "1.2 offline", "base model", "total"} <= set(first["seconds"])
+    page = (first["folder"] / "report.html").read_text()
+    assert "1.1 online" in page
+    assert first["mlflow_run_id"] in page
+
+
+def test_a_person_sees_a_table_and_where_the_report_is(first: dict[str, Any]) -> None:
+    assert "1.2 offline" in first["printed"]
+    assert str(first["folder"] / "report.html") in first["printed"]
+
+
+def test_every_node_has_one_child_run(workplace: Path, first: dict[str, Any]) -> None:
+    client = _client(workplace)
+    parent = client.get_run(first["mlflow_run_id"])
+    assert parent.info.status == "FINISHED"
+    children = client.search_runs(
+        [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'", max_results=100
+    )
+    names = sorted(child.info.run_name for child in children)
+    assert names == sorted(
+        [
+            "prompts",
+            "before evaluation",
+            "1.1 online",
+            "1.1 online evaluation",
+            "1.2 offline rollout 0",
+            "1.2 offline rollout 1",
+            "1.2 offline scoring 0",
+            "1.2 offline scoring 1",
+            "1.2 offline advantages",
+            "1.2 offline",
+            "1.2 offline evaluation",
+        ]
+    )
+    assert {child.info.status for child in children} == {"FINISHED"}
+
+
+def test_training_metrics_are_complete(workplace: Path, first: dict[str, Any]) -> None:
+    client = _client(workplace)
+    experiment = client.get_run(first["mlflow_run_id"]).info.experiment_id
+    where = f"tags.`mlflow.parentRunId` = '{first['mlflow_run_id']}' and tags.`ebbflow.node` = "
+    (online,) = client.search_runs([experiment], where + "'1.1 online'")
+    assert set(online.data.metrics) >= {
+        *("reward/mean", "reward/min", "reward/max", "reward/std", "group/size", "group/zero_std_share"),
+        *("advantage/mean", "advantage/std", "ratio/mean", "clip/up", "clip/down", "kl/reference", "velocity_drift"),
+        *("grad_norm", "grad_variance", "lr", "loss", "images_per_second"),
+        *(f"{unit}/{phase}" for unit in ("seconds", "ms_per_image") for phase in ("rollout", "scoring", "training")),
+    }
+    steps = [metric.step for metric in client.get_metric_history(online.info.run_id, "reward/mean")]
+    assert steps == [0, 1]
+    (offline,) = client.search_runs([experiment], where + "'1.2 offline'")
+    assert set(offline.data.metrics) >= {"loss", "grad_norm", "velocity_drift", "lr", "ms_per_image/training"}
+    (evaluation,) = client.search_runs([experiment], where + "'1.2 offline evaluation'")
+    assert any(file.path.startswith("images") for file in client.list_artifacts(evaluation.info.run_id))
+
+
+def test_the_policy_is_a_model_that_draws(workplace: Path, first: dict[str, Any]) -> None:
+    client = _client(workplace)
+    version = client.get_model_version("ebbflow-tiny", first["model_version"])
+    assert version.tags["ebbflow.run_id"] == first["mlflow_run_id"]
+    assert version.tags["ebbflow.base_digest"]
+    assert client.get_model_version_by_alias("ebbflow-tiny", "challenger").version >= version.version
+    model = mlflow.pyfunc.load_model(client.get_model_version_download_uri("ebbflow-tiny", version.version))
+    images = model.predict(pd.DataFrame({"prompt": ["WXYZ", "WXYZ", "WXYZ"], "seed": [1, 2, 1]}))["image"]
+    assert images[0].startswith(b"\x89PNG")
+    assert images[0] == images[2] != images[1]
+
+
+def test_again_gives_the_same_from_a_cached_base(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert first["seconds"]["base model"] > 0
+    assert second["seconds"]["base model"] == 0
+    assert second["after"] == first["after"]
+    assert second["before"] == first["before"]
+
+
+def test_a_champion_is_not_replaced_by_its_equal(workplace: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
+    # The same bytes again: whatever the gate said of the first, the second is not better than it.
+    if first["promoted"]:
+        assert not second["promoted"]
+        champion = _client(workplace).get_model_version_by_alias("ebbflow-tiny", "champion")
+        assert str(champion.version) == first["model_version"]
+    else:
+        assert second["promoted"] == first["promoted"]
+
+
+def test_lora_trains_too(workplace: Path, first: dict[str, Any]) -> None:
+    lora = _finished(workplace, {"policy": {"train": "lora", "rank": 4, "alpha": 8}, "promotion": {"model_name": "tiny-lora"}})
+    assert lora["seconds"]["base model"] == 0
+    client = _client(workplace)
+    place = client.get_model_version_download_uri("tiny-lora", lora["model_version"])
+    loaded = mlflow.pyfunc.load_model(place)
+    assert loaded.predict(pd.DataFrame({"prompt": ["WXYZ"], "seed": [1]}))["image"][0].startswith(b"\x89PNG")
