@@ -1,12 +1,13 @@
 """``ocr``: a neural line reader, the PP-OCR recogniser that rapidocr's wheel carries.
 
 The model is run directly: images of generated text are one line already, so rapidocr's detector and its per-image calls would
-only cost time. Nothing is downloaded, nothing is told about the alphabet, and one thread makes the result repeatable.
+only cost time. Nothing is downloaded and nothing is told about the alphabet.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,8 @@ HEIGHT = 48
 """Height in pixels that PP-OCR recognisers read."""
 BATCH = 16
 """Images per forward pass: every column of an image is scored against 18,710 characters, which fills memory in larger ones."""
+MOST_THREADS = 2
+"""The batches are too small for more."""
 BLANK = 0
 """The class of CTC that stands for no character."""
 
@@ -100,7 +103,10 @@ def _recogniser() -> tuple[Any, list[str]]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.intra_op_num_threads = min(MOST_THREADS, os.cpu_count() or 1)
+    options.inter_op_num_threads = 1
+    # Threads that spin while they wait would slow whatever else runs here down many times over.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(model_file()), options, providers=["CPUExecutionProvider"])
     characters = session.get_modelmeta().custom_metadata_map["character"].splitlines()

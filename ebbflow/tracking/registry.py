@@ -122,7 +122,8 @@ def champion_folders(champion: Champion, into: Path, base: Path) -> tuple[Path, 
     if champion.base_digest != (digest := verify(base)):
         raise RegistryError(
             f"{champion.model_name!r} version {champion.version} was trained from base "
-            f"{champion.base_digest[:12] or '(unknown)'}, this run has base {digest[:12]}; give the recipe another promotion.model_name"
+            f"{champion.base_digest[:12] or '(unknown)'}, this run has base {digest[:12]}; "
+            "give the recipe another promotion.model_name"
         )
     return base, data / "policy"
 
