@@ -55,7 +55,7 @@ def verify(folder: Path) -> str:
     """
     if not (folder / COMMIT).is_file() or not (folder / MANIFEST).is_file():
         raise ArtifactError(f"{folder} has no COMMIT: it was never finished, or is no artifact of Ebbflow; make it again")
-    digest = (folder / COMMIT).read_text().strip()
+    digest = (folder / COMMIT).read_text(errors="replace").strip()
     if digest != _sha256(folder / MANIFEST):
         raise ArtifactError(f"{folder / MANIFEST} does not fit its COMMIT: the folder was damaged; make it again")
     expected = json.loads((folder / MANIFEST).read_text())["files"]

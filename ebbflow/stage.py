@@ -12,11 +12,11 @@ import torch
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.algorithms.registry import ALGORITHMS
 from ebbflow.data.prompts import Prompt
-from ebbflow.evaluation.records import StageRecord
 from ebbflow.flow.noise import derive_seed
 from ebbflow.models import Model, load_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.stages import OfflineStage, OnlineStage
+from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import SampleKeys
 from ebbflow.training.policy import Policy, PolicyCard
 

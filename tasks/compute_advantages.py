@@ -6,7 +6,7 @@ from flytekit import task
 from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.records import TrackedRun
+from ebbflow.records import TrackedRun
 from tasks.files import fetch, scratch
 from tasks.resources import light
 
@@ -14,9 +14,9 @@ from tasks.resources import light
 @task(**light())
 def compute_advantages(recipe: Recipe, run: TrackedRun, round: int, stage: int, scores: list[FlyteFile]) -> FlyteFile:
     """The advantage of every sample worth training on (``ADVANTAGES``)."""
+    from ebbflow.offline.training import write_advantages
     from ebbflow.stage import Place
     from ebbflow.tracking.runs import node_run
-    from ebbflow.training.offline import write_advantages
 
     place, path = Place(recipe, round, stage), scratch("advantages.parquet")
     with node_run(run, f"{place.label} advantages") as node:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flytekit import task
 
-from ebbflow.evaluation.records import Verdict
 from ebbflow.recipe import Recipe
+from ebbflow.records import Verdict
 from tasks.files import fetch
 from tasks.resources import light
 from tasks.types import ChampionPolicy, EvaluatedPolicy

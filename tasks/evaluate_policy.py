@@ -6,7 +6,7 @@ from flytekit import task
 from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.records import TrackedRun
+from ebbflow.records import TrackedRun
 from tasks.files import fetch, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
@@ -25,4 +25,5 @@ def evaluate_policy(
     with node_run(run, f"{label} evaluation") as node:
         evaluation = evaluate_folder(recipe, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples)
         log_evaluation(node, evaluation, samples)
+    print(evaluation)
     return EvaluatedPolicy(policy=policy, evaluation=evaluation, samples=FlyteFile(str(samples)))

@@ -6,7 +6,7 @@ from flytekit import task
 from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.records import TrackedRun
+from ebbflow.records import TrackedRun
 from tasks.files import fetch, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, TrainedPolicy
@@ -24,7 +24,7 @@ def generate_rollouts(
     shard: int,
 ) -> FlyteFile:
     """A rollout shard (``rollout_schema``)."""
-    from ebbflow.rollouts.shards import generate_shard_from_folders
+    from ebbflow.offline.shards import generate_shard_from_folders
     from ebbflow.stage import Place
     from ebbflow.tracking.nodes import log_table_about
     from ebbflow.tracking.runs import node_run

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from flytekit import current_context, task
 
-from ebbflow.evaluation.records import Verdict
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.records import Registration, TrackedRun
+from ebbflow.records import Registration, TrackedRun, Verdict
 from tasks.files import fetch
 from tasks.resources import light
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy

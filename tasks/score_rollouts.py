@@ -6,7 +6,7 @@ from flytekit import task
 from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.records import TrackedRun
+from ebbflow.records import TrackedRun
 from tasks.files import fetch, scratch
 from tasks.resources import scorer
 
@@ -16,8 +16,8 @@ def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: i
     """The scores of a shard (``score_schema``)."""
     from ebbflow.data.prompts import read_prompts
     from ebbflow.data.tables import about_table
+    from ebbflow.offline.shards import score_shard
     from ebbflow.rewards.combine import load_scorer
-    from ebbflow.rollouts.shards import score_shard
     from ebbflow.stage import Place
     from ebbflow.tracking.nodes import log_table_about
     from ebbflow.tracking.runs import node_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flytekit import current_context, task
 
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.records import TrackedRun
+from ebbflow.records import TrackedRun
 from tasks.resources import light
 
 

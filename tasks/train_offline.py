@@ -9,7 +9,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.records import TrackedRun
+from ebbflow.records import TrackedRun
 from tasks.files import fetch, scratch
 from tasks.resources import training_group
 from tasks.types import BaseModelArtifact, TrainedPolicy
@@ -28,11 +28,11 @@ def train_offline(
     advantages: FlyteFile,
 ) -> TrainedPolicy:
     """The policy folder after the stage; every rank runs this body, what rank 0 writes and returns counts."""
+    from ebbflow.offline.training import train_offline_folder
     from ebbflow.stage import Kept, Place
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.tracking.runs import node_run
     from ebbflow.training.distributed import process_group
-    from ebbflow.training.offline import train_offline_folder
 
     place, trained, metrics = Place(recipe, round, stage), scratch("policy"), scratch("metrics.json")
     with process_group() as ranks, node_run(run, place.label) if ranks.rank == 0 else nullcontext() as node:

@@ -7,7 +7,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.records import TrackedRun
+from ebbflow.records import TrackedRun
 from tasks.files import fetch, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, TrainedPolicy
@@ -18,7 +18,7 @@ def train_online(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
     """The policy folder after the stage."""
-    from ebbflow.online.stage import train_online_folder
+    from ebbflow.online.loop import train_online_folder
     from ebbflow.stage import Kept, Place
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.tracking.runs import node_run

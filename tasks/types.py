@@ -6,7 +6,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from pydantic import BaseModel
 
-from ebbflow.evaluation.records import Evaluation, StageRecord
+from ebbflow.records import Evaluation, StageRecord
 
 
 class BaseModelArtifact(BaseModel):

@@ -7,9 +7,8 @@ from typing import NamedTuple
 from flytekit import Deck, task
 from flytekit.types.file import FlyteFile
 
-from ebbflow.evaluation.records import Verdict
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.records import Registration, TrackedRun
+from ebbflow.records import Registration, TrackedRun, Verdict
 from tasks.files import fetch, scratch
 from tasks.resources import light
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 from flytekit import dynamic, map_task, workflow
 from flytekit.types.file import FlyteFile
 
-from ebbflow.evaluation.records import Verdict
 from ebbflow.evaluation.selection import stop_reason
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.records import Registration, TrackedRun
+from ebbflow.records import Registration, TrackedRun, Verdict
 from tasks.choose_candidate import choose_candidate
 from tasks.compute_advantages import compute_advantages
 from tasks.decide_promotion import decide_promotion

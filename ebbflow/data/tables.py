@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -68,6 +69,11 @@ def about_table(path: Path) -> dict[str, Any]:
     if _ABOUT not in metadata:
         raise TableError(f"{path} was not written by Ebbflow: it does not say what it is; make it again")
     return json.loads(metadata[_ABOUT])
+
+
+def nullable(values: np.ndarray) -> pa.Array:
+    """A float64 column in which NaN (not scored) is null."""
+    return pa.array(values, pa.float64(), from_pandas=True)
 
 
 def row_count(path: Path) -> int:

@@ -12,16 +12,15 @@ from tqdm import tqdm
 
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.schema import evaluation_schema
-from ebbflow.data.tables import write_table
-from ebbflow.evaluation.records import Evaluation
+from ebbflow.data.tables import nullable, write_table
 from ebbflow.flow.noise import Stream, derive_seed, noise
 from ebbflow.models import Conditioning, Model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.stages import Sampler
+from ebbflow.records import Evaluation
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
 from ebbflow.rollouts.generate import SampleKeys, generate
 from ebbflow.rollouts.images import encode_png
-from ebbflow.rollouts.shards import nullable
 from ebbflow.stage import open_model
 from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy, read_card

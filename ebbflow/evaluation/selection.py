@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ebbflow.evaluation.records import Evaluation
 from ebbflow.recipe import Recipe
+from ebbflow.records import Evaluation
 
 TARGET = "reward"
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbflow.evaluation.records import Comparison
+from ebbflow.records import Comparison
 
 KEY = ["prompt_id", "sample"]
 DRAWS_AT_ONCE = 4_000_000

@@ -6,6 +6,8 @@ carried between draws, so batch size, rank and engine cannot change a sample's n
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -50,9 +52,5 @@ def noise(
 
 def derive_seed(seed: int, *place: str | int) -> int:
     """A seed for one place of a run (a stage, the evaluation), 63 bits, stable across machines."""
-    words = np.random.SeedSequence([seed, *(_as_integer(part) for part in place)]).generate_state(1, np.uint64)
-    return int(words[0] >> np.uint64(1))
-
-
-def _as_integer(part: str | int) -> int:
-    return part if isinstance(part, int) else int.from_bytes(part.encode(), "big")
+    digest = hashlib.sha256(json.dumps([seed, *place]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -129,8 +129,20 @@ def load_glyph(folder: Path, device: torch.device | None = None) -> GlyphModel:
     """
     check_glyph_folder(folder)
     disable_progress_bar()  # a bar per file of a few tensors would bury the bars that matter
+    try:
+        model = _read_glyph(folder)
+    except Exception as error:  # three libraries read the parts, each with errors of its own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"{folder} cannot be read as a glyph base model ({reason}); copy it again or make it again") from error
+    device = device or default_device()
+    for part in (model.transformer, model.text_encoder):
+        part.requires_grad_(False).eval().to(device)
+    return model
+
+
+def _read_glyph(folder: Path) -> GlyphModel:
     size = json.loads((folder / "glyph.json").read_text())
-    model = GlyphModel(
+    return GlyphModel(
         SD3Transformer2DModel.from_pretrained(folder / "transformer"),
         CLIPTextModelWithProjection.from_pretrained(folder / "text_encoder"),
         PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
@@ -138,10 +150,6 @@ def load_glyph(folder: Path, device: torch.device | None = None) -> GlyphModel:
         size["height"],
         size["width"],
     )
-    device = device or default_device()
-    for part in (model.transformer, model.text_encoder):
-        part.requires_grad_(False).eval().to(device)
-    return model
 
 
 def new_glyph(config: GlyphTraining) -> GlyphModel:

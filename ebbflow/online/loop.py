@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -10,16 +12,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ebbflow.algorithms.advantages import AdvantageResult, compute_advantages
-from ebbflow.algorithms.base import TrajectoryTerms
-from ebbflow.data.prompts import Prompt
+from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import prompt_batch
-from ebbflow.evaluation.records import StageRecord
 from ebbflow.flow.noise import Stream, generator
 from ebbflow.flow.windows import trained_steps
 from ebbflow.models import Conditioning, Model
-from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
+from ebbflow.records import StageRecord
+from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer, require_scored
 from ebbflow.rollouts.generate import Rollouts, SampleKeys, generate
-from ebbflow.stage import Log, Place
+from ebbflow.stage import Log, Place, open_model, open_policy, save_policy
 from ebbflow.timing import Clock
 from ebbflow.training.batches import TermBatch, forward_batch, trajectory_batch
 from ebbflow.training.policy import Policy
@@ -34,7 +35,16 @@ class Experience:
     keys: SampleKeys
     rollouts: Rollouts
     scores: ScoreTable
-    images: np.ndarray
+
+
+def train_online_folder(place: Place, base: Path, folder: Path, prompts: Path, trained: Path, log: Log) -> StageRecord:
+    """Run the stage on the policy of ``folder`` and leave the trained one at ``trained``."""
+    model = open_model(place.recipe, base)
+    policy, card = open_policy(place, model, folder)
+    scorer = load_scorer(place.recipe.rewards.terms, ())
+    record = run_online_stage(place, model, policy, scorer, read_prompts(prompts, "train"), log)
+    save_policy(place, policy, card, record, trained)
+    return record
 
 
 def run_online_stage(place: Place, model: Model, policy: Policy, scorer: Scorer, prompts: list[Prompt], log: Log) -> StageRecord:
@@ -54,15 +64,16 @@ def run_online_stage(place: Place, model: Model, policy: Policy, scorer: Scorer,
         advantages = compute_advantages(experience.scores.reward, np.array(experience.keys.prompt_ids), config.advantages)
         metrics = advantages.metrics | _means(experience.scores)
         with clock.phase("training"):
-            parts = _split(advantages, config.updates_per_step, place.seed, step)
-            for part in parts:
+            taken: list[dict[str, float]] = []
+            for part in _split(advantages, config.updates_per_step, place.seed, step):
                 batch = _terms(place, experience, torch.from_numpy(advantages.values), part)
                 passes = micro_batches(batch, config.micro_batch)
-                metrics |= optimise(policy, optimizer, algorithm, config.algorithm, batch, config.optimizer, passes)
+                taken.append(optimise(policy, optimizer, algorithm, config.algorithm, batch, config.optimizer, passes))
                 updates += 1
                 if algorithm.old_decay:
                     policy.blend("old", algorithm.old_decay(config.algorithm, updates))
         samples += len(experience.keys)
+        metrics |= _averages(taken)
         log(metrics | _speed(clock.seconds, before, len(experience.keys)) | {"updates": updates}, step)
         progress.set_postfix(reward=f"{metrics.get('reward/mean', float('nan')):.3f}")
     return StageRecord(
@@ -83,13 +94,12 @@ def collect(
     with clock.phase("scoring"):
         scores = scorer(images, repeated)
         require_scored(scores, place.recipe.rewards.max_failed_share)
-    return Experience(conditioning, keys, rollouts, scores, images)
+    return Experience(conditioning, keys, rollouts, scores)
 
 
-def _window(place: Place, step: int) -> range:
-    if place.algorithm.terms is not TrajectoryTerms:
-        return range(0)
-    return trained_steps(place.config.window, place.config.sampler.steps, step, place.seed)
+def _window(place: Place, step: int) -> range | None:
+    window = place.config.window
+    return trained_steps(window, place.config.sampler.steps, step, place.seed) if window else None
 
 
 def _split(advantages: AdvantageResult, updates: int, seed: int, step: int) -> list[np.ndarray]:
@@ -112,6 +122,12 @@ def _terms(place: Place, experience: Experience, advantage: Tensor, part: np.nda
         place.algorithm.draws(place.config.algorithm),
         visit=0,
     )
+
+
+def _averages(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates of a step; each metric over the updates that have it."""
+    names = dict.fromkeys(name for update in updates for name in update)
+    return {name: fmean(update[name] for update in updates if name in update) for name in names}
 
 
 def _means(scores: ScoreTable) -> dict[str, float]:

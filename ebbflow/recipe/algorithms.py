@@ -36,4 +36,7 @@ class DiffusionNFT(Strict):
     """... reached linearly from 0 over this many optimiser steps."""
 
 
+TRAJECTORY_ALGORITHMS = {"flow_grpo"}
+"""Those that need the log-probabilities of stochastic denoising steps; all others need final latents alone."""
+
 Algorithm = Annotated[FlowGRPO | DiffusionNFT, Field(discriminator="name")]

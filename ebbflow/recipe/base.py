@@ -18,7 +18,9 @@ class RecipeError(Exception):
 class Strict(BaseModel):
     """Base of every recipe model: unknown keys are errors, instances never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True
+    )
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -55,7 +57,8 @@ def _keys_beside(place: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
     node = schema
     for part in place[:-1]:
         node = _descend(_resolve(node, schema), part, schema)
-    return list(_resolve(node, schema).get("properties", {}))
+    options = [node, *_resolve(node, schema).get("anyOf", [])]
+    return [key for option in options for key in _resolve(option, schema).get("properties", {})]
 
 
 def _resolve(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

@@ -167,6 +167,16 @@ class Recipe(Strict):
         return f"{round_index + 1}.{stage_index + 1} {self.stages[stage_index].kind}"
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML's safe loader, to which a key given twice is an error and not a silent choice of the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise yaml.constructor.ConstructorError(None, None, f"given twice: {sorted(twice)}", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load_recipe(path: str | Path) -> Recipe:
     """Read a recipe from a YAML (or JSON) file.
 
@@ -177,8 +187,8 @@ def load_recipe(path: str | Path) -> Recipe:
     if not path.is_file():
         raise RecipeError(f"no recipe at {path}; the ones that come with Ebbflow are in workflows/recipes/")
     try:
-        data = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        data = yaml.load(path.read_bytes(), _UniqueKeys)
+    except (yaml.YAMLError, ValueError) as error:
         raise RecipeError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{path} must hold a mapping of recipe keys, got {type(data).__name__}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ebbflow.recipe.algorithms import Algorithm, DiffusionNFT, FlowGRPO
+from ebbflow.recipe.algorithms import TRAJECTORY_ALGORITHMS, Algorithm, DiffusionNFT, FlowGRPO
 from ebbflow.recipe.base import Strict
 
 
@@ -22,7 +22,7 @@ class Sampler(Strict):
 class Window(Strict):
     """Which denoising steps are stochastic and trained; one draw per optimisation step for all samples."""
 
-    kind: Literal["all", "fixed", "random", "progressive"] = "all"
+    kind: Literal["all", "fixed", "random", "progressive"] = "progressive"
     """``all`` steps but the last, which is always deterministic; ``fixed`` at ``start``; ``random``: a new start at every
     optimisation step (Flow-GRPO-Fast); ``progressive``: moves by ``stride`` every ``steps_per_window`` optimisation steps and
     starts over (MixGRPO)."""
@@ -54,7 +54,8 @@ class Stage(Strict):
 
     algorithm: Algorithm
     sampler: Sampler = Sampler()
-    window: Window = Window()
+    window: Window | None = None
+    """For algorithms that train on the steps of a trajectory; they have one by default."""
     advantages: Advantages = Advantages()
     optimizer: Optimizer = Optimizer()
     group_size: int = Field(16, ge=2)
@@ -62,22 +63,39 @@ class Stage(Strict):
     micro_batch: int = Field(64, ge=1)
     """Samples per forward and backward pass."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_follow_the_algorithm(cls, data: Any) -> Any:
+        """Trajectory algorithms sample with Flow-SDE on a window unless told otherwise; the others need neither."""
+        if not isinstance(data, dict):
+            return data
+        algorithm = data.get("algorithm", cls.model_fields["algorithm"].default)
+        name = algorithm.get("name") if isinstance(algorithm, dict) else getattr(algorithm, "name", None)
+        sampler = data.get("sampler", {})
+        if str(name) in TRAJECTORY_ALGORITHMS and isinstance(sampler, dict):
+            return {"window": {}} | data | {"sampler": {"name": "flow_sde"} | sampler}
+        return data
+
     @model_validator(mode="after")
-    def _trajectory_algorithms_need_noise(self) -> Stage:
-        if isinstance(self.algorithm, FlowGRPO):
-            if self.sampler.name == "ode":
-                raise ValueError(
-                    "flow_grpo needs the log-probabilities of a stochastic sampler and 'ode' has none; "
-                    "set sampler.name to flow_sde, dance_sde or cps, or algorithm.name to diffusion_nft"
-                )
-            reach = self.window.start + self.window.size
-            if self.window.kind != "all" and reach >= self.sampler.steps:
-                raise ValueError(
-                    f"the window's start + size = {reach} must be below sampler.steps = {self.sampler.steps}: "
-                    "the last step is deterministic; take a smaller window or more steps"
-                )
-        elif self.window != Window():
-            raise ValueError(f"{self.algorithm.name} trains on final latents alone; leave 'window' out")
+    def _sampler_and_window_suit_the_algorithm(self) -> Stage:
+        name = self.algorithm.name
+        if name not in TRAJECTORY_ALGORITHMS:
+            if self.window is not None:
+                raise ValueError(f"{name} trains on final latents alone; leave 'window' out")
+            return self
+        if self.sampler.name == "ode":
+            raise ValueError(
+                f"{name} needs the log-probabilities of a stochastic sampler and 'ode' has none; "
+                "set sampler.name to flow_sde, dance_sde or cps, or algorithm.name to diffusion_nft"
+            )
+        if self.window is None:
+            raise ValueError(f"{name} trains on a window of the denoising steps; leave 'window' out for the default one")
+        reach = self.window.start + self.window.size
+        if self.window.kind != "all" and reach >= self.sampler.steps:
+            raise ValueError(
+                f"the window's start + size = {reach} must be below sampler.steps = {self.sampler.steps}: "
+                "the last step is deterministic; take a smaller window or more steps"
+            )
         return self
 
 
@@ -86,8 +104,6 @@ class OnlineStage(Stage):
 
     kind: Literal["online"] = "online"
     algorithm: Algorithm = FlowGRPO()
-    sampler: Sampler = Sampler(name="flow_sde")
-    window: Window = Window(kind="progressive")
     steps: int = Field(40, ge=1)
     """Rollout-and-update steps."""
     prompts_per_step: int = Field(8, ge=1)
@@ -111,8 +127,10 @@ class OfflineStage(Stage):
     def _shards_have_prompts(self) -> OfflineStage:
         if self.shards > self.prompts:
             raise ValueError(f"{self.shards} shards for {self.prompts} prompts leave some empty; take one a prompt at most")
-        if isinstance(self.algorithm, FlowGRPO):
-            raise ValueError("flow_grpo needs fresh trajectories: use it in an online stage, and diffusion_nft in an offline one")
+        if self.algorithm.name in TRAJECTORY_ALGORITHMS:
+            raise ValueError(
+                f"{self.algorithm.name} needs fresh trajectories: use it in an online stage, and diffusion_nft in an offline one"
+            )
         return self
 
 

@@ -67,17 +67,23 @@ class Rollouts:
 
 @torch.no_grad()
 def generate(
-    model: Model, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, window: range = range(0), micro_batch: int = 64
+    model: Model,
+    conditioning: Conditioning,
+    keys: SampleKeys,
+    sampler: Sampler,
+    window: range | None = None,
+    micro_batch: int = 64,
 ) -> Rollouts:
     """Denoise one sample per row of ``conditioning``.
 
-    Steps in ``window`` are stochastic and recorded, all others are deterministic. Micro-batches do not change a sample's
-    noise; they can change the last bits of the arithmetic.
+    With a window, its steps follow the sampler and are recorded, and all others are deterministic. Without one every step but
+    the last follows the sampler and nothing is recorded. Micro-batches do not change a sample's noise; they can change the last
+    bits of the arithmetic.
     """
     parts = [slice(start, start + micro_batch) for start in range(0, len(keys), micro_batch)]
     done = [_denoise(model, conditioning.rows(part), keys.rows(part), sampler, window) for part in parts]
     latents = torch.cat([latents for latents, _, _ in done])
-    if not window:
+    if window is None:
         return Rollouts(latents, None)
     device = latents.device
     trajectory = Trajectory(
@@ -90,27 +96,30 @@ def generate(
 
 
 def _denoise(
-    model: Model, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, window: range
+    model: Model, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, window: range | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(final latents, window states [N, W + 1, ...], window log-probs [N, W]) of one micro-batch."""
+    """(final latents, window states [N, W + 1, ...], window log-probs [N, W]) of one micro-batch; empty without a window."""
     device = conditioning.embeds.device
     sigmas = model.sigmas(sampler.steps).to(device)
-    latents = _noise(model, keys, step=0).to(device)
-    states, log_probs = [], []
+    stochastic = _stochastic_steps(sampler) if window is None else window
+    path, log_probs = [_noise(model, keys, step=0).to(device)], []
     for step in range(sampler.steps):
+        latents = path[-1]
         velocity = model.velocity(latents, sigmas[step].expand(len(keys)), conditioning)
-        if step not in window:
-            latents = flow.transition("ode", latents, velocity, sigmas, step).mean
+        if step not in stochastic:
+            path.append(flow.transition("ode", latents, velocity, sigmas, step).mean)
             continue
         move = flow.transition(sampler.name, latents, velocity, sigmas, step, sampler.eta)
-        states.append(latents)
-        latents = flow.sample(move, _noise(model, keys, step + 1).to(device))
-        log_probs.append(flow.log_prob(move, latents))
-        if step == window[-1]:
-            states.append(latents)
-    if not window:
-        return latents, latents, latents
-    return latents, torch.stack(states, 1), torch.stack(log_probs, 1)
+        path.append(flow.sample(move, _noise(model, keys, step + 1).to(device)))
+        log_probs.append(flow.log_prob(move, path[-1]))
+    if window is None:
+        return path[-1], path[-1][:0], path[-1][:0]
+    return path[-1], torch.stack(path[window.start : window.stop + 1], 1), torch.stack(log_probs, 1)
+
+
+def _stochastic_steps(sampler: Sampler) -> range:
+    """Every step of a stochastic sampler but the last, whose noise would stay in the image."""
+    return range(0 if sampler.name == "ode" else sampler.steps - 1)
 
 
 def _noise(model: Model, keys: SampleKeys, step: int) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.data.tables import about_table, read_table, row_count
-from ebbflow.evaluation.records import Evaluation, StageRecord
+from ebbflow.records import Evaluation, StageRecord
 from ebbflow.tracking.pictures import image_grid
 from ebbflow.tracking.runs import Node, flatten
 

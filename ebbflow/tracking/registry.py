@@ -24,8 +24,7 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, Schema
 
 from ebbflow.artifacts import verify
-from ebbflow.evaluation.records import Verdict
-from ebbflow.tracking.records import Champion, Registration, TrackedRun
+from ebbflow.records import Champion, Registration, TrackedRun, Verdict
 from ebbflow.tracking.runs import DIGEST, EXECUTION, TrackingError, connect
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"

@@ -17,11 +17,10 @@ import pyarrow.parquet as pq
 import yaml
 
 from ebbflow.evaluation.gate import REFUSED
-from ebbflow.evaluation.records import Evaluation, StageRecord, Verdict
 from ebbflow.recipe import Recipe
+from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun, Verdict
 from ebbflow.tracking import charts
 from ebbflow.tracking.pictures import fit, open_rgb
-from ebbflow.tracking.records import Registration, TrackedRun
 
 PICTURED_PROMPTS = 16
 MOST_COLUMNS = 6

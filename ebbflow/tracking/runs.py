@@ -34,9 +34,8 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run
 from mlflow.exceptions import MlflowException
 from PIL import Image
 
-from ebbflow.evaluation.records import Evaluation
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.records import TrackedRun
+from ebbflow.records import Evaluation, TrackedRun
 
 EXECUTION, NODE, PARENT = "flyte.execution_id", "ebbflow.node", "mlflow.parentRunId"
 ROLE, DIGEST = "ebbflow.role", "ebbflow.recipe_digest"

@@ -7,6 +7,7 @@ gradient. So the reference is always the base model: the untouched weights, or a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -176,14 +177,26 @@ def _write_parameters(folder: Path, model: Model, config: PolicyConfig, paramete
     """LoRA in the layout that ``pipeline.load_lora_weights`` reads, alpha included; full weights as ``transformer/``."""
     if config.train == "lora":
         layers = get_peft_model_state_dict(model.transformer, state_dict=parameters, adapter_name=ADAPTER)
-        metadata = _lora_config(model, config).to_dict()
+        # peft keeps the targets as a set, whose order differs between processes
+        metadata = _lora_config(model, config).to_dict() | {"target_modules": sorted(model.lora_targets)}
         SD3LoraLoaderMixin.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
+        for file in folder.glob("*.safetensors"):
+            _sort_header(file)
         return
     buffers = {key: _full(value) for key, value in model.transformer.state_dict().items() if key not in parameters}
     model.transformer.save_config(folder / "transformer")
     save_torch_state_dict(
         parameters | buffers, folder / "transformer", filename_pattern="diffusion_pytorch_model{suffix}.safetensors"
     )
+
+
+def _sort_header(file: Path) -> None:
+    """Write the header of a safetensors file in a fixed order: the library writes metadata in a random one."""
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
 
 
 def _read_parameters(folder: Path, config: PolicyConfig, like: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -53,7 +53,8 @@ def optimise(
     # FSDP averages gradients over processes; this weight makes the result the mean over all terms however they were dealt out.
     weight = _world_size() / total
     parts = [slice(int(p[0]), int(p[-1]) + 1) for p in torch.arange(len(batch.points)).tensor_split(micro_batches)]
-    copies = {name: _velocities(policy, name, batch.points, parts) for name in algorithm.copies(hyper)}
+    # In the same order on every process: a swap communicates.
+    copies = {name: _velocities(policy, name, batch.points, parts) for name in sorted(algorithm.copies(hyper))}
     optimizer.zero_grad(set_to_none=True)
     sums: dict[str, Tensor] = {}
     first_norm: Tensor | None = None
@@ -128,10 +129,10 @@ def _means(sums: dict[str, Tensor], total: int) -> dict[str, float]:
 
 
 def _require_finite(means: dict[str, float], norm: Tensor) -> None:
-    # The norm is the same on every process, so all of them stop here together.
-    if torch.isfinite(norm):
+    # Both are the same on every process, so all of them stop here together.
+    if torch.isfinite(norm) and math.isfinite(means["loss"]):
         return
-    wrong = [name for name, value in means.items() if value != value or abs(value) == float("inf")] or ["the gradient alone"]
+    wrong = [name for name, value in means.items() if not math.isfinite(value)] or ["the gradient alone"]
     raise TrainingError(
         f"not finite: {', '.join(wrong)} (gradient norm {norm.item()}); the step was not taken. "
         "Lower optimizer.lr or raise the algorithm's reference_weight, and look at the last metrics before this step"

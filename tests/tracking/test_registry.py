@@ -13,8 +13,8 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from ebbflow.evaluation.records import Comparison, Verdict
 from ebbflow.recipe import Recipe
+from ebbflow.records import Comparison, Verdict
 from ebbflow.tracking.registry import Registration, RegistryError, download_champion, find_champion, register
 from ebbflow.tracking.runs import TrackedRun, connect, start_run
 

@@ -19,10 +19,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import decide
-from ebbflow.evaluation.records import Evaluation, StageRecord
 from ebbflow.recipe import Recipe
+from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun
 from ebbflow.tracking.pictures import image_grid
-from ebbflow.tracking.records import Registration, TrackedRun
 from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report, write_summary
 
 METRICS = ["reward", "ocr", "exact_match", "tesseract", "similarity"]

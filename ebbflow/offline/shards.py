@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import prompt_batch
 from ebbflow.data.schema import rollout_schema, score_schema
-from ebbflow.data.tables import about_table, read_batches, read_column, row_count, write_table
+from ebbflow.data.tables import about_table, nullable, read_batches, read_column, row_count, write_table
 from ebbflow.models import Model
 from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
 from ebbflow.rollouts.generate import generate
@@ -115,11 +115,6 @@ def _scored(schema: pa.Schema, batch: pa.RecordBatch, table: ScoreTable) -> pa.R
     columns |= {name: nullable(values) for name, values in table.metrics.items()}
     columns["failure"] = pa.array(table.failures, pa.string())
     return pa.record_batch([columns[name] for name in schema.names], schema=schema)
-
-
-def nullable(values: np.ndarray) -> pa.Array:
-    """A float64 column in which NaN (not scored) is null."""
-    return pa.array(values, pa.float64(), from_pandas=True)
 
 
 def _concatenated(tables: list[ScoreTable]) -> ScoreTable:

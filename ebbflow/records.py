@@ -1,4 +1,4 @@
-"""What an evaluation and the gate say, as typed records that travel between stages."""
+"""What stages tell each other, as typed records. Imports nothing heavy, so that tasks and workflows can name them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ class Evaluation(Strict):
     """Mean of (v - v_base)^2 along the policy's own held-out trajectories."""
     seconds: dict[str, float]
     """Wall time by phase: sampling, scoring."""
+
+    def __str__(self) -> str:
+        means = ", ".join(f"{name} {value:.3f}" for name, value in self.held_out.items())
+        return f"{self.label}: {means} (held out)"
 
 
 class Comparison(Strict):
@@ -59,3 +63,39 @@ class StageRecord(Strict):
     optimizer_steps: int
     seconds: dict[str, float]
     """Wall time by phase: rollout, scoring, training ..."""
+
+
+class TrackedRun(Strict):
+    """The parent run of an execution: what a task needs to find it again."""
+
+    run_id: str
+    experiment_id: str
+    tracking_uri: str
+    folder: str
+    """Where this run's report and summary go: ``<output>/<recipe name>-<first 8 characters of the run id>``."""
+    recipe_digest: str
+    started_at: float
+    """Seconds since 1970."""
+
+
+class Registration(Strict):
+    """What became of a policy in the registry."""
+
+    model_name: str
+    version: str
+    champion: bool
+    """Whether it holds the alias ``champion``."""
+    previous: str | None
+    """The version that it replaced as champion."""
+
+
+class Champion(Strict):
+    """The version that holds the alias ``champion``, with its lineage."""
+
+    tracking_uri: str
+    model_name: str
+    version: str
+    run_id: str
+    recipe_digest: str
+    base_digest: str
+    """What the policy was trained from; empty when it was registered without this tag."""

@@ -18,11 +18,11 @@ from ebbflow.algorithms.advantages import compute_advantages
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.schema import ADVANTAGES
 from ebbflow.data.tables import about_table, read_column, read_table, row_count, write_table
-from ebbflow.evaluation.records import StageRecord
 from ebbflow.flow.noise import Stream, generator
 from ebbflow.models import Conditioning, Model
+from ebbflow.offline.shards import read_latents
+from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import SampleKeys
-from ebbflow.rollouts.shards import read_latents
 from ebbflow.stage import Log, Place, open_model, open_policy, save_policy
 from ebbflow.timing import Clock
 from ebbflow.training.batches import forward_batch
@@ -65,7 +65,7 @@ def train_epochs(
 ) -> StageRecord:
     """Train ``policy`` in place on stored rollouts; every process of an FSDP group calls it with the same arguments.
 
-    The old policy is the one that generated the rollouts; it stays as it is until the stage ends.
+    The old policy is the one that generated the rollouts; it stays as it is.
 
     Args:
         prompts: the training split.
@@ -75,7 +75,7 @@ def train_epochs(
     optimizer = make_optimizer(policy, config.optimizer)
     shards = _large_enough([_trainable_rows(path, read_table(advantages, ADVANTAGES)) for path in rollouts], ranks)
     encode = _encoder(model, prompts, shards)
-    updates = config.epochs * sum(len(_batches(np.arange(len(shard.rows)), config.batch_size)) for shard in shards)
+    updates = config.epochs * sum(len(_batches(shard.rows, config.batch_size, ranks.world)) for shard in shards)
     name, quiet = f"{place.label} {config.algorithm.name}", None if ranks.rank == 0 else True
     schedule = tqdm(_schedule(place, shards), name, updates, unit="step", disable=quiet)
     for step, (epoch, shard, latents, batch) in enumerate(schedule):
@@ -103,6 +103,8 @@ def train_offline_folder(
     model = open_model(place.recipe, base)
     policy, card = open_policy(place, model, folder, shard=ranks.world > 1)
     record = train_epochs(place, model, policy, read_prompts(prompts, "train"), rollouts, advantages, log)
+    if place.algorithm.old_decay:
+        policy.snapshot("old")  # the next stage generates with what this one learnt
     save_policy(place, policy, card, record, trained, write=ranks.rank == 0)
     return record
 
@@ -126,9 +128,14 @@ def _optimise(
     draws = algorithm.draws(config.algorithm)
     clean, advantage = latents[shard.rows[mine]].to(device), torch.from_numpy(shard.advantage[mine]).to(device)
     terms = forward_batch(clean, conditioning, advantage, keys, draws, visit=epoch)
-    total = samples * draws
-    passes = math.ceil(total / (config.micro_batch * Ranks.current().world))
-    return optimise(policy, optimizer, algorithm, config.algorithm, terms, config.optimizer, passes, total)
+    passes = _passes(samples, Ranks.current().world, draws, config.micro_batch)
+    return optimise(policy, optimizer, algorithm, config.algorithm, terms, config.optimizer, passes, samples * draws)
+
+
+def _passes(samples: int, world: int, draws: int, micro_batch: int) -> int:
+    """Passes of at most ``micro_batch`` terms that every process can take part in: their shares may differ by one sample."""
+    largest, smallest = math.ceil(samples / world) * draws, samples // world * draws
+    return min(math.ceil(largest / micro_batch), smallest)
 
 
 def _trainable_rows(path: Path, advantages: pa.Table) -> Shard:
@@ -170,13 +177,13 @@ def _schedule(place: Place, shards: list[Shard]) -> Iterator[tuple[int, Shard, T
             shard = shards[index]
             latents = read_latents(shard.path)
             order = _order(place.seed, epoch, 1 + index, len(shard.rows))
-            for batch in _batches(order, place.offline.batch_size):
+            for batch in _batches(order, place.offline.batch_size, Ranks.current().world):
                 yield epoch, shard, latents, batch
 
 
-def _batches(rows: np.ndarray, batch_size: int) -> list[np.ndarray]:
-    """The rows in equal batches of at most ``batch_size``: no small last one."""
-    return np.array_split(rows, math.ceil(len(rows) / batch_size))
+def _batches(rows: np.ndarray, batch_size: int, world: int) -> list[np.ndarray]:
+    """The rows in equal batches of about ``batch_size``, each with a sample for every process: no small last one."""
+    return np.array_split(rows, min(math.ceil(len(rows) / batch_size), len(rows) // world))
 
 
 def _order(seed: int, epoch: int, place: int, count: int) -> np.ndarray:

@@ -1,0 +1,134 @@
+"""A glyph model with random weights, a recipe of seconds, and a reward that costs nothing: what the numerical tests run on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+from hypothesis import settings
+
+from ebbflow.artifacts import new_folder
+from ebbflow.data.prompts import Prompt
+from ebbflow.models import Model, load_model
+from ebbflow.models.glyph import new_glyph
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.recipe import GlyphTraining
+from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.combine import Scorer
+from ebbflow.rollouts.generate import SampleKeys
+
+os.environ["FLYTE_LOCAL_CACHE_ENABLED"] = "false"
+os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
+torch.set_num_threads(1)
+settings.register_profile("ebbflow", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ebbflow")
+
+
+class Darkness:
+    """Stub reward: the mean darkness of the image in [0, 1]; fails on the prompts whose target is ``FAIL``."""
+
+    name = "darkness"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        values = 1 - images.mean((1, 2, 3)) / 255
+        failures = {index: "told to fail" for index, prompt in enumerate(prompts) if prompt.target == "FAIL"}
+        values[list(failures)] = np.nan
+        return RewardResult(values, {"brightness": 1 - values}, failures)
+
+
+@pytest.fixture(scope="session")
+def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A committed base-model folder with random weights. Never write into it."""
+    folder = tmp_path_factory.mktemp("models") / "base"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = new_glyph(GlyphTraining())
+    with new_folder(folder) as unfinished:
+        model.save(unfinished)
+    return folder
+
+
+@pytest.fixture
+def model(base_folder: Path) -> Model:
+    """A model of this test alone: policies change it."""
+    return load_model(base_folder)
+
+
+@pytest.fixture(scope="session")
+def open_pipeline() -> Callable[[Path], StableDiffusion3Pipeline]:
+    """``open_pipeline(folder)``: diffusers' pipeline of a base-model folder, without the parts that the glyph family lacks."""
+
+    def open_folder(folder: Path) -> StableDiffusion3Pipeline:
+        absent = ("vae", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+        pipeline = StableDiffusion3Pipeline.from_pretrained(folder, **dict.fromkeys(absent))
+        pipeline.set_progress_bar_config(disable=True)
+        pipeline.vae_scale_factor = 1
+        return pipeline
+
+    return open_folder
+
+
+@pytest.fixture
+def scorer() -> Scorer:
+    return Scorer(((Darkness(), 1.0),))
+
+
+@pytest.fixture(scope="session")
+def make_prompts() -> Callable[..., list[Prompt]]:
+    """``make_prompts(3)``: training prompts with ids 0, 1, 2 and four-letter targets; ``split`` as asked."""
+
+    def make(count: int, split: str = "train") -> list[Prompt]:
+        letters = np.random.default_rng(5).integers(ord("A"), ord("Z") + 1, (count, 4), dtype=np.uint8)
+        targets = [row.tobytes().decode() for row in letters]
+        return [Prompt(index, f'"{text}"', "", text, "test", split, "{}") for index, text in enumerate(targets)]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_recipe() -> Callable[..., Recipe]:
+    """``make_recipe(online={...}, offline={...}, **rest)``: a recipe with an online and an offline stage that take seconds."""
+
+    def make(online: dict[str, Any] | None = None, offline: dict[str, Any] | None = None, **rest: Any) -> Recipe:
+        small = {"group_size": 4, "micro_batch": 8}
+        first = {
+            "kind": "online",
+            **small,
+            "steps": 2,
+            "prompts_per_step": 2,
+            "updates_per_step": 1,
+            "sampler": {"name": "flow_sde", "steps": 4},
+            "window": {"kind": "progressive", "size": 2, "steps_per_window": 1},
+        }
+        second = {
+            "kind": "offline",
+            **small,
+            "prompts": 4,
+            "shards": 2,
+            "epochs": 2,
+            "batch_size": 8,
+            "sampler": {"name": "ode", "steps": 3},
+        }
+        stages = [first | (online or {}), second | (offline or {})]
+        return Recipe.model_validate({"stages": stages, "evaluation": {"steps": 3}, **rest})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_keys() -> Callable[..., SampleKeys]:
+    """``make_keys(6)``: six keys, two samples for each prompt."""
+
+    def make(count: int, seed: int = 3) -> SampleKeys:
+        return SampleKeys(seed, [index // 2 for index in range(count)], [index % 2 for index in range(count)])
+
+    return make

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ebbflow.data.schema import ADVANTAGES, score_schema
+from ebbflow.data.tables import TableError, about_table, read_batches, read_column, read_table, row_count, write_table
+
+SCHEMA = score_schema(["ocr"])
+ints = st.integers(-(2**63), 2**63 - 1)
+floats = st.one_of(st.none(), st.floats(allow_nan=False))
+texts = st.one_of(st.none(), st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20))
+rows = st.lists(st.tuples(ints, ints, floats, floats, texts), max_size=20)
+about = st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=5), st.lists(st.booleans(), max_size=2)))
+in_place = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def batch(table_rows):
+    columns = list(zip(*table_rows, strict=True)) or [()] * len(SCHEMA)
+    return pa.record_batch([pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+
+
+@in_place
+@given(st.lists(rows, max_size=3), about)
+def test_what_is_written_is_read(tmp_path, parts, said):
+    path = tmp_path / "table.parquet"
+    write_table(path, SCHEMA, map(batch, parts), said)
+    expected = pa.Table.from_batches([batch(part) for part in parts], SCHEMA)
+    assert read_table(path, SCHEMA).equals(expected)
+    assert about_table(path) == json.loads(json.dumps(said))
+    assert row_count(path) == len(expected)
+    assert read_column(path, "failure").to_pylist() == expected["failure"].to_pylist()
+    small = list(read_batches(path, rows=2))
+    assert all(len(piece) <= 2 for piece in small)
+    assert [row for piece in small for row in piece.to_pylist()] == expected.to_pylist()
+    assert [file.name for file in tmp_path.iterdir()] == ["table.parquet"]
+
+
+def test_about_may_be_filled_while_batches_are_drawn(tmp_path):
+    said = {"seconds": 0}
+
+    def batches():
+        yield batch([(1, 2, 0.5, None, None)])
+        said["seconds"] = 7
+
+    write_table(tmp_path / "deep" / "table.parquet", SCHEMA, batches(), said)
+    assert about_table(tmp_path / "deep" / "table.parquet") == {"seconds": 7}
+
+
+def test_a_truncated_file_is_refused_wherever_it_was_cut(tmp_path):
+    path = tmp_path / "table.parquet"
+    write_table(path, SCHEMA, [batch([(i, 0, 0.5, None, "PAR1" * i) for i in range(5)])], {"a": 1})
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(TableError, match=r"(?s)table\.parquet is no whole Parquet file .*make it again"):
+            read_table(path, SCHEMA)
+    path.write_bytes(b"")
+    for read in (about_table, row_count, lambda p: list(read_batches(p)), lambda p: read_column(p, "reward")):
+        with pytest.raises(TableError, match="no whole Parquet file"):
+            read(path)
+
+
+@pytest.mark.parametrize("there_before", [False, True])
+def test_an_exception_while_writing_leaves_nothing(tmp_path, there_before):
+    path = tmp_path / "table.parquet"
+    if there_before:
+        write_table(path, SCHEMA, [batch([(1, 2, 3.0, None, "before")])], {})
+
+    def batches():
+        yield batch([(4, 5, 6.0, None, "after")])
+        raise RuntimeError("the generator died")
+
+    with pytest.raises(RuntimeError, match="the generator died"):
+        write_table(path, SCHEMA, batches(), {})
+    assert [file.name for file in tmp_path.iterdir()] == (["table.parquet"] if there_before else [])
+    if there_before:
+        assert read_column(path, "failure").to_pylist() == ["before"]
+
+
+def test_a_batch_of_other_columns_is_not_written(tmp_path):
+    other = pa.record_batch([pa.array([1])], names=["x"])
+    with pytest.raises(ValueError, match="schema"):
+        write_table(tmp_path / "table.parquet", SCHEMA, [other], {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_errors_name_the_file_and_the_way_out(tmp_path):
+    path = tmp_path / "table.parquet"
+    with pytest.raises(TableError, match="no table at .*table.parquet"):
+        read_table(path)
+    write_table(path, SCHEMA, [], {})
+    with pytest.raises(TableError, match="no column 'latent', only prompt_id, sample, reward, ocr, failure"):
+        read_column(path, "latent")
+    with pytest.raises(TableError, match="(?s)has the columns.*but should have.*advantage"):
+        read_table(path, ADVANTAGES)
+    pq.write_table(pa.table({"x": [1]}), path)
+    with pytest.raises(TableError, match="not written by Ebbflow"):
+        about_table(path)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ebbflow.data.schema import evaluation_schema
+from ebbflow.data.tables import about_table, read_table
+from ebbflow.evaluation.evaluate import evaluate, evaluation_keys
+from ebbflow.flow.noise import noise
+from ebbflow.models import load_model
+from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.stages import Sampler
+from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.images import decode_png
+from ebbflow.training.policy import Policy
+
+
+@pytest.fixture
+def prompts(make_prompts):
+    """Five to validate and six held out; the ids are those of a longer table."""
+    chosen = make_prompts(11)
+    return [
+        type(p)(**{**vars(p), "prompt_id": 10 + i, "split": "validation" if i < 5 else "held_out"}) for i, p in enumerate(chosen)
+    ]
+
+
+@pytest.fixture
+def run(make_recipe, scorer, prompts, base_folder, tmp_path):
+    """Evaluate the base, moved by ``size`` in every parameter."""
+
+    def evaluation(size=0.0, chosen=prompts, path=tmp_path / "samples.parquet", config=None):
+        model = load_model(base_folder)
+        policy = Policy(model, config or PolicyConfig(), 0)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in policy.parameters.values():
+                parameter += size * torch.randn(parameter.shape, generator=generator)
+        return evaluate(make_recipe(), model, policy, 3, scorer, chosen, "the label", path)
+
+    return evaluation
+
+
+def comparable(evaluation):
+    return evaluation.model_copy(update={"seconds": {}})
+
+
+@pytest.mark.parametrize("size", [0.0, 0.02])
+def test_the_same_policy_twice_is_the_same_evaluation(run, tmp_path, size):
+    one, other = run(size, path=tmp_path / "1.parquet"), run(size, path=tmp_path / "2.parquet")
+    assert comparable(one) == comparable(other)
+    assert read_table(tmp_path / "1.parquet").equals(read_table(tmp_path / "2.parquet"))
+
+
+@pytest.mark.parametrize("config", [PolicyConfig(), PolicyConfig(train="lora", rank=4, alpha=8)], ids=["full", "lora"])
+def test_the_base_has_no_drift_and_a_changed_policy_has(run, config):
+    assert run(0.0, config=config).velocity_drift == 0
+    little, more = (run(size, config=config).velocity_drift for size in (0.01, 0.03))
+    assert 0 < little < more
+
+
+def test_another_policy_is_another_evaluation(run):
+    assert run(0.0).held_out != run(0.02).held_out
+
+
+def test_means_are_over_their_own_split(run, prompts, tmp_path):
+    evaluation = run()
+    table = read_table(tmp_path / "samples.parquet", evaluation_schema(["reward", "brightness", "darkness"])).to_pylist()
+    assert [row["prompt_id"] for row in table] == [prompt.prompt_id for prompt in prompts]
+    assert [row["target"] for row in table] == [prompt.target for prompt in prompts]
+    darkness = 1 - decode_png([row["image"] for row in table]).mean((1, 2, 3)) / 255
+    assert [row["reward"] for row in table] == pytest.approx(darkness)
+    for means, rows in ((evaluation.validation, slice(0, 5)), (evaluation.held_out, slice(5, None))):
+        assert means == pytest.approx(
+            {"reward": darkness[rows].mean(), "darkness": darkness[rows].mean(), "brightness": 1 - darkness[rows].mean()}
+        )
+    assert (evaluation.label, evaluation.policy_version, evaluation.coverage) == ("the label", 3, 1.0)
+    assert about_table(tmp_path / "samples.parquet")["label"] == "the label"
+    assert evaluation.seconds.keys() == {"sampling", "scoring"}
+
+
+def test_images_are_those_of_the_deterministic_sampler(run, prompts, model, tmp_path):
+    run()
+    conditioning = model.encode([prompt.prompt for prompt in prompts])
+    latents = generate(model, conditioning, evaluation_keys(prompts), Sampler(name="ode", steps=3)).latents
+    stored = decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist())
+    assert np.abs(stored.astype(int) - model.decode(latents)).max() <= 1
+
+
+def test_noise_belongs_to_the_prompt_whoever_else_is_evaluated(run, prompts, tmp_path):
+    run(path=tmp_path / "all.parquet")
+    run(chosen=prompts[3:7][::-1], path=tmp_path / "some.parquet")
+    every = {row["prompt_id"]: row for row in read_table(tmp_path / "all.parquet").to_pylist()}
+    for row in read_table(tmp_path / "some.parquet").to_pylist():
+        assert row["reward"] == pytest.approx(every[row["prompt_id"]]["reward"], abs=1e-3)
+    keys = evaluation_keys(prompts)
+    draws = noise((8,), keys.seed, keys.prompt_ids, keys.samples)
+    assert len({tuple(draw.tolist()) for draw in draws}) == len(prompts)
+
+
+def test_prompts_that_were_not_scored_lower_the_coverage_and_stay_out_of_the_means(run, prompts, tmp_path):
+    broken = [type(p)(**{**vars(p), "target": "FAIL"}) if p.prompt_id in (10, 17, 18, 19) else p for p in prompts]
+    evaluation = run(chosen=broken)
+    rewards = [row["reward"] for row in read_table(tmp_path / "samples.parquet").to_pylist()]
+    assert evaluation.coverage == 0.5
+    assert [index for index, reward in enumerate(rewards) if reward is None] == [0, 7, 8, 9]
+    assert evaluation.held_out["reward"] == pytest.approx(np.mean([rewards[i] for i in (5, 6, 10)]))
+    assert evaluation.validation["reward"] == pytest.approx(np.mean(rewards[1:5]))

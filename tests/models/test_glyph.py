@@ -1,0 +1,196 @@
+"""The glyph family: the folder that diffusers reads, the tokenizer, the pixels, and training that repeats itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbflow.artifacts import MANIFEST, verify
+from ebbflow.models import ModelError, load_model
+from ebbflow.models.glyph import ALPHABET, letter_tokenizer, to_latents
+from ebbflow.models.glyph_training import train_glyph_base
+from ebbflow.models.prepare import copy_base, train_base
+from ebbflow.recipe.recipe import GlyphTraining
+from ebbflow.recipe.recipe import Model as ModelConfig
+
+SHORT = GlyphTraining(steps=5, batch=4)
+
+
+def velocity(model):
+    latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model.velocity(latents, torch.tensor([0.9, 0.3]), model.encode(["ABCD", "ZZ"]))
+
+
+def test_diffusers_loads_the_folder(base_folder, open_pipeline, model):
+    pipeline = open_pipeline(base_folder)
+    assert isinstance(pipeline, StableDiffusion3Pipeline)
+    for part in ("transformer", "text_encoder"):
+        ours, theirs = (getattr(of, part).state_dict() for of in (model, pipeline))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert pipeline.tokenizer("ABCD").input_ids == model.tokenizer("ABCD").input_ids
+    assert pipeline.scheduler.config.shift == model.scheduler.config.shift
+    assert pipeline.vae is None
+
+
+def test_save_and_load_are_exact(model, tmp_path):
+    model.save(tmp_path)
+    again = load_model(tmp_path)
+    assert torch.equal(velocity(again), velocity(model))
+    assert again.latent_shape == model.latent_shape == (1, 16, 32)
+
+
+def test_a_loaded_model_is_frozen(model):
+    assert not any(p.requires_grad for part in (model.transformer, model.text_encoder) for p in part.parameters())
+    assert not model.transformer.training
+    assert not model.text_encoder.training
+
+
+def test_velocity_depends_on_everything_it_is_given(model):
+    latents = torch.zeros(1, *model.latent_shape)
+
+    def at(x, sigma, text):
+        with torch.no_grad():
+            return model.velocity(x, torch.tensor([sigma]), model.encode([text]))
+
+    here = at(latents, 0.5, "ABCD")
+    for other in (at(latents + 1, 0.5, "ABCD"), at(latents, 0.5004, "ABCD"), at(latents, 0.5, "ABCE"), at(latents, 0.5, "BACD")):
+        assert (other - here).abs().max() > 1e-5
+
+
+def test_the_schedule(model):
+    for steps in (2, 6, 10):
+        sigmas = model.sigmas(steps)
+        assert sigmas.tolist() == pytest.approx([1 - i / steps for i in range(steps)] + [0], abs=1e-6)
+        assert sigmas.dtype == torch.float32
+    kept = model.sigmas(4)
+    model.sigmas(7)
+    assert len(kept) == 5
+
+
+def test_encoding_is_by_row(model):
+    together = model.encode(["ABCD", "Q", "WXYZ"])
+    assert together.embeds.shape == (3, 6, 64)
+    assert together.pooled.shape == (3, 64)
+    for row, text in enumerate(["ABCD", "Q", "WXYZ"]):
+        alone = model.encode([text])
+        assert torch.allclose(alone.embeds[0], together.embeds[row], atol=1e-6)
+        assert torch.allclose(alone.pooled[0], together.pooled[row], atol=1e-6)
+    some = together.rows(torch.tensor([2, 2, 0]))
+    assert torch.equal(some.pooled, together.pooled[[2, 2, 0]])
+
+
+@given(st.text(alphabet=st.characters(max_codepoint=0x2FFF), max_size=12))
+def test_the_tokenizer_knows_letters_and_nothing_else(text):
+    letters = [letter.upper() for letter in text if letter.upper() in ALPHABET and letter.isascii()]
+    tokenizer = letter_tokenizer(16)
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
+    assert tokens == ["<start>", *letters, "<end>"]
+
+
+def test_quotes_and_case_do_not_matter_and_letters_do(model):
+    plain = model.encode(["ABCD"]).pooled
+    for same in ('"ABCD"', "“abcd”", " a-b c.d\n", '"AbCd"!'):
+        assert torch.equal(model.encode([same]).pooled, plain)
+    for other in ("ABDC", "ABC", "ABCDA"[1:], ""):
+        assert not torch.allclose(model.encode([other]).pooled, plain, atol=1e-4)
+
+
+def test_decode_is_the_inverse_of_to_latents(model):
+    grey = np.random.default_rng(0).integers(0, 256, (3, 16, 32), dtype=np.uint8)
+    grey[0].flat[:256] = np.arange(256)
+    images = model.decode(to_latents(grey))
+    assert (images.dtype, images.shape) == (np.uint8, (3, 16, 32, 3))
+    for channel in range(3):
+        assert np.array_equal(images[..., channel], grey)
+
+
+def test_decode_stays_inside_the_pixels(model):
+    wild = torch.tensor([-100.0, 100.0]).view(2, 1, 1, 1).expand(2, *model.latent_shape)
+    images = model.decode(wild)
+    assert (images[0] == 0).all()
+    assert (images[1] == 255).all()
+
+
+def test_a_bad_folder_is_named_with_what_it_lacks(base_folder, tmp_path):
+    with pytest.raises(ModelError, match="there is no base-model folder .*missing"):
+        load_model(tmp_path / "missing")
+    with pytest.raises(ModelError, match="transformer, scheduler, text_encoder, tokenizer, glyph.json missing"):
+        load_model(tmp_path)
+    for part in ("transformer", "scheduler", "text_encoder", "tokenizer", "glyph.json"):
+        folder = tmp_path / f"without-{part}"
+        shutil.copytree(base_folder, folder, ignore=shutil.ignore_patterns(part))
+        with pytest.raises(ModelError, match=f"{part} missing"):
+            load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("glyph.json", '{"height": 16}'),
+        ("transformer/diffusion_pytorch_model.safetensors", "nonsense"),
+        ("tokenizer/tokenizer.json", "{}"),
+    ],
+)
+def test_a_folder_with_a_broken_file_is_a_bad_folder(base_folder, tmp_path, file, content):
+    shutil.copytree(base_folder, tmp_path / "broken")
+    (tmp_path / "broken" / file).write_text(content)
+    with pytest.raises(ModelError, match="broken"):
+        load_model(tmp_path / "broken")
+
+
+def test_training_twice_gives_the_same_bytes(tmp_path):
+    train_glyph_base(SHORT, tmp_path / "first")
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    train_base(ModelConfig(training=SHORT), 1, tmp_path / "second")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert verify(tmp_path / "first") == verify(tmp_path / "second")
+    train_glyph_base(SHORT.model_copy(update={"seed": 1}), tmp_path / "third")
+    assert verify(tmp_path / "third") != verify(tmp_path / "first")
+
+
+def test_training_learns(tmp_path):
+    """Twenty steps: the loss of the trained model is below that of the start, on strings of its own."""
+    from ebbflow.models.glyph_training import _batch, _loss
+
+    def loss(folder):
+        model = load_model(folder)
+        clean, captions = _batch(config, np.random.default_rng(9), False)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return _loss(model, clean, captions).item()
+
+    config = GlyphTraining(steps=20, batch=16, ema=0.0)
+    train_glyph_base(config.model_copy(update={"steps": 1, "lr": 1e-9}), tmp_path / "start")
+    train_glyph_base(config, tmp_path / "end")
+    assert loss(tmp_path / "end") < 0.9 * loss(tmp_path / "start")
+
+
+def test_a_copied_base_is_the_same_artifact(base_folder, tmp_path):
+    copy_base(base_folder, tmp_path / "copy")
+    assert verify(tmp_path / "copy") == verify(base_folder)
+    plain = tmp_path / "plain"
+    shutil.copytree(base_folder, plain, ignore=shutil.ignore_patterns(MANIFEST, "COMMIT"))
+    copy_base(plain, tmp_path / "committed")
+    assert verify(tmp_path / "committed") == verify(base_folder)
+    with pytest.raises(ModelError):
+        copy_base(tmp_path / "nothing", tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+def test_sizes_follow_the_recipe(tmp_path):
+    train_glyph_base(GlyphTraining(steps=1, batch=2, height=24, width=48, letters=6), tmp_path / "wide")
+    model = load_model(tmp_path / "wide")
+    assert model.latent_shape == (1, 24, 48)
+    assert json.loads((tmp_path / "wide" / "glyph.json").read_text()) == {"height": 24, "width": 48}
+    assert velocity(model).shape == (2, 1, 24, 48)
+    assert len(model.tokenizer("ABCDEF", truncation=True).input_ids) == 8

@@ -1,0 +1,319 @@
+"""Offline training: what its epochs cover, what the advantages table holds, and what it does to the policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from ebbflow.algorithms.advantages import compute_advantages
+from ebbflow.artifacts import verify
+from ebbflow.data.prompts import write_prompts
+from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema, score_schema
+from ebbflow.data.tables import about_table, read_table, write_table
+from ebbflow.models import load_model
+from ebbflow.offline import training as offline
+from ebbflow.offline.shards import generate_shard, nullable, score_shard
+from ebbflow.offline.training import train_epochs, train_offline_folder, write_advantages
+from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.rollouts.generate import SampleKeys
+from ebbflow.stage import Place, open_policy
+from ebbflow.training.batches import forward_batch
+from ebbflow.training.distributed import Ranks
+from ebbflow.training.policy import Policy, read_card, write_base_policy
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def place(make_recipe):
+    return Place(make_recipe(), round=0, stage=1)
+
+
+def write_scores(path, keys, rewards):
+    rewards = np.array(rewards, np.float64)
+    prompt_ids, samples = zip(*keys, strict=True)
+    columns = [pa.array(prompt_ids), pa.array(samples), nullable(rewards), nullable(rewards)]
+    failure = pa.array(["broken" if np.isnan(reward) else None for reward in rewards], pa.string())
+    schema = score_schema(["darkness"])
+    write_table(path, schema, [pa.record_batch([*columns, failure], schema=schema)], {"seconds": {"scoring": 2.0}})
+    return path
+
+
+def write_rollouts(path, keys, shape=(1, 2, 2)):
+    """A shard whose latents hold prompt id and sample, so that a row can be recognised."""
+    latents = np.zeros((len(keys), *shape), np.float32)
+    latents[:, 0, 0, :2] = keys
+    prompt_ids, samples = (pa.array(column, pa.int64()) for column in zip(*keys, strict=True))
+    columns = [prompt_ids, samples, pa.array([0] * len(keys)), pa.FixedShapeTensorArray.from_numpy_ndarray(latents)]
+    schema = rollout_schema(shape)
+    batch = pa.record_batch([*columns, pa.array([b""] * len(keys), pa.binary())], schema=schema)
+    write_table(path, schema, [batch], {"seconds": {"rollout": 3.0}})
+    return path
+
+
+KEYS = [[(p, s) for p in prompts for s in range(4)] for prompts in ([0, 2], [1, 3])]
+REWARDS = [[0.1, 0.5, 0.2, NAN, 0.3, 0.3, 0.3, 0.3], [0.0, 1.0, 0.5, 0.25, 0.9, NAN, NAN, NAN]]
+KEPT = {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)}
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_advantages_are_over_all_shards_and_leave_out_what_says_nothing(place, tmp_path, order):
+    scores = [write_scores(tmp_path / f"{i}.parquet", KEYS[i], REWARDS[i]) for i in order]
+    metrics = write_advantages(place, scores, tmp_path / "advantages.parquet")
+    expected = compute_advantages(
+        np.array(REWARDS[0] + REWARDS[1]), np.array([p for keys in KEYS for p, _ in keys]), place.config.advantages
+    )
+    by_key = dict(zip(KEYS[0] + KEYS[1], expected.values, strict=True))
+    table = read_table(tmp_path / "advantages.parquet", ADVANTAGES).to_pylist()
+    assert {(row["prompt_id"], row["sample"]) for row in table} == KEPT
+    for row in table:
+        assert row["advantage"] == pytest.approx(by_key[row["prompt_id"], row["sample"]], abs=1e-6)
+    assert metrics == pytest.approx(expected.metrics, abs=1e-6)
+    assert metrics["group/dropped_samples"] == 9
+    assert metrics["group/zero_std_share"] == 0.5
+    said = about_table(tmp_path / "advantages.parquet")
+    assert said["metrics"] == metrics
+    assert said["seconds"] == {"scoring": 4.0}
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """``optimise`` replaced by a record of what it was given."""
+    calls = []
+
+    def watch(policy, optimizer, algorithm, hyper, batch, config, passes, total):
+        keys = [(int(row[0, 0, 0]), int(row[0, 0, 1])) for row in batch.clean]
+        calls.append(SimpleNamespace(keys=keys, batch=batch, passes=passes, total=total))
+        return {"loss": 0.0}
+
+    monkeypatch.setattr(offline, "optimise", watch)
+    return calls
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """``stored(sizes)``: shards of that many rows, two samples a prompt, and advantages for all rows but every fifth."""
+
+    def store(*sizes):
+        keys = [(row // 2, row % 2) for row in range(sum(sizes))]
+        parts = np.split(np.array(keys), np.cumsum(sizes)[:-1])
+        rollouts = [write_rollouts(tmp_path / f"r{i}.parquet", part.tolist()) for i, part in enumerate(parts)]
+        kept = [key for row, key in enumerate(keys) if row % 5]
+        columns = [pa.array([p for p, _ in kept]), pa.array([s for _, s in kept])]
+        columns.append(pa.array([100.0 * p + s for p, s in kept], pa.float32()))
+        about = {"seconds": {"scoring": 1.0}}
+        write_table(tmp_path / "a.parquet", ADVANTAGES, [pa.record_batch(columns, schema=ADVANTAGES)], about)
+        return rollouts, tmp_path / "a.parquet", kept
+
+    return store
+
+
+@pytest.fixture
+def run(make_prompts, model):
+    """Train on stored shards with ``optimise`` watched."""
+
+    def train(place, rollouts, advantages, log=lambda metrics, step: None):
+        policy = SimpleNamespace(parameters={"w": torch.nn.Parameter(torch.zeros(1))}, model=model)
+        return train_epochs(place, model, policy, make_prompts(40), rollouts, advantages, log)
+
+    return train
+
+
+def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, watched, stored, run):
+    place = Place(make_recipe(offline={"epochs": 3, "batch_size": 8, "micro_batch": 3}), 0, 1)
+    rollouts, advantages, kept = stored(24, 12)
+    logged = []
+    record = run(place, rollouts, advantages, lambda metrics, step: logged.append((step, metrics["epoch"])))
+    per_epoch, draws = len(watched) // 3, place.algorithm.draws(place.config.algorithm)
+    for epoch in range(3):
+        calls = watched[epoch * per_epoch : (epoch + 1) * per_epoch]
+        samples = [call.keys[: len(call.keys) // draws] for call in calls]  # the draws of a sample repeat it in its batch
+        assert Counter(key for batch in samples for key in batch) == dict.fromkeys(kept, 1)
+        assert {len(batch) for batch in samples} <= {4, 5, 6, 7, 8}
+        # One shard after the other: the first holds prompts 0 to 11.
+        shards = [{prompt_id < 12 for prompt_id, _ in batch} for batch in samples]
+        assert all(len(shard) == 1 for shard in shards)
+        assert sum(one != other for one, other in pairwise(shards)) == 1
+        for call in calls:
+            assert call.total == len(call.keys)
+            assert call.passes == -(-call.total // 3)
+            assert call.batch.advantage.tolist() == [100 * p + s for p, s in call.keys]
+    assert logged == [(step, step // per_epoch) for step in range(3 * per_epoch)]
+    assert record.optimizer_steps == len(watched)
+    assert record.samples == 36
+    assert record.seconds.keys() == {"rollout", "scoring", "training"}
+    assert record.seconds["rollout"] == 6
+
+
+def test_batches_of_a_shard_differ_by_one_sample_at_most(make_recipe, watched, stored, run):
+    place = Place(make_recipe(offline={"epochs": 1, "batch_size": 8, "shards": 1}), 0, 1)
+    run(place, *stored(26)[:2])
+    sizes = sorted(len(call.keys) // 2 for call in watched)  # two draws a sample
+    assert sizes == [6, 7, 7]
+
+
+def test_the_order_is_seeded_and_new_in_every_epoch(make_recipe, watched, stored, run):
+    place = Place(make_recipe(offline={"epochs": 2}), 0, 1)
+    shards = stored(24, 12)[:2]
+    run(place, *shards)
+    first = [call.keys for call in watched]
+    watched.clear()
+    run(place, *shards)
+    assert [call.keys for call in watched] == first
+    assert first[: len(first) // 2] != first[len(first) // 2 :]
+    watched.clear()
+    run(Place(make_recipe(seed=1, offline={"epochs": 2}), 0, 1), *shards)
+    assert [call.keys for call in watched] != first
+
+
+def test_every_epoch_draws_noise_of_its_own(make_recipe, watched, stored, run):
+    place = Place(make_recipe(offline={"epochs": 2}), 0, 1)
+    run(place, *stored(12)[:2])
+    noise = [tuple(row.flatten().tolist()) for call in watched for row in call.batch.noise]
+    assert len(set(noise)) == len(noise)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_share_each_batch(make_recipe, watched, stored, run, monkeypatch, world):
+    place = Place(make_recipe(offline={"epochs": 1, "micro_batch": 2}), 0, 1)
+    shards = stored(24, 12)[:2]
+    run(place, *shards)
+    alone = [(call.keys, call.batch.points.sigma.tolist()) for call in watched]
+    shares = []
+    for rank in range(world):
+        watched.clear()
+        monkeypatch.setattr(offline.Ranks, "current", staticmethod(lambda rank=rank: Ranks(rank, world)))
+        run(place, *shards)
+        shares.append(list(watched))
+    for step, (keys, sigma) in enumerate(alone):
+        parts = [share[step] for share in shares]
+        together = Counter(pair for part in parts for pair in zip(part.keys, part.batch.points.sigma.tolist(), strict=True))
+        assert together == Counter(zip(keys, sigma, strict=True))
+        assert {part.total for part in parts} == {len(keys)}
+        assert len({part.passes for part in parts}) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("batch_size", "micro_batch"), [(3, 1), (8, 1), (1, 1)])
+def test_every_process_has_work_in_every_pass(make_recipe, watched, stored, run, monkeypatch, rank, batch_size, micro_batch):
+    # A process that runs out of terms before the others would fail alone and leave them waiting.
+    nft = {"name": "diffusion_nft", "noise_levels": 1}
+    settings = {"epochs": 1, "batch_size": batch_size, "micro_batch": micro_batch, "algorithm": nft}
+    monkeypatch.setattr(offline.Ranks, "current", staticmethod(lambda: Ranks(rank, 2)))
+    run(Place(make_recipe(offline=settings), 0, 1), *stored(14)[:2])
+    assert watched
+    for call in watched:
+        assert len(call.keys) >= call.passes
+
+
+def test_shards_too_small_for_every_process_are_named_and_left_out(place, watched, stored, run, monkeypatch):
+    monkeypatch.setattr(offline.Ranks, "current", staticmethod(lambda: Ranks(0, 4)))
+    rollouts, advantages, _ = stored(20, 3)
+    with pytest.warns(UserWarning, match=r"r1\.parquet"):
+        run(place, rollouts, advantages)
+    assert {key for call in watched for key in call.keys} <= {(p, s) for p in range(10) for s in range(2)}
+
+
+def test_nothing_kept_trains_nothing(place, watched, stored, run, tmp_path):
+    rollouts, _, _ = stored(8, 8)
+    scores = [write_scores(tmp_path / "s.parquet", [(p, s) for p in range(8) for s in range(2)], [0.5] * 14 + [NAN] * 2)]
+    metrics = write_advantages(place, scores, tmp_path / "none.parquet")
+    assert metrics["group/dropped_samples"] == 16
+    with pytest.warns(UserWarning, match="fewer samples to train on than processes"):
+        record = run(place, rollouts, tmp_path / "none.parquet")
+    assert record.optimizer_steps == 0
+    assert record.samples == 16
+    assert not watched
+
+
+@pytest.fixture
+def generated(place, model, scorer, make_prompts, tmp_path):
+    """Rollouts, scores and advantages of a whole tiny stage, made with the base."""
+    policy = Policy(model, place.recipe.policy, 0)
+    policy.ensure("old")
+    rollouts, scores = [tmp_path / f"r{i}" for i in range(2)], [tmp_path / f"s{i}" for i in range(2)]
+    for shard in range(2):
+        generate_shard(place, model, policy, 0, make_prompts(6), shard, rollouts[shard])
+        score_shard(place, scorer, make_prompts(6), rollouts[shard], scores[shard])
+    write_advantages(place, scores, tmp_path / "advantages")
+    return rollouts, tmp_path / "advantages"
+
+
+@pytest.mark.parametrize("config", [PolicyConfig(), PolicyConfig(train="lora", rank=4, alpha=8)], ids=["full", "lora"])
+def test_training_changes_the_policy_and_leaves_the_old_one_alone(place, base_folder, generated, make_prompts, config):
+    model = load_model(base_folder)
+    policy = Policy(model, config, 0)
+    policy.ensure("old")
+    start = {name: value.detach().clone() for name, value in policy.parameters.items()}
+    logged = []
+    record = train_epochs(place, model, policy, make_prompts(6), *generated, lambda metrics, step: logged.append(metrics))
+    assert record.label == "1.2 offline"
+    assert record.algorithm == "diffusion_nft"
+    assert record.samples == 16
+    assert record.optimizer_steps == len(logged) == 4
+    assert record.seconds.keys() == {"rollout", "scoring", "training"}
+    assert any(not torch.equal(value, start[name]) for name, value in policy.parameters.items())
+    for copy in ("old", "reference"):
+        assert all(torch.equal(value, start[name]) for name, value in policy.copies[copy].items())
+    names = {"loss", "grad_norm", "lr", "velocity_drift", "kl/reference", "nft/old_deviation", "nft/better_error"}
+    assert names | {"epoch", "seconds/training", "ms_per_image/training"} <= logged[0].keys()
+    assert logged[0]["nft/old_deviation"] == pytest.approx(0, abs=1e-9)
+    assert logged[-1]["nft/old_deviation"] > 1e-9
+    assert all(np.isfinite(value) for metrics in logged for value in metrics.values())
+
+
+@pytest.fixture
+def folders(place, base_folder, make_prompts, tmp_path):
+    """The base policy folder and the prompt table."""
+    write_base_policy(tmp_path / "start", verify(base_folder), place.recipe.digest, place.recipe.policy)
+    write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), tmp_path / "prompts.parquet")
+    return tmp_path / "start", tmp_path / "prompts.parquet"
+
+
+def test_the_stage_repeats_itself_byte_for_byte_and_hands_on_a_whole_folder(place, base_folder, generated, folders, tmp_path):
+    start, prompts = folders
+    for name in ("one", "two"):
+        train_offline_folder(place, base_folder, start, prompts, *generated, tmp_path / name, lambda metrics, step: None)
+    assert verify(tmp_path / "one") == verify(tmp_path / "two")
+    card = read_card(tmp_path / "one")
+    assert (card.version, card.copies, card.stages) == (4, ("old",), ("1.2 offline",))
+    assert card.base_digest == verify(base_folder)
+    assert card.recipe_digest == place.recipe.digest
+
+
+def test_the_next_stage_generates_with_what_this_one_trained(place, base_folder, generated, folders, tmp_path):
+    start, prompts = folders
+    train_offline_folder(place, base_folder, start, prompts, *generated, tmp_path / "trained", lambda metrics, step: None)
+    following = Place(place.recipe, place.round + 1, place.stage)
+    policy, _ = open_policy(following, load_model(base_folder), tmp_path / "trained")
+    with policy.using(following.rollout_copy):
+        generating = {name: value.detach().clone() for name, value in policy.parameters.items()}
+    assert any(not torch.equal(value, policy.copies["reference"][name]) for name, value in generating.items())
+
+
+def test_a_stage_with_nothing_to_train_hands_on_the_policy_it_got(place, base_folder, generated, folders, tmp_path):
+    start, prompts = folders
+    write_table(tmp_path / "none", ADVANTAGES, [], {"seconds": {"scoring": 1.0}})
+    with pytest.warns(UserWarning, match="left out"):
+        train_offline_folder(
+            place, base_folder, start, prompts, generated[0], tmp_path / "none", tmp_path / "trained", lambda metrics, step: None
+        )
+    assert read_card(tmp_path / "trained").version == 0
+    policy, _ = open_policy(place, load_model(base_folder), tmp_path / "trained")
+    assert all(torch.equal(value, policy.copies["reference"][name]) for name, value in policy.parameters.items())
+
+
+def test_the_noise_of_a_sample_is_its_own(watched, place, stored, run):
+    run(place, *stored(12)[:2])
+    call, draws = watched[0], place.algorithm.draws(place.config.algorithm)
+    first = slice(0, 1)
+    keys = SampleKeys(place.seed, [call.keys[0][0]], [call.keys[0][1]])
+    conditioning = call.batch.points.conditioning.rows(first)
+    alone = forward_batch(call.batch.clean[first], conditioning, call.batch.advantage[first], keys, draws, visit=0)
+    assert torch.equal(alone.noise[0], call.batch.noise[0])

@@ -1,0 +1,163 @@
+"""Rollout shards and their scores: what an offline stage stores and reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from ebbflow.data.schema import rollout_schema, score_schema
+from ebbflow.data.tables import TableError, about_table, read_table
+from ebbflow.offline.shards import generate_shard, nullable, read_latents, score_shard
+from ebbflow.rewards.combine import RewardError
+from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.rollouts.images import decode_png, encode_png
+from ebbflow.stage import Place
+from ebbflow.training.policy import Policy
+
+
+@pytest.fixture
+def place(make_recipe):
+    return Place(make_recipe(), round=1, stage=1)
+
+
+@pytest.fixture
+def policy(model, place):
+    policy = Policy(model, place.recipe.policy, 0)
+    policy.ensure("old")
+    return policy
+
+
+@pytest.fixture
+def shards(place, model, policy, make_prompts, tmp_path):
+    """Both rollout shards of the stage, over four of six prompts."""
+    paths = [tmp_path / f"rollouts-{shard}.parquet" for shard in range(2)]
+    for shard, path in enumerate(paths):
+        generate_shard(place, model, policy, 7, make_prompts(6), shard, path)
+    return paths
+
+
+@given(arrays.arrays(np.uint8, st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.just(3))))
+def test_png_is_lossless(images):
+    assert np.array_equal(decode_png(encode_png(images)), images)
+
+
+def test_shards_hold_every_group_of_the_stage_once(place, model, shards):
+    tables = [read_table(path, rollout_schema(model.latent_shape)) for path in shards]
+    keys = [list(zip(table["prompt_id"].to_pylist(), table["sample"].to_pylist(), strict=True)) for table in tables]
+    assert [len(part) for part in keys] == [8, 8]
+    together = sorted(keys[0] + keys[1])
+    prompt_ids = sorted({prompt_id for prompt_id, _ in together})
+    assert len(prompt_ids) == 4
+    assert together == [(prompt_id, sample) for prompt_id in prompt_ids for sample in range(4)]
+    assert {version for table in tables for version in table["policy_version"].to_pylist()} == {7}
+
+
+def test_latents_and_images_are_those_of_the_engine(place, model, shards, make_prompts):
+    for path in shards:
+        table = read_table(path)
+        keys = SampleKeys(place.seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
+        texts = [make_prompts(6)[prompt_id].prompt for prompt_id in keys.prompt_ids]
+        expected = generate(model, model.encode(texts), keys, place.config.sampler, micro_batch=8).latents
+        latents = read_latents(path)
+        assert latents.dtype == torch.float32
+        assert torch.allclose(latents, expected, rtol=0, atol=1e-5)
+        assert np.array_equal(decode_png(table["image"].to_pylist()), model.decode(latents))
+
+
+def test_the_old_copy_generates(place, model, policy, shards, make_prompts, tmp_path):
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter += 0.05
+    generate_shard(place, model, policy, 7, make_prompts(6), 0, tmp_path / "again.parquet")
+    assert torch.equal(read_latents(tmp_path / "again.parquet"), read_latents(shards[0]))
+    policy.snapshot("old")
+    generate_shard(place, model, policy, 7, make_prompts(6), 0, tmp_path / "later.parquet")
+    assert not torch.allclose(read_latents(tmp_path / "later.parquet"), read_latents(shards[0]), atol=1e-2)
+
+
+def test_stages_and_rounds_share_no_noise(place, model, policy, shards, make_prompts, tmp_path):
+    generate_shard(Place(place.recipe, 2, 1), model, policy, 7, make_prompts(6), 0, tmp_path / "other.parquet")
+    ours, others = (read_latents(path).flatten(1) for path in (shards[0], tmp_path / "other.parquet"))
+    assert torch.cdist(ours, others).min() > 0.1
+
+
+def test_a_shard_says_what_made_it(place, shards):
+    said = about_table(shards[1])
+    assert said["recipe_digest"] == place.recipe.digest
+    assert (said["stage"], said["shard"], said["seed"], said["micro_batch"]) == ("2.2 offline", 1, place.seed, 8)
+    assert said["sampler"]["name"] == "ode"
+    assert said["seconds"]["rollout"] > 0
+
+
+def test_a_cut_shard_is_refused(shards):
+    content = shards[0].read_bytes()
+    shards[0].write_bytes(content[: len(content) // 2])
+    with pytest.raises(TableError, match="no whole Parquet file"):
+        read_latents(shards[0])
+
+
+def test_an_exception_while_generating_leaves_nothing(place, model, policy, make_prompts, tmp_path, monkeypatch):
+    calls = []
+
+    def decode(latents):
+        calls.append(len(latents))
+        if len(calls) == 2:
+            raise RuntimeError("the second batch")
+        return type(model).decode(model, latents)
+
+    monkeypatch.setattr(model, "decode", decode)
+    wide = Place(place.recipe.model_copy(update={"stages": [place.config.model_copy(update={"shards": 1})] * 2}), 0, 1)
+    with pytest.raises(RuntimeError, match="the second batch"):
+        generate_shard(wide, model, policy, 0, make_prompts(6), 0, tmp_path / "broken.parquet")
+    assert not list(tmp_path.iterdir())
+
+
+def test_scores_are_those_of_the_stored_images(place, scorer, shards, make_prompts, tmp_path):
+    score_shard(place, scorer, make_prompts(6), shards[0], tmp_path / "scores.parquet")
+    scores = read_table(tmp_path / "scores.parquet", score_schema(["brightness", "darkness"]))
+    rollouts = read_table(shards[0])
+    expected = 1 - decode_png(rollouts["image"].to_pylist()).mean((1, 2, 3)) / 255
+    for name in ("prompt_id", "sample"):
+        assert scores[name].to_pylist() == rollouts[name].to_pylist()
+    assert scores["reward"].to_pylist() == pytest.approx(expected, abs=1e-12)
+    assert scores["brightness"].to_pylist() == pytest.approx(1 - expected, abs=1e-12)
+    assert scores["failure"].null_count == 8
+    said = about_table(tmp_path / "scores.parquet")
+    assert (said["stage"], said["shard"], said["recipe_digest"]) == ("2.2 offline", 0, place.recipe.digest)
+    assert said["seconds"].keys() == {"scoring"}
+
+
+def with_failures(prompts, ids):
+    return [type(p)(**{**vars(p), "target": "FAIL"}) if p.prompt_id in ids else p for p in prompts]
+
+
+def test_failed_scores_are_null_and_counted_never_a_number(make_recipe, scorer, shards, make_prompts, tmp_path):
+    place = Place(make_recipe(rewards={"max_failed_share": 0.5}), 1, 1)
+    lost = read_table(shards[0])["prompt_id"][0].as_py()
+    score_shard(place, scorer, with_failures(make_prompts(6), {lost}), shards[0], tmp_path / "scores.parquet")
+    scores = read_table(tmp_path / "scores.parquet").to_pylist()
+    assert sum(row["reward"] is None for row in scores) == 4
+    for row in scores:
+        failed = row["prompt_id"] == lost
+        assert (row["reward"] is None) == (row["darkness"] is None) == failed
+        assert row["failure"] == ("darkness: told to fail" if failed else None)
+
+
+def test_too_many_failures_stop_the_stage(make_recipe, scorer, shards, make_prompts, tmp_path):
+    place = Place(make_recipe(rewards={"max_failed_share": 0.49}), 1, 1)
+    lost = read_table(shards[0])["prompt_id"][0].as_py()
+    with pytest.raises(RewardError, match=r"4 of 8 images \(50\.0%\).*max_failed_share = 49\.0%.*darkness: told to fail"):
+        score_shard(place, scorer, with_failures(make_prompts(6), {lost}), shards[0], tmp_path / "scores.parquet")
+    assert not (tmp_path / "scores.parquet").exists()
+
+
+@given(st.lists(st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.just(float("nan"))), max_size=10))
+def test_not_scored_is_null(values):
+    column = nullable(np.array(values, np.float64))
+    assert column.type == pa.float64()
+    assert column.to_pylist() == [None if np.isnan(value) else value for value in values]

@@ -1,0 +1,284 @@
+"""Recipes: strict, explained, immutable, and the same however they were written down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ebbflow.recipe import Recipe, RecipeError, load_recipe
+
+SHIPPED = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
+
+
+def problem(data):
+    """What is wrong with a recipe, in its own words."""
+    with pytest.raises(RecipeError) as error:
+        Recipe.model_validate(data)
+    return str(error.value)
+
+
+def one_stage(**stage):
+    return {"stages": [stage]}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_recipe_loads(path):
+    recipe = load_recipe(path)
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_the_default_recipe_is_complete():
+    recipe = Recipe()
+    assert [recipe.stage_label(r, s) for r in (0, 1) for s in (0, 1)] == [
+        "1.1 online",
+        "1.2 offline",
+        "2.1 online",
+        "2.2 offline",
+    ]
+    assert Recipe.model_validate({}) == recipe
+
+
+@pytest.mark.parametrize(
+    ("data", "place", "nearest"),
+    [
+        ({"sed": 1}, "sed = 1", "seed"),
+        ({"polcy": {}}, "polcy", "policy"),
+        ({"policy": {"rnk": 4}}, "policy.rnk = 4", "rank"),
+        ({"model": {"training": {"heigth": 16}}}, "model.training.heigth = 16", "height"),
+        ({"rewards": {"terms": [{"name": "ocr", "wieght": 2}]}}, "rewards.terms.0.wieght = 2", "weight"),
+        (one_stage(kind="online", step=3), "stages.0.online.step = 3", "steps"),
+        (one_stage(kind="offline", epoch=3), "stages.0.offline.epoch = 3", "epochs"),
+        (one_stage(kind="online", window={"stryde": 2}), "stages.0.online.window.stryde = 2", "stride"),
+        (
+            one_stage(kind="offline", algorithm={"name": "diffusion_nft", "bta": 1}),
+            "stages.0.offline.algorithm.diffusion_nft.bta = 1",
+            "beta",
+        ),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(data, place, nearest):
+    text = problem(data)
+    assert place in text
+    assert f"unknown key; did you mean {nearest!r}?" in text
+    assert nearest in text.split("Known keys here:")[1]
+
+
+def test_a_key_like_no_other_gets_the_list():
+    text = problem({"policy": {"zzz": 1}})
+    assert "did you mean" not in text
+    assert "Known keys here: alpha, rank, train" in text
+
+
+def test_every_problem_is_named_at_once():
+    text = problem({"seed": -1, "rounds": "many", "polcy": 1})
+    assert all(name in text for name in ("seed = -1", "rounds = 'many'", "polcy = 1"))
+
+
+@pytest.mark.parametrize(
+    ("data", "explanation"),
+    [
+        ({"prompts": {"count": 10, "validation": 4, "held_out": 6}}, "validation + held_out = 10 leaves nothing of count = 10"),
+        ({"rewards": {"terms": [{"name": "ocr"}, {"name": "ocr"}]}}, "each reward may be named once"),
+        ({"rewards": {"terms": [{"name": "tesseract"}]}}, "['tesseract'] cannot be trained on and be a guard"),
+        ({"rewards": {"terms": []}}, "rewards.terms"),
+        ({"stages": []}, "stages"),
+        (one_stage(kind="online", sampler={"name": "ode"}), "'ode' has none"),
+        (
+            one_stage(kind="online", sampler={"name": "cps", "steps": 4}, window={"kind": "fixed", "start": 2, "size": 2}),
+            "start + size = 4 must be below sampler.steps = 4",
+        ),
+        (one_stage(kind="online", sampler={"name": "cps", "steps": 3}), "start + size = 3 must be below sampler.steps = 3"),
+        (one_stage(kind="offline", window={"kind": "random"}), "diffusion_nft trains on final latents alone; leave 'window' out"),
+        (one_stage(kind="offline", prompts=2, shards=3), "3 shards for 2 prompts leave some empty"),
+        (
+            one_stage(kind="offline", algorithm={"name": "flow_grpo"}, sampler={"name": "flow_sde"}),
+            "flow_grpo needs fresh trajectories: use it in an online stage",
+        ),
+        (one_stage(kind="online", algorithm={"name": "ppo"}), "stages.0.online.algorithm"),
+        (one_stage(kind="hybrid"), "stages.0"),
+        ({"seed": 2**31}, "seed"),
+        ({"name": "../x"}, "name"),
+        ({"promotion": {"model_name": "a/b"}}, "promotion.model_name"),
+        ({"model": {"training": {"height": 20}}}, "model.training.height = 20"),
+    ],
+)
+def test_each_rule_explains_itself(data, explanation):
+    assert explanation in problem(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"prompts": {"count": 11, "validation": 4, "held_out": 6}},
+        {"prompts": {"source": "prompts.txt", "count": 10, "validation": 4, "held_out": 6}},
+        {"rewards": {"terms": [{"name": "tesseract"}], "guards": ["ocr"]}},
+        one_stage(kind="online", sampler={"name": "cps", "steps": 5}, window={"kind": "fixed", "start": 2, "size": 2}),
+        one_stage(kind="online", sampler={"name": "cps", "steps": 2}, window={"kind": "all", "size": 9}),
+        one_stage(kind="offline", prompts=3, shards=3),
+    ],
+)
+def test_what_keeps_to_the_rules_is_a_recipe(data):
+    Recipe.model_validate(data)
+
+
+def test_diffusion_nft_may_train_online_without_a_word_about_windows():
+    recipe = Recipe.model_validate(one_stage(kind="online", algorithm={"name": "diffusion_nft"}))
+    assert recipe.stages[0].algorithm.name == "diffusion_nft"
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "-.inf"])
+@pytest.mark.parametrize(
+    "key",
+    ["stop.min_delta", "promotion.guard_tolerance", "model.training.lr", "rewards.max_failed_share", "evaluation.confidence"],
+)
+def test_numbers_that_are_not_finite_are_refused(key, number):
+    data = yaml.safe_load(number)
+    for part in reversed(key.split(".")):
+        data = {part: data}
+    assert key in problem(data)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_stages_and_rewards_take_only_finite_numbers(number):
+    problem({"rewards": {"terms": [{"name": "ocr", "weight": number}]}})
+    problem(one_stage(kind="online", optimizer={"weight_decay": number}))
+    problem(one_stage(kind="online", optimizer={"max_grad_norm": number}))
+    problem(one_stage(kind="online", advantages={"clip": number}))
+    problem(one_stage(kind="offline", algorithm={"name": "diffusion_nft", "reference_weight": number}))
+
+
+def test_a_recipe_never_changes():
+    recipe = Recipe()
+    with pytest.raises(ValidationError):
+        recipe.seed = 1
+    with pytest.raises(ValidationError):
+        recipe.stages[0].optimizer.lr = 0.0
+
+
+WRITTEN = {
+    "name": "x",
+    "seed": 4,
+    "stages": [{"kind": "online", "steps": 3, "optimizer": {"lr": 1e-4, "weight_decay": 0.1}}, {"kind": "offline"}],
+    "rewards": {"terms": [{"name": "ocr", "weight": 2}, {"name": "similarity"}], "guards": []},
+}
+
+
+def reversed_keys(value):
+    if isinstance(value, dict):
+        return {key: reversed_keys(value[key]) for key in reversed(value)}
+    return [reversed_keys(item) for item in value] if isinstance(value, list) else value
+
+
+def test_the_digest_is_that_of_the_meaning():
+    recipe = Recipe.model_validate(WRITTEN)
+    assert Recipe.model_validate(reversed_keys(WRITTEN)).digest == recipe.digest
+    assert Recipe.model_validate(recipe.model_dump()).digest == recipe.digest
+    assert Recipe.model_validate(WRITTEN | {"threads": 1}).digest == recipe.digest  # the default, written out
+    assert Recipe.model_validate(WRITTEN | {"stages": WRITTEN["stages"][::-1]}).digest != recipe.digest
+    digests = [Recipe.model_validate(WRITTEN | change).digest for change in ({"seed": 5}, {"output": "y"}, {"rounds": 2})]
+    assert len({recipe.digest, *digests}) == 4
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+def test_a_file_is_what_it_says(tmp_path, suffix):
+    path = tmp_path / f"recipe{suffix}"
+    path.write_text(json.dumps(WRITTEN) if suffix == ".json" else yaml.safe_dump(WRITTEN))
+    assert load_recipe(path) == load_recipe(str(path)) == Recipe.model_validate(WRITTEN)
+
+
+@pytest.mark.parametrize(
+    ("content", "explanation"),
+    [
+        (b"[1, 2]", "must hold a mapping of recipe keys, got list"),
+        (b"", "must hold a mapping of recipe keys, got NoneType"),
+        (b"a: [", "not valid YAML"),
+        (b"a: b: c", "not valid YAML"),
+        (b"name: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        (b"name: \x00", "not valid YAML"),
+        (b"name: \xff\xfe\xfa", "YAML"),
+        (b"name: 2021-13-45", "not valid YAML"),
+        (b"seed: 1\nseed: 2", "seed"),
+    ],
+    ids=["list", "empty", "open", "nested", "python", "null-byte", "not-utf8", "no-such-date", "key-twice"],
+)
+def test_a_file_that_is_no_recipe(tmp_path, content, explanation):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path)
+    assert explanation in str(error.value)
+
+
+def test_a_missing_file(tmp_path):
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(RecipeError, match="no recipe at .*workflows/recipes/"):
+            load_recipe(path)
+
+
+# Whatever a YAML file may hold, under the keys of a recipe or others.
+
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6))
+anything = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.one_of(st.text(max_size=5), st.integers()), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def paths(value, place=()):
+    """Every place in a nested recipe."""
+    yield place
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        yield from paths(inner, (*place, key))
+
+
+def replaced(value, place, new):
+    if not place:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[place[0]] = replaced(value[place[0]], place[1:], new)
+    return copy
+
+
+def recipe_or_explanation(data):
+    try:
+        recipe = Recipe.model_validate(data)
+    except RecipeError as error:
+        first, *problems = str(error).splitlines()
+        return first == "this recipe cannot be run:" and bool(problems)
+    return Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+@given(
+    st.dictionaries(
+        st.one_of(st.sampled_from(sorted(Recipe.model_fields)), st.text(max_size=5), st.integers()), anything, max_size=4
+    )
+)
+def test_any_mapping_is_a_recipe_or_explained(data):
+    assert recipe_or_explanation(data)
+
+
+COMPLETE = Recipe.model_validate(WRITTEN).model_dump(mode="json")
+
+
+@given(st.sampled_from([place for place in paths(COMPLETE) if place]), anything)
+def test_a_recipe_with_anything_in_one_place_is_a_recipe_or_explained(place, new):
+    assert recipe_or_explanation(replaced(COMPLETE, place, new))
+
+
+@given(st.sampled_from([place for place in paths(COMPLETE) if place]), st.text(max_size=8), anything)
+def test_a_recipe_with_a_further_key_is_explained(place, key, new):
+    inside = COMPLETE
+    for part in place:
+        inside = inside[part]
+    if isinstance(inside, dict) and key not in inside:
+        assert "unknown key" in problem(replaced(COMPLETE, place, inside | {key: new}))

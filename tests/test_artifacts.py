@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ebbflow.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, verify
+
+FILES = {"a.txt": b"first", "deep/b.bin": bytes(range(256)), "deep/er/c": b"", "manifest.json.txt": b"not the manifest"}
+in_place = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def write(folder, files=FILES):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def everything(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with new_folder(tmp_path / "artifact") as unfinished:
+        write(unfinished)
+    return tmp_path / "artifact"
+
+
+def test_a_new_folder_is_committed_and_in_place(folder, tmp_path):
+    found = everything(folder)
+    manifest = json.loads(found.pop(MANIFEST))["files"]
+    assert found.pop(COMMIT).decode() == hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest() == verify(folder)
+    assert found == FILES
+    assert manifest == {n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in FILES.items()}
+    assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
+
+
+def test_the_digest_is_that_of_the_content(folder, tmp_path):
+    with new_folder(tmp_path / "elsewhere") as unfinished:
+        write(unfinished, dict(reversed(FILES.items())))
+    assert verify(tmp_path / "elsewhere") == verify(folder)
+    with new_folder(tmp_path / "other") as unfinished:
+        write(unfinished, FILES | {"a.txt": b"First"})
+    assert verify(tmp_path / "other") != verify(folder)
+    shutil.copytree(folder, tmp_path / "copy")
+    assert verify(tmp_path / "copy") == verify(folder)
+
+
+names = st.sampled_from([*FILES, MANIFEST, COMMIT])
+
+
+@in_place
+@given(names, st.data())
+def test_any_changed_byte_is_found(tmp_path, name, data):
+    folder = tmp_path / "changed"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    write(folder)
+    commit(folder)
+    content = bytearray((folder / name).read_bytes())
+    if content:
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    else:
+        content = bytearray(b"x")
+    (folder / name).write_bytes(content)
+    with pytest.raises(ArtifactError, match=r"changed.*(make it again|copy it again)"):
+        verify(folder)
+
+
+@in_place
+@given(names, st.data())
+def test_any_truncated_file_is_found(tmp_path, name, data):
+    folder = tmp_path / "cut"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    write(folder, FILES | {"deep/er/c": b"something"})
+    commit(folder)
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    with pytest.raises(ArtifactError):
+        verify(folder)
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST, COMMIT])
+def test_any_missing_file_is_found(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(ArtifactError, match="no COMMIT" if name in (MANIFEST, COMMIT) else name.replace(".", r"\.")):
+        verify(folder)
+
+
+@pytest.mark.parametrize("name", ["new", "deep/new", f"deep/{MANIFEST}", f"deep/{COMMIT}", ".hidden"])
+def test_any_added_file_is_found(folder, name):
+    (folder / name).write_bytes(b"")
+    with pytest.raises(ArtifactError, match=name.replace(".", r"\.")):
+        verify(folder)
+
+
+def test_swapped_files_are_found(folder):
+    first, second = folder / "a.txt", folder / "deep" / "b.bin"
+    one, other = first.read_bytes(), second.read_bytes()
+    first.write_bytes(other)
+    second.write_bytes(one)
+    with pytest.raises(ArtifactError, match=r"a\.txt, deep/b\.bin"):
+        verify(folder)
+
+
+def test_what_is_not_there_is_no_artifact(tmp_path):
+    for folder in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ArtifactError, match="no COMMIT"):
+            verify(folder)
+
+
+def fail_half_way(folder):
+    with new_folder(folder) as unfinished:
+        write(unfinished, {"a.txt": b"second"})
+        raise RuntimeError("half way")
+
+
+def test_an_exception_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError, match="half way"):
+        fail_half_way(tmp_path / "artifact")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_exception_leaves_what_was_there_before(folder, tmp_path):
+    before = everything(folder)
+    with pytest.raises(RuntimeError, match="half way"):
+        fail_half_way(folder)
+    assert everything(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
+    verify(folder)
+
+
+def test_a_new_folder_takes_the_place_of_the_old_one(folder):
+    with new_folder(folder) as unfinished:
+        assert not list(unfinished.iterdir())
+        write(unfinished, {"only": b"this"})
+    verify(folder)
+    assert everything(folder).keys() == {"only", MANIFEST, COMMIT}
+
+
+def test_it_does_not_exist_before_it_is_whole(tmp_path):
+    with new_folder(tmp_path / "deep" / "artifact") as unfinished:
+        write(unfinished)
+        assert not (tmp_path / "deep" / "artifact").exists()
+        with pytest.raises(ArtifactError):
+            verify(unfinished)
+    verify(tmp_path / "deep" / "artifact")

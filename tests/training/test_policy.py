@@ -1,0 +1,282 @@
+"""What is trained, what its copies are, and that a policy folder brings all of it back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbflow.artifacts import ArtifactError, verify
+from ebbflow.models import load_model
+from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.training.policy import Policy, PolicyCard, PolicyError, read_card, write_base_policy
+
+FULL, LORA = PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4, alpha=12)
+BOTH = pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
+
+
+@pytest.fixture
+def predict(model):
+    """``predict(model)``: the velocity at fixed points."""
+    latents = torch.randn(3, *model.latent_shape, generator=torch.Generator().manual_seed(1))
+
+    def velocity(of):
+        with torch.no_grad():
+            return of.velocity(latents, torch.tensor([1.0, 0.5, 0.1]), of.encode(["ABCD", "WXYZ", "Q"]))
+
+    return velocity
+
+
+def change(policy, size=0.02, seed=0):
+    """Pretend to train: move every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+
+
+def values(policy):
+    return {name: value.detach().clone() for name, value in policy.parameters.items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def card(config, **rest):
+    return PolicyCard(base_digest="base", recipe_digest="recipe", config=config, version=3, **rest)
+
+
+@BOTH
+def test_a_new_policy_is_the_base(model, predict, config):
+    before = predict(model)
+    policy = Policy(model, config, seed=0)
+    assert torch.equal(predict(model), before)
+    with policy.using("reference"):
+        assert torch.equal(predict(model), before)
+
+
+def test_full_trains_the_transformer_and_lora_only_its_adapters(base_folder):
+    for config in (FULL, LORA):
+        model = load_model(base_folder)
+        policy = Policy(model, config, seed=0)
+        trained = {name for name, p in model.transformer.named_parameters() if p.requires_grad}
+        assert policy.parameters.keys() == trained
+        assert not any(p.requires_grad for p in model.text_encoder.parameters())
+        everything = {name for name, _ in model.transformer.named_parameters()}
+        assert trained == (everything if config is FULL else {name for name in everything if "lora_" in name})
+    # Every attention projection of every block gets two factors.
+    blocks, targets = len(model.blocks()), len(model.lora_targets)
+    assert blocks * targets - 1 <= len(trained) / 2 <= blocks * targets
+
+
+def test_adapters_depend_on_the_seed_and_not_on_the_state_of_torch(base_folder):
+    def adapters(seed, torch_seed):
+        torch.manual_seed(torch_seed)
+        policy = Policy(load_model(base_folder), LORA, seed)
+        return values(policy), torch.rand(())
+
+    first, after_first = adapters(0, 1)
+    again, after_again = adapters(0, 1)
+    elsewhere, _ = adapters(0, 2)
+    other, _ = adapters(1, 1)
+    assert same(first, again)
+    assert same(first, elsewhere)
+    assert not same(first, other)
+    assert after_first == after_again == torch.rand((), generator=torch.Generator().manual_seed(1))
+
+
+@BOTH
+def test_using_a_copy_predicts_with_it_and_puts_everything_back(model, predict, config):
+    policy = Policy(model, config, 0)
+    base = predict(model)
+    change(policy)
+    trained, before = predict(model), values(policy)
+    assert not torch.allclose(trained, base, atol=1e-4)
+    with policy.using("reference"):
+        assert torch.equal(predict(model), base)
+        assert not model.velocity(torch.zeros(1, *model.latent_shape), torch.ones(1), model.encode(["A"])).requires_grad
+    assert same(values(policy), before)
+    assert torch.equal(predict(model), trained)
+    with policy.using("current"):
+        assert torch.equal(predict(model), trained)
+
+
+@BOTH
+def test_using_puts_everything_back_after_an_exception(model, predict, config):
+    policy = Policy(model, config, 0)
+    change(policy)
+    before = values(policy)
+    with pytest.raises(RuntimeError, match="on purpose"), policy.using("reference"):
+        raise RuntimeError("on purpose")
+    assert same(values(policy), before)
+    assert torch.is_grad_enabled()
+
+
+def test_an_unknown_copy_is_an_error_that_changes_nothing(model):
+    policy = Policy(model, FULL, 0)
+    before = values(policy)
+    with pytest.raises(KeyError, match="old"), policy.using("old"):
+        pass
+    assert same(values(policy), before)
+
+
+def test_copies_do_not_follow_the_policy(model):
+    policy = Policy(model, FULL, 0)
+    policy.ensure("old")
+    start = values(policy)
+    change(policy)
+    policy.ensure("old")
+    assert same(policy.copies["old"], start)
+    assert same(policy.copies["reference"], start)
+    policy.snapshot("old")
+    assert same(policy.copies["old"], values(policy))
+
+
+@given(st.floats(0, 1))
+def test_blend(decay):
+    policy = object.__new__(Policy)
+    policy.parameters = {"w": torch.nn.Parameter(torch.tensor([1.0, -2.0])), "x": torch.nn.Parameter(torch.tensor([[4.0]]))}
+    policy.copies = {"old": {"w": torch.tensor([3.0, 5.0]), "x": torch.tensor([[0.0]])}}
+    policy.blend("old", decay)
+    assert policy.copies["old"]["w"].tolist() == pytest.approx([1 + 2 * decay, -2 + 7 * decay], abs=1e-5)
+    assert policy.copies["old"]["x"].item() == pytest.approx(4 - 4 * decay, abs=1e-5)
+    assert policy.parameters["w"].tolist() == [1, -2]
+
+
+def test_blend_at_its_ends_is_exact(model):
+    policy = Policy(model, FULL, 0)
+    policy.snapshot("old")
+    start = values(policy)
+    change(policy)
+    policy.blend("old", 1.0)
+    assert same(policy.copies["old"], start)
+    policy.blend("old", 0.0)
+    assert same(policy.copies["old"], values(policy))
+
+
+@BOTH
+def test_a_saved_policy_comes_back_exactly(base_folder, model, predict, tmp_path, config):
+    base = predict(model)
+    policy = Policy(model, config, 0)
+    policy.snapshot("old")
+    change(policy)
+    policy.blend("old", 0.3)
+    trained, old = values(policy), dict(policy.copies["old"])
+    written = card(config, copies=("old",), stages=("1.1 online",))
+    policy.save(tmp_path / "policy", written)
+    verify(tmp_path / "policy")
+
+    again = load_model(base_folder)
+    loaded = Policy(again, config, seed=99)
+    reference = values(loaded)
+    assert loaded.load(tmp_path / "policy") == written == read_card(tmp_path / "policy")
+    assert same(values(loaded), trained)
+    assert same(loaded.copies["old"], old)
+    assert torch.equal(predict(again), predict(model))
+    assert same(loaded.copies["reference"], reference)
+    with loaded.using("reference"):
+        assert torch.equal(predict(again), base)
+    with loaded.using("old"), policy.using("old"):
+        assert torch.equal(predict(again), predict(model))
+    kept = loaded.copies["old"]
+    loaded.ensure("old")
+    assert loaded.copies["old"] is kept
+
+
+@BOTH
+def test_the_same_policy_is_saved_as_the_same_bytes(model, tmp_path, config):
+    policy = Policy(model, config, 0)
+    change(policy)
+    for number in range(6):
+        policy.save(tmp_path / str(number), card(config))
+    assert len({verify(tmp_path / str(number)) for number in range(6)}) == 1
+
+
+@BOTH
+def test_ranks_that_do_not_write_leave_nothing(model, tmp_path, config):
+    Policy(model, config, 0).save(tmp_path / "policy", card(config), write=False)
+    assert not list(tmp_path.iterdir())
+
+
+@BOTH
+def test_the_base_policy_has_no_weights_of_its_own(model, predict, tmp_path, config):
+    write_base_policy(tmp_path / "policy", "base", "recipe", config)
+    base = predict(model)
+    policy = Policy(model, config, 0)
+    read = policy.load(tmp_path / "policy")
+    assert (read.version, read.copies, read.stages) == (0, (), ())
+    assert torch.equal(predict(model), base)
+    assert {path.name for path in (tmp_path / "policy").rglob("*")} == {"policy.json", "manifest.json", "COMMIT"}
+
+
+def test_diffusers_loads_the_adapters_with_their_alpha(base_folder, open_pipeline, model, predict, tmp_path):
+    policy = Policy(model, LORA, 0)
+    change(policy, 0.05)
+    policy.save(tmp_path / "policy", card(LORA, copies=()))
+    pipeline = open_pipeline(base_folder)
+    peer = load_model(base_folder)
+    before = predict(peer)
+    pipeline.load_lora_weights(tmp_path / "policy")
+    peer.transformer = pipeline.transformer
+    assert (predict(peer) - predict(model)).abs().max() < 1e-5
+    assert (predict(peer) - before).abs().max() > 1e-2
+
+
+def test_diffusers_loads_the_full_weights(model, predict, base_folder, tmp_path):
+    policy = Policy(model, FULL, 0)
+    change(policy)
+    policy.save(tmp_path / "policy", card(FULL))
+    peer = load_model(base_folder)
+    peer.transformer = SD3Transformer2DModel.from_pretrained(tmp_path / "policy" / "transformer").eval()
+    assert torch.equal(predict(peer), predict(model))
+
+
+@BOTH
+def test_another_kind_of_policy_is_refused(base_folder, model, tmp_path, config):
+    Policy(model, config, 0).save(tmp_path / "policy", card(config))
+    for other in (LORA if config is FULL else FULL, PolicyConfig(train=config.train, rank=5, alpha=12)):
+        policy = Policy(load_model(base_folder), other, 0)
+        before = values(policy)
+        with pytest.raises(PolicyError, match="policy holds a policy of .*the recipe asks for .*use its own recipe"):
+            policy.load(tmp_path / "policy")
+        assert same(values(policy), before)
+
+
+def test_a_damaged_or_unfinished_folder_is_refused(model, base_folder, tmp_path):
+    policy = Policy(model, LORA, 0)
+    change(policy)
+    folder = tmp_path / "policy"
+
+    def refused(error, match):
+        fresh = Policy(load_model(base_folder), LORA, 0)
+        before = values(fresh)
+        with pytest.raises(error, match=match):
+            fresh.load(folder)
+        assert same(values(fresh), before)
+
+    refused(ArtifactError, "no COMMIT")
+    policy.save(folder, card(LORA))
+    weights = next(folder.glob("*.safetensors"))
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    refused(ArtifactError, weights.name)
+    weights.write_bytes(whole)
+    (folder / "COMMIT").unlink()
+    refused(ArtifactError, "no COMMIT")
+
+
+def test_a_folder_of_something_else_is_no_policy(base_folder, model):
+    with pytest.raises(PolicyError, match="no policy folder"):
+        Policy(model, FULL, 0).load(base_folder)
+
+
+def test_the_card_is_strict(tmp_path):
+    text = json.loads(card(FULL).model_dump_json())
+    assert PolicyCard.model_validate(text) == card(FULL)
+    with pytest.raises(ValueError, match="extra"):
+        PolicyCard.model_validate({**text, "extra": 1})
