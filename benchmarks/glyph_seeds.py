@@ -29,12 +29,14 @@ def main() -> None:
     parser.add_argument("--recipe", default="glyph", help="a recipe of workflows/recipes, without .yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
-    summaries = {seed: run(arguments.recipe, seed) for seed in tqdm(arguments.seeds, unit="seed")}
+    summaries: dict[int, dict[str, Any]] = {}
+    for seed in tqdm(arguments.seeds, unit="seed"):
+        summaries[seed] = run(arguments.recipe, seed)
+        tqdm.write(table(arguments.recipe, summaries))
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / f"{arguments.recipe}_seeds"
     stem.with_suffix(".json").write_text(json.dumps({"machine": machine(), "runs": summaries}, indent=2) + "\n")
     stem.with_suffix(".md").write_text(table(arguments.recipe, summaries))
-    print(stem.with_suffix(".md").read_text())
 
 
 def run(recipe: str, seed: int) -> dict[str, Any]:

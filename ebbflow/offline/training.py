@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import make_optimizer, optimise
 
-Encode = Callable[[np.ndarray], Conditioning]
+Encode = Callable[[Sequence[int]], Conditioning]
 
 
 def write_advantages(place: Place, scores: list[Path], path: Path) -> dict[str, float]:
@@ -60,6 +60,24 @@ class Shard:
     advantage: np.ndarray
 
 
+@dataclass(frozen=True)
+class Part:
+    """One process's part of a batch: a row per sample.
+
+    Attributes:
+        epoch: how often these samples were trained on before.
+        batch_size: samples of the whole batch, over all processes.
+        clean: final latents, fp32 [N, ...].
+        advantage: [N].
+    """
+
+    epoch: int
+    batch_size: int
+    keys: SampleKeys
+    clean: Tensor
+    advantage: Tensor
+
+
 def train_epochs(
     place: Place, model: Model, policy: Policy, prompts: list[Prompt], rollouts: list[Path], advantages: Path, log: Log
 ) -> StageRecord:
@@ -77,14 +95,14 @@ def train_epochs(
     encode = _encoder(model, prompts, shards)
     updates = config.epochs * sum(len(_batches(shard.rows, config.batch_size, ranks.world)) for shard in shards)
     name, quiet = f"{place.label} {config.algorithm.name}", None if ranks.rank == 0 else True
-    schedule = tqdm(_schedule(place, shards), name, updates, unit="step", disable=quiet)
-    for step, (epoch, shard, latents, batch) in enumerate(schedule):
+    schedule = tqdm(_schedule(place, shards, ranks), name, updates, unit="step", disable=quiet)
+    for step, part in enumerate(schedule):
         before = clock.seconds["training"]
         with clock.phase("training"):
-            mine = np.array_split(batch, ranks.world)[ranks.rank]
-            metrics = _optimise(place, policy, optimizer, encode, shard, latents, mine, len(batch), epoch)
+            metrics = _optimise(place, policy, optimizer, encode, part, ranks)
         seconds = clock.seconds["training"] - before
-        log(metrics | {"epoch": epoch, "seconds/training": seconds, "ms_per_image/training": 1000 * seconds / len(batch)}, step)
+        speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / part.batch_size}
+        log(metrics | speed | {"epoch": part.epoch}, step)
         schedule.set_postfix(loss=f"{metrics['loss']:.4f}")
     return StageRecord(
         label=place.label,
@@ -110,26 +128,18 @@ def train_offline_folder(
 
 
 def _optimise(
-    place: Place,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    encode: Encode,
-    shard: Shard,
-    latents: Tensor,
-    mine: np.ndarray,
-    samples: int,
-    epoch: int,
+    place: Place, policy: Policy, optimizer: torch.optim.Optimizer, encode: Encode, part: Part, ranks: Ranks
 ) -> dict[str, float]:
-    """One step on the rows ``mine`` of a shard, this process's part of a batch of ``samples``."""
+    """One optimiser step of all processes, this one on its part of the batch."""
     config, algorithm = place.offline, place.algorithm
-    conditioning = encode(shard.prompt_ids[mine])
+    conditioning = encode(part.keys.prompt_ids)
     device = conditioning.embeds.device
-    keys = SampleKeys(place.seed, shard.prompt_ids[mine].tolist(), shard.samples[mine].tolist())
     draws = algorithm.draws(config.algorithm)
-    clean, advantage = latents[shard.rows[mine]].to(device), torch.from_numpy(shard.advantage[mine]).to(device)
-    terms = forward_batch(clean, conditioning, advantage, keys, draws, visit=epoch)
-    passes = _passes(samples, Ranks.current().world, draws, config.micro_batch)
-    return optimise(policy, optimizer, algorithm, config.algorithm, terms, config.optimizer, passes, samples * draws)
+    terms = forward_batch(part.clean.to(device), conditioning, part.advantage.to(device), part.keys, draws, visit=part.epoch)
+    passes = _passes(part.batch_size, ranks.world, draws, config.micro_batch)
+    return optimise(
+        policy, optimizer, algorithm, config.algorithm, terms, config.optimizer, passes, total_terms=part.batch_size * draws
+    )
 
 
 def _passes(samples: int, world: int, draws: int, micro_batch: int) -> int:
@@ -160,15 +170,15 @@ def _encoder(model: Model, prompts: list[Prompt], shards: list[Shard]) -> Encode
     by_id = {prompt.prompt_id: prompt.prompt for prompt in prompts}
     table = model.encode([by_id[prompt_id] for prompt_id in wanted.tolist()]) if len(wanted) else None
 
-    def encode(prompt_ids: np.ndarray) -> Conditioning:
+    def encode(prompt_ids: Sequence[int]) -> Conditioning:
         assert table is not None
         return table.rows(torch.from_numpy(np.searchsorted(wanted, prompt_ids)))
 
     return encode
 
 
-def _schedule(place: Place, shards: list[Shard]) -> Iterator[tuple[int, Shard, Tensor, np.ndarray]]:
-    """(epoch, shard, its latents, positions in the shard) of every optimiser step.
+def _schedule(place: Place, shards: list[Shard], ranks: Ranks) -> Iterator[Part]:
+    """This process's part of the batch of every optimiser step.
 
     An epoch goes through the shards in a seeded order and shuffles inside each, so one shard is in memory at a time.
     """
@@ -177,8 +187,10 @@ def _schedule(place: Place, shards: list[Shard]) -> Iterator[tuple[int, Shard, T
             shard = shards[index]
             latents = read_latents(shard.path)
             order = _order(place.seed, epoch, 1 + index, len(shard.rows))
-            for batch in _batches(order, place.offline.batch_size, Ranks.current().world):
-                yield epoch, shard, latents, batch
+            for batch in _batches(order, place.offline.batch_size, ranks.world):
+                mine = np.array_split(batch, ranks.world)[ranks.rank]
+                keys = SampleKeys(place.seed, shard.prompt_ids[mine].tolist(), shard.samples[mine].tolist())
+                yield Part(epoch, len(batch), keys, latents[shard.rows[mine]], torch.from_numpy(shard.advantage[mine]))
 
 
 def _batches(rows: np.ndarray, batch_size: int, world: int) -> list[np.ndarray]:

@@ -175,6 +175,19 @@ def test_training_learns(tmp_path):
     assert loss(tmp_path / "end") < 0.9 * loss(tmp_path / "start")
 
 
+def test_the_average_of_the_weights_is_saved(tmp_path):
+    # The average starts at the weights after the first step, so after two it is ema * first + (1 - ema) * second.
+    def trained(steps, ema):
+        folder = tmp_path / f"{steps}-{ema}"
+        train_glyph_base(GlyphTraining(steps=steps, batch=2, ema=ema, caption_noise=0.0), folder)
+        return load_model(folder).transformer.state_dict()
+
+    first, second, average = trained(1, 0.0), trained(2, 0.0), trained(2, 0.25)
+    assert any(not torch.allclose(first[name], second[name]) for name in first)
+    for name, value in average.items():
+        assert torch.allclose(value, 0.25 * first[name] + 0.75 * second[name], atol=1e-6)
+
+
 def test_a_copied_base_is_the_same_artifact(base_folder, tmp_path):
     copy_base(base_folder, tmp_path / "copy")
     assert verify(tmp_path / "copy") == verify(base_folder)

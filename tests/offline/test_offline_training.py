@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from inspect import signature
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from ebbflow.stage import Place, open_policy
 from ebbflow.training.batches import forward_batch
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy, read_card, write_base_policy
+from ebbflow.training.update import optimise
 
 NAN = float("nan")
 
@@ -87,9 +89,10 @@ def watched(monkeypatch):
     """``optimise`` replaced by a record of what it was given."""
     calls = []
 
-    def watch(policy, optimizer, algorithm, hyper, batch, config, passes, total):
-        keys = [(int(row[0, 0, 0]), int(row[0, 0, 1])) for row in batch.clean]
-        calls.append(SimpleNamespace(keys=keys, batch=batch, passes=passes, total=total))
+    def watch(*args, **kwargs):
+        given = signature(optimise).bind(*args, **kwargs).arguments
+        keys = [(int(row[0, 0, 0]), int(row[0, 0, 1])) for row in given["batch"].clean]
+        calls.append(SimpleNamespace(keys=keys, batch=given["batch"], passes=given["micro_batches"], total=given["total_terms"]))
         return {"loss": 0.0}
 
     monkeypatch.setattr(offline, "optimise", watch)
@@ -172,6 +175,18 @@ def test_the_order_is_seeded_and_new_in_every_epoch(make_recipe, watched, stored
     assert [call.keys for call in watched] != first
 
 
+def test_the_order_of_the_advantages_does_not_matter(place, watched, stored, run, tmp_path):
+    rollouts, advantages, _ = stored(24, 12)
+    run(place, rollouts, advantages)
+    first = [call.keys for call in watched]
+    table = read_table(advantages)
+    shuffled = table.take(np.random.default_rng(0).permutation(len(table))).combine_chunks()
+    write_table(tmp_path / "shuffled", ADVANTAGES, shuffled.to_batches(), about_table(advantages))
+    watched.clear()
+    run(place, rollouts, tmp_path / "shuffled")
+    assert [call.keys for call in watched] == first
+
+
 def test_every_epoch_draws_noise_of_its_own(make_recipe, watched, stored, run):
     place = Place(make_recipe(offline={"epochs": 2}), 0, 1)
     run(place, *stored(12)[:2])
@@ -209,7 +224,7 @@ def test_every_process_has_work_in_every_pass(make_recipe, watched, stored, run,
     run(Place(make_recipe(offline=settings), 0, 1), *stored(14)[:2])
     assert watched
     for call in watched:
-        assert len(call.keys) >= call.passes
+        assert len(call.keys) >= call.passes >= 1
 
 
 def test_shards_too_small_for_every_process_are_named_and_left_out(place, watched, stored, run, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ebbflow.models import load_model
+from ebbflow.online import loop
 from ebbflow.online.loop import collect, run_online_stage
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rollouts.generate import generate
@@ -190,7 +191,7 @@ def test_groups_that_say_nothing_train_nothing(run, scorer):
 def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, model, scorer):
     place = Place(make_recipe(), 0, 0)
     policy = Policy(model, place.recipe.policy, 0)
-    first, second = (collect(place, model, policy, scorer, make_prompts(6), step, Clock()) for step in (0, 1))
+    first, second = (collect(place, model, policy, scorer, make_prompts(2), step, Clock()) for step in (0, 1))
     for experience in (first, second):
         assert len(experience.keys) == 8
         assert len(set(experience.keys.prompt_ids)) == 2
@@ -204,3 +205,34 @@ def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, 
     assert second.rollouts.trajectory.steps.tolist() == [1, 2]
     again = generate(model, first.conditioning, first.keys, place.config.sampler, range(2), place.config.micro_batch)
     assert torch.equal(again.latents, first.rollouts.latents)
+
+
+def test_the_old_policy_generates_where_there_is_one(make_recipe, make_prompts, model, scorer):
+    for algorithm, same in ((NFT, True), ({}, False)):
+        place = Place(make_recipe(online=algorithm), 0, 0)
+        policy = Policy(model, place.recipe.policy, 0)
+        policy.ensure("old")
+        before = collect(place, model, policy, scorer, make_prompts(6), 0, Clock()).rollouts.latents
+        with torch.no_grad():
+            for parameter in policy.parameters.values():
+                parameter += 0.02
+        after = collect(place, model, policy, scorer, make_prompts(6), 0, Clock()).rollouts.latents
+        assert torch.equal(before, after) == same
+
+
+def test_the_updates_of_a_step_share_out_its_samples_mixed(run, monkeypatch):
+    parts = []
+
+    def watch(policy, optimizer, algorithm, hyper, batch, *rest):
+        prompts = [tuple(row.tolist()) for row in batch.points.conditioning.pooled]
+        parts.append(({tuple(row.flatten().tolist()) for row in batch.clean}, set(prompts)))
+        return {"loss": 0.0}
+
+    monkeypatch.setattr(loop, "optimise", watch)
+    run(**NFT, steps=1, updates_per_step=1)
+    run(**NFT, steps=1, updates_per_step=2)
+    (whole, prompts), *halves = parts
+    assert [len(samples) for samples, _ in halves] == [4, 4]
+    assert halves[0][0] | halves[1][0] == whole
+    assert halves[0][1] == halves[1][1] == prompts
+    assert len(prompts) == 2

@@ -214,6 +214,19 @@ def test_the_base_policy_has_no_weights_of_its_own(model, predict, tmp_path, con
     assert {path.name for path in (tmp_path / "policy").rglob("*")} == {"policy.json", "manifest.json", "COMMIT"}
 
 
+def test_adapters_add_alpha_over_rank_times_the_product_of_their_factors(base_folder, model, predict):
+    policy = Policy(model, LORA, 0)
+    change(policy, 0.05)
+    merged = load_model(base_folder)
+    weights = dict(merged.transformer.named_parameters())
+    with torch.no_grad():
+        for name, first in policy.parameters.items():
+            if ".lora_A." in name:
+                second = policy.parameters[name.replace(".lora_A.", ".lora_B.")]
+                weights[name.replace("lora_A.default.", "")] += LORA.alpha / LORA.rank * second @ first
+    assert (predict(merged) - predict(model)).abs().max() < 1e-5
+
+
 def test_diffusers_loads_the_adapters_with_their_alpha(base_folder, open_pipeline, model, predict, tmp_path):
     policy = Policy(model, LORA, 0)
     change(policy, 0.05)

@@ -321,8 +321,9 @@ def two_processes(base_folder, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     group = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    other_hashes = {"PYTHONHASHSEED": 7}  # sets have another order in the other process, as they have by chance
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in group.items():
+        for name, value in (group | other_hashes).items():
             patch.setenv(name, str(value))
         patch.setattr(distributed, "TIMEOUT", timedelta(minutes=3))
         other = torch.multiprocessing.spawn(second_process, (base_folder, output), nprocs=1, join=False)
