@@ -25,7 +25,7 @@ class GlyphTraining(Strict):
     batch: int = Field(64, ge=1)
     lr: float = Field(2e-3, gt=0, le=1)
     ema: float = Field(0.99, ge=0, lt=1)
-    caption_noise: float = Field(0.3, ge=0, le=1)
+    caption_noise: float = Field(0.35, ge=0, le=1)
     """In the last third each letter of a caption is replaced with this probability. It leaves the headroom that
     reinforcement learning then wins back: without it the base already spells almost everything right."""
     seed: int = Field(0, ge=0, lt=2**63)
