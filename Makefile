@@ -4,10 +4,10 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 RECIPE ?= workflows/recipes/glyph.yaml
 # Flyte keeps local outputs, and what its cache points to, in the temporary folder: a durable one survives a reboot.
-RUN := TMPDIR=$(CURDIR)/runs/flyte PATH=$(CURDIR)/$(BIN):$$PATH
+RUN := MLFLOW_DISABLE_TELEMETRY=true TMPDIR=$(CURDIR)/runs/flyte PATH=$(CURDIR)/$(BIN):$$PATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test lint ui clean
+.PHONY: help setup demo run test lint constraints ui clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -39,8 +39,15 @@ lint: setup ## what `make test` checks before the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+constraints: setup ## resolve pyproject.toml into constraints.txt again, keeping the versions that still fit
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-annotate \
+		--constraints constraints.txt --group dev --output-file constraints.new pyproject.toml
+	sed 's/+cpu$$//' constraints.new > constraints.txt
+	rm constraints.new
+
 ui: setup ## browse runs, images and the model registry
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
 
-clean: ## remove the environment and all runs
+clean: ## remove the environment, all runs, and Flyte's local cache, which points into them
+	-PATH=$(CURDIR)/$(BIN):$$PATH pyflyte local-cache clear
 	rm -rf $(VENV) runs
