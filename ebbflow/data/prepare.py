@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pyarrow as pa
 
-from ebbflow.data.prompts import make_glyph_prompts, read_prompt_file, require_targets, split_prompts
+from ebbflow.data.prompts import (
+    PromptError,
+    PromptRow,
+    make_glyph_prompts,
+    read_prompt_file,
+    require_targets,
+    split_prompts,
+)
 from ebbflow.recipe import Recipe
 
 READING_REWARDS = {"ocr", "tesseract", "similarity"}
@@ -28,6 +36,23 @@ def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
         report = str(imported)
         if READING_REWARDS & {term.name for term in recipe.rewards.terms}:
             require_targets(rows, source)
+        if recipe.model.family == "glyph" and recipe.model.path is None:
+            require_letters(rows, recipe.model.training.letters, source)
     table = split_prompts(rows, config.validation, config.held_out, recipe.seed)
     trained = table.num_rows - config.validation - config.held_out
     return table, f"{report}; {trained} to train, {config.validation} to validate, {config.held_out} held out"
+
+
+def require_letters(rows: list[PromptRow], letters: int, source: Path) -> None:
+    """Check that the glyph model can draw every prompt: at most ``letters`` of A-Z, in quotes or not.
+
+    Raises:
+        PromptError: with the count and the first prompts that it cannot.
+    """
+    drawable = re.compile(rf"\W*[A-Za-z]{{1,{letters}}}\W*")
+    wrong = [row.prompt for row in rows if not drawable.fullmatch(row.prompt)]
+    if wrong:
+        raise PromptError(
+            f"{source}: {len(wrong)} of {len(rows)} prompts are not 1 to {letters} letters A-Z, all that the glyph model "
+            f"draws, first: {'; '.join(map(repr, wrong[:3]))}. Shorten them, or raise model.training.letters and width"
+        )

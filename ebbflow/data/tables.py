@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,12 @@ def row_count(path: Path) -> int:
         return file.metadata.num_rows
 
 
-def _open(path: Path) -> pq.ParquetFile:
+@contextmanager
+def _open(path: Path) -> Iterator[pq.ParquetFile]:
+    """The file, for as long as the block reads it; whatever is wrong with it is a ``TableError``."""
     try:
-        return pq.ParquetFile(path)
+        with pq.ParquetFile(path) as file:
+            yield file
     except FileNotFoundError:
         raise TableError(f"no table at {path}") from None
     except (pa.ArrowInvalid, OSError) as error:

@@ -2,7 +2,8 @@
 
 A folder of this family is a Hugging Face folder of the SD3 family (``transformer/``, ``text_encoder/``, ``tokenizer/``,
 ``scheduler/``, ``model_index.json``) whose VAE is the identity: latent = (pixel - .55) / .75 with pixels in [-1, 1], exactly the
-shift and scale of a VAE. ``diffusers.StableDiffusion3Pipeline.from_pretrained`` loads it.
+shift and scale of a VAE. ``diffusers.StableDiffusion3Pipeline.from_pretrained`` loads it when the parts that this family lacks
+(``vae=None, text_encoder_2=None ...``) are passed explicitly.
 """
 
 from __future__ import annotations
@@ -65,9 +66,16 @@ class GlyphModel:
         return self.encode_with_gradient(prompts)
 
     def encode_with_gradient(self, prompts: list[str]) -> Conditioning:
-        """``encode`` for training the text encoder itself."""
-        tokens = self.tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")
-        output = self.text_encoder(input_ids=tokens.input_ids.to(self.text_encoder.device))
+        """``encode`` for training the text encoder itself.
+
+        Raises:
+            ModelError: a prompt has more letters than the model can draw.
+        """
+        tokens = self.tokenizer(prompts, padding="max_length").input_ids
+        most = self.tokenizer.model_max_length
+        if too_long := [prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > most]:
+            raise ModelError(f"this glyph model draws {most - 2} letters at most and was asked for {too_long[0]!r}")
+        output = self.text_encoder(input_ids=torch.tensor(tokens, device=self.text_encoder.device))
         return Conditioning(output.last_hidden_state, output.text_embeds)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:

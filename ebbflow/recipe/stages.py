@@ -18,6 +18,12 @@ class Sampler(Strict):
     eta: float | None = Field(None, gt=0, le=2)
     """Noise level; left out: the published default of the sampler (.7, .3, .8)."""
 
+    @model_validator(mode="after")
+    def _cps_turns_at_one(self) -> Sampler:
+        if self.name == "cps" and self.eta is not None and self.eta > 1:
+            raise ValueError(f"eta = {self.eta}: the noise of cps, sin(eta * 90 degrees), falls again above 1; take 1 or less")
+        return self
+
 
 class Window(Strict):
     """Which denoising steps are stochastic and trained; one draw per optimisation step for all samples."""

@@ -67,7 +67,8 @@ def optimise(
         for name, value in metrics.items():
             sums[name] = sums.get(name, torch.zeros((), device=value.device)) + value.detach() * terms
         if first_norm is None and micro_batches > 1:
-            first_norm = _gradient_norm(policy) * total / _over_processes(torch.tensor(float(terms)))
+            first_norm = _gradient_norm(policy)
+            first_norm *= total / _over_processes(torch.tensor(float(terms), device=first_norm.device))
     means = _means(sums, total)
     norm = _gradient_norm(policy)
     _require_finite(means, norm)

@@ -90,3 +90,14 @@ def test_rounds_are_compared_at_their_ends():
 def test_it_never_stops_while_the_reward_grows(rewards, patience):
     rising = sorted(set(rewards))
     assert stop_reason(recipe(rounds=20, patience=patience), history(*rising), len(rising) - 1) is None
+
+
+def test_a_policy_without_a_validation_reward_is_never_best() -> None:
+    def evaluation(**validation: float) -> Evaluation:
+        return Evaluation(
+            label="x", policy_version=0, held_out={}, validation=validation, coverage=1.0, velocity_drift=0.0, seconds={}
+        )
+
+    history = [evaluation(reward=0.9), evaluation(), evaluation(reward=0.1)]
+    assert best(history) == 2
+    assert stop_reason(Recipe(rounds=5), history, 1) is None

@@ -207,3 +207,8 @@ def test_sizes_follow_the_recipe(tmp_path):
     assert json.loads((tmp_path / "wide" / "glyph.json").read_text()) == {"height": 24, "width": 48}
     assert velocity(model).shape == (2, 1, 24, 48)
     assert len(model.tokenizer("ABCDEF", truncation=True).input_ids) == 8
+
+
+def test_more_letters_than_the_model_draws_are_an_error(model):
+    with pytest.raises(ModelError, match="4 letters at most and was asked for 'ABCDE'"):
+        model.encode(["AB", "ABCDE"])

@@ -282,3 +282,9 @@ def test_a_recipe_with_a_further_key_is_explained(place, key, new):
         inside = inside[part]
     if isinstance(inside, dict) and key not in inside:
         assert "unknown key" in problem(replaced(COMPLETE, place, inside | {key: new}))
+
+
+def test_cps_noise_stops_at_its_largest() -> None:
+    cps = {"sampler": {"name": "cps", "eta": 1.5}}
+    assert "cps" in problem(one_stage(kind="online", **cps))
+    assert Recipe.model_validate(one_stage(kind="online", sampler={"name": "cps", "eta": 1.0}))
