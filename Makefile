@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 RECIPE ?= workflows/recipes/glyph.yaml
 # Flyte keeps local outputs, and what its cache points to, in the temporary folder: a durable one survives a reboot.
-RUN := MLFLOW_DISABLE_TELEMETRY=true TMPDIR=$(CURDIR)/runs/flyte PATH=$(CURDIR)/$(BIN):$$PATH
+RUN := MLFLOW_DISABLE_TELEMETRY=true TMPDIR=$(CURDIR)/runs/flyte PATH=$(abspath $(BIN)):$$PATH
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo run test lint constraints ui clean
@@ -25,13 +25,11 @@ demo: setup ## train the glyph model from scratch, post-train it, and write a re
 	@$(MAKE) --no-print-directory run RECIPE=workflows/recipes/glyph.yaml
 
 run: setup ## run the pipeline on RECIPE=path/to/recipe.yaml
+	@$(BIN)/ebbflow check $(RECIPE) > /dev/null
 	@mkdir -p runs/flyte
 	$(RUN) pyflyte run workflows/post_training.py post_train --recipe $(RECIPE)
 
-test: setup ## lint, type check and all tests
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+test: lint ## lint, type check and all tests
 	$(BIN)/pytest
 
 lint: setup ## what `make test` checks before the tests
@@ -49,5 +47,5 @@ ui: setup ## browse runs, images and the model registry
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
 
 clean: ## remove the environment, all runs, and Flyte's local cache, which points into them
-	-PATH=$(CURDIR)/$(BIN):$$PATH pyflyte local-cache clear
+	-PATH=$(abspath $(BIN)):$$PATH pyflyte local-cache clear
 	rm -rf $(VENV) runs

@@ -18,7 +18,7 @@ class Evaluation(Strict):
     coverage: float
     """Share of the held-out prompts whose reward is a finite number."""
     velocity_drift: float
-    """Mean of (v - v_base)^2 along the policy's own held-out trajectories."""
+    """Mean of (v - v_base)^2 on the policy's own samples, noised to fixed sigmas."""
     seconds: dict[str, float]
     """Wall time by phase: sampling, scoring."""
 

@@ -5,22 +5,27 @@ from __future__ import annotations
 from flytekit import task
 
 from ebbflow.recipe import Recipe
-from ebbflow.records import Verdict
+from ebbflow.records import TrackedRun, Verdict
 from tasks.files import fetch
 from tasks.resources import light
 from tasks.types import ChampionPolicy, EvaluatedPolicy
 
 
 @task(**light())
-def decide_promotion(recipe: Recipe, candidate: EvaluatedPolicy, champion: ChampionPolicy) -> Verdict:
+def decide_promotion(recipe: Recipe, run: TrackedRun, candidate: EvaluatedPolicy, champion: ChampionPolicy) -> Verdict:
     """The decision with its reasons; changes nothing."""
     from ebbflow.data.tables import read_table
     from ebbflow.evaluation.gate import decide
+    from ebbflow.tracking.nodes import log_verdict
+    from ebbflow.tracking.runs import node_run
 
-    return decide(
-        recipe,
-        candidate.evaluation,
-        champion.evaluated.evaluation,
-        read_table(fetch(candidate.samples)),
-        read_table(fetch(champion.evaluated.samples)),
-    )
+    with node_run(run, "gate") as node:
+        verdict = decide(
+            recipe,
+            candidate.evaluation,
+            champion.evaluated.evaluation,
+            read_table(fetch(candidate.samples)),
+            read_table(fetch(champion.evaluated.samples)),
+        )
+        log_verdict(node, verdict)
+    return verdict

@@ -23,6 +23,7 @@ def register_policy(
     """One version per run, however many attempts."""
     from ebbflow.artifacts import verify
     from ebbflow.tracking.registry import register
+    from ebbflow.tracking.runs import node_run
 
     execution = current_context().execution_id
     base_folder = fetch(base.folder)
@@ -32,12 +33,15 @@ def register_policy(
         "candidate": candidate.evaluation.label,
         "policy_version": str(candidate.evaluation.policy_version),
     }
-    return register(
-        run,
-        fetch(candidate.policy.folder),
-        base_folder,
-        verdict,
-        lineage,
-        model_name=recipe.promotion.model_name,
-        expected_champion=champion.version,
-    )
+    with node_run(run, "registry") as node:
+        registration = register(
+            run,
+            fetch(candidate.policy.folder),
+            base_folder,
+            verdict,
+            lineage,
+            model_name=recipe.promotion.model_name,
+            expected_champion=champion.version,
+        )
+        node.log_params(registration.model_dump())
+    return registration

@@ -13,22 +13,23 @@ from flytekit import Resources
 from flytekitplugins.kfpytorch import Elastic
 
 TRAIN_PROCESSES = int(os.environ.get("EBBFLOW_TRAIN_PROCESSES", "2"))
+ON_GPUS = os.environ.get("EBBFLOW_GPUS", "0") != "0"
 RETRIES = 2
 
 
 def light() -> dict[str, Any]:
     """Bookkeeping: prompts, tracking, advantages, the gate."""
-    return {"requests": Resources(cpu="1", mem="2Gi"), "retries": RETRIES}
+    return {"requests": _requests(cpu=1, mem="2Gi"), "retries": RETRIES}
 
 
 def scorer() -> dict[str, Any]:
     """Rewards on the CPU."""
-    return {"requests": Resources(cpu="2", mem="4Gi"), "retries": RETRIES}
+    return {"requests": _requests(cpu=2, mem="4Gi"), "retries": RETRIES}
 
 
 def accelerated() -> dict[str, Any]:
-    """One process that generates or trains: a GPU where ``EBBFLOW_GPUS`` says so."""
-    return {"requests": _with_gpus(cpu="2", mem="8Gi"), "retries": RETRIES}
+    """One process that generates or trains, on a GPU where there are any."""
+    return {"requests": _requests(cpu=2, mem="8Gi", gpus=1), "retries": RETRIES}
 
 
 def training_group() -> dict[str, Any]:
@@ -45,8 +46,15 @@ def training_group() -> dict[str, Any]:
         max_restarts=0,
         increase_shared_mem=False,
     )
-    return {"task_config": config, "requests": _with_gpus(cpu=str(TRAIN_PROCESSES), mem="8Gi"), "retries": RETRIES}
+    return {
+        "task_config": config,
+        "requests": _requests(cpu=TRAIN_PROCESSES, mem="8Gi", gpus=TRAIN_PROCESSES),
+        "shared_memory": True,
+        # The launcher reads the number again inside the pod.
+        "environment": {"EBBFLOW_TRAIN_PROCESSES": str(TRAIN_PROCESSES)},
+        "retries": RETRIES,
+    }
 
 
-def _with_gpus(cpu: str, mem: str) -> Resources:
-    return Resources(cpu=cpu, mem=mem, gpu=os.environ.get("EBBFLOW_GPUS"))
+def _requests(cpu: int, mem: str, gpus: int = 0) -> Resources:
+    return Resources(cpu=str(cpu), mem=mem, gpu=str(gpus) if gpus and ON_GPUS else None)

@@ -15,8 +15,8 @@ def start_run(recipe: Recipe) -> TrackedRun:
     from ebbflow.preflight import check_recipe
     from ebbflow.tracking import runs
 
-    check_recipe(recipe)
     execution = current_context().execution_id
-    name = execution.name if execution else None
     # Every local run is called "local": it would resume the run before it.
-    return runs.start_run(recipe, None if name == "local" else name)
+    name = execution.name if execution and execution.name != "local" else None
+    check_recipe(recipe, tracking_uri=runs.resolve_tracking_uri(recipe), on_cluster=name is not None)
+    return runs.start_run(recipe, name)

@@ -52,7 +52,7 @@ def post_train(recipe: Recipe = Recipe()) -> PostTraining:
     champion = evaluate_champion(recipe=recipe, run=run, base=base, prompts=prompts, before=before)
     history = train_rounds(recipe=recipe, run=run, base=base, prompts=prompts, history=[before], round=0)
     candidate = choose_candidate(history=history)
-    verdict = decide_promotion(recipe=recipe, candidate=candidate, champion=champion)
+    verdict = decide_promotion(recipe=recipe, run=run, candidate=candidate, champion=champion)
     registration = register_policy(recipe=recipe, run=run, base=base, candidate=candidate, champion=champion, verdict=verdict)
     report, summary = write_report(
         recipe=recipe, run=run, base=base, history=history, champion=champion, verdict=verdict, registration=registration

@@ -26,7 +26,7 @@ class TrajectoryTerms:
         transition: the step under the policy being trained, with gradient.
         log_prob: [M] of the recorded next latents, with gradient.
         old_log_prob: [M], under the policy that generated them.
-        reference: the step under each policy copy that the algorithm asked for.
+        copies: the step under each policy copy that the algorithm asked for.
         advantage: [M].
     """
 
@@ -64,7 +64,7 @@ class Algorithm:
 
     Attributes:
         summary: one line for people.
-        terms: which of the two kinds of terms the loss takes; decides what a rollout must record.
+        terms: which of the two kinds of terms the loss takes.
         loss: (terms, hyper-parameters) -> (mean over the terms, metrics).
         copies: the policy copies whose predictions the loss needs, given its hyper-parameters.
         draws: draws of (sigma, noise) per sample, for forward terms.

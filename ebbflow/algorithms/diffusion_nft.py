@@ -7,6 +7,9 @@ r"""DiffusionNFT (2509.16117): contrast an implicit better with an implicit wors
 
 It needs the final latents and the reward, no trajectory and no log-probability, so any sampler may generate them. They come from
 the OLD policy, which is part of the policy folder.
+
+Deviations: online, the old policy follows after every optimiser step (not every epoch), with a decay that grows to a maximum;
+offline it stays fixed through the stage. The sigmas of a sample are stratified.
 """
 
 from __future__ import annotations

@@ -38,9 +38,21 @@ def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
             require_targets(rows, source)
         if recipe.model.family == "glyph" and recipe.model.path is None:
             require_letters(rows, recipe.model.training.letters, source)
-    table = split_prompts(rows, config.validation, config.held_out, recipe.seed)
+    # A file's split never depends on the run: what the champion trained on must not be held out from its challenger.
+    table = split_prompts(rows, config.validation, config.held_out, seed=0 if source else recipe.seed)
     trained = table.num_rows - config.validation - config.held_out
+    _require_enough(recipe, trained)
     return table, f"{report}; {trained} to train, {config.validation} to validate, {config.held_out} held out"
+
+
+def _require_enough(recipe: Recipe, trained: int) -> None:
+    for index, stage in enumerate(recipe.stages):
+        wanted = stage.prompts_per_step if stage.kind == "online" else stage.prompts
+        if wanted > trained:
+            raise PromptError(
+                f"stages.{index} wants {wanted} different prompts at once and {trained} are left to train on; "
+                "lower that, prompts.validation or prompts.held_out, or add prompts"
+            )
 
 
 def require_letters(rows: list[PromptRow], letters: int, source: Path) -> None:

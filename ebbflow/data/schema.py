@@ -56,7 +56,7 @@ ADVANTAGES = pa.schema([*SAMPLE_KEY, pa.field("advantage", pa.float32(), nullabl
 
 
 def evaluation_schema(metrics: list[str]) -> pa.Schema:
-    """Schema of an evaluation: every prompt with its image and a nullable column per metric."""
+    """Schema of an evaluation: every prompt with its image, a nullable column per metric, and why a scorer failed."""
     return pa.schema(
         [
             *SAMPLE_KEY,
@@ -65,5 +65,6 @@ def evaluation_schema(metrics: list[str]) -> pa.Schema:
             pa.field("target", pa.string()),
             pa.field("image", pa.binary(), nullable=False),
             *(pa.field(name, pa.float64()) for name in metrics),
+            pa.field("failure", pa.string()),
         ]
     )

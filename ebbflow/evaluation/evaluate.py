@@ -118,5 +118,6 @@ def _rows(schema: pa.Schema, prompts: list[Prompt], images: np.ndarray, scores: 
         "image": pa.array(encode_png(images), pa.binary()),
         "reward": nullable(scores.reward),
         **{name: nullable(values) for name, values in scores.metrics.items()},
+        "failure": pa.array(scores.failures, pa.string()),
     }
     return pa.record_batch([columns[name] for name in schema.names], schema=schema)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from ebbflow.evaluation.statistics import compare, held_out_pairs, measured
+from ebbflow.evaluation.statistics import compare, held_out_pairs
 from ebbflow.recipe import Recipe
 from ebbflow.records import Comparison, Evaluation, Verdict
 
@@ -94,18 +94,26 @@ def _guards(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> tuple[li
     comparisons: list[Comparison] = []
     findings: list[_Finding] = []
     for guard in recipe.rewards.guards:
-        on_candidate, on_champion = measured(guard, candidate), measured(guard, champion)
-        if on_candidate and on_champion:
+        sides = {"candidate": guard in candidate.column_names, "champion": guard in champion.column_names}
+        if not any(sides.values()):
+            findings.append(_Finding(True, f"Guard {guard} was not measured on either side (not installed); it had no say."))
+        elif not all(sides.values()):
+            present, absent = sorted(sides, key=lambda side: not sides[side])
+            reason = f"Guard {guard} was measured on the {present} but not on the {absent}, so it cannot be compared"
+            findings.append(_Finding(False, f"{reason}; evaluate both with it."))
+        elif (common := _scored_by_both(guard, candidate, champion)) < 2:
+            reason = f"Guard {guard} scored {common} held-out prompts on both sides, too few to compare"
+            findings.append(_Finding(False, f"{reason}; the column 'failure' of the evaluations says why."))
+        else:
             comparison = _compare(recipe, guard, candidate, champion)
             comparisons.append(comparison)
             findings.append(_guard(comparison, recipe.promotion.guard_tolerance))
-        elif on_candidate or on_champion:
-            present, absent = ("candidate", "champion") if on_candidate else ("champion", "candidate")
-            reason = f"Guard {guard} was measured on the {present} but not on the {absent}, so it cannot be compared"
-            findings.append(_Finding(False, f"{reason}; evaluate both with it."))
-        else:
-            findings.append(_Finding(True, f"Guard {guard} was not measured on either side (not installed); it had no say."))
     return comparisons, findings
+
+
+def _scored_by_both(guard: str, candidate: pa.Table, champion: pa.Table) -> int:
+    pairs = held_out_pairs(guard, candidate, champion)
+    return pairs[np.isfinite(pairs[["candidate", "champion"]]).all(axis=1)]["prompt_id"].nunique()
 
 
 def _guard(guard: Comparison, tolerance: float) -> _Finding:

@@ -62,11 +62,6 @@ def held_out_pairs(metric: str, candidate: pa.Table, champion: pa.Table) -> pd.D
     return sides[0].merge(sides[1], on=KEY, how="outer").sort_values(KEY, ignore_index=True)
 
 
-def measured(metric: str, table: pa.Table) -> bool:
-    """Whether the table holds at least one finite held-out value of this metric."""
-    return metric in table.column_names and bool(np.isfinite(_held_out(metric, table)[metric]).any())
-
-
 def compare(
     metric: str, candidate: pa.Table, champion: pa.Table, *, resamples: int = 10_000, confidence: float = 0.95, seed: int = 0
 ) -> Comparison:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ebbflow.artifacts import COMMIT, MANIFEST, new_folder
+from ebbflow.artifacts import COMMIT, MANIFEST, new_folder, verify
 from ebbflow.models import load_model
 from ebbflow.models.glyph_training import train_glyph_base
 from ebbflow.recipe.recipe import Model
@@ -25,7 +25,10 @@ def copy_base(source: Path, folder: Path) -> None:
 
     Raises:
         ModelError: ``source`` is not a base model of the family.
+        ArtifactError: it was committed and has changed since.
     """
+    if (source / COMMIT).exists():
+        verify(source)
     load_model(source)
     with new_folder(folder) as unfinished:
         shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST, COMMIT))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.data.tables import about_table, read_table, row_count
-from ebbflow.records import Evaluation, StageRecord
+from ebbflow.records import Evaluation, StageRecord, Verdict
 from ebbflow.tracking.pictures import image_grid
 from ebbflow.tracking.runs import Node, flatten
 
@@ -22,6 +22,7 @@ def log_evaluation(node: Node, evaluation: Evaluation, samples: Path) -> None:
     metrics |= {"velocity_drift": evaluation.velocity_drift, "coverage": evaluation.coverage}
     node.log_metrics(metrics, evaluation.policy_version)
     table = read_table(samples)
+    node.log_metrics({"scoring_failures": table.num_rows - table["failure"].null_count}, evaluation.policy_version)
     node.log_table("samples", table)
     shown = [row for row in table.to_pylist() if row["split"] == "held_out"][:PICTURES]
     grid = image_grid([row["image"] for row in shown], [_caption(row) for row in shown], columns=4)
@@ -31,6 +32,15 @@ def log_evaluation(node: Node, evaluation: Evaluation, samples: Path) -> None:
 def _caption(row: dict[str, Any]) -> str:
     score = "not scored" if row["reward"] is None else f"{row['reward']:.2f}"
     return f"{row['target'] or row['prompt']} {score}"
+
+
+def log_verdict(node: Node, verdict: Verdict) -> None:
+    """What the gate compared and decided."""
+    for comparison in (verdict.target, *verdict.guards):
+        values = comparison.model_dump(include={"champion", "candidate", "difference", "low", "high"})
+        node.log_metrics({f"{comparison.metric}/{name}": value for name, value in values.items()}, step=0)
+    node.log_metrics({"promote": float(verdict.promote), "coverage": verdict.coverage}, step=0)
+    node.log_params({"candidate": verdict.candidate, "champion": verdict.champion})
 
 
 def log_stage(node: Node, record: StageRecord) -> None:

@@ -30,8 +30,9 @@ from ebbflow.tracking.runs import DIGEST, EXECUTION, TrackingError, connect
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 RUN, REPLACES = "ebbflow.run_id", "ebbflow.replaces"
 LONGEST_TAG = 5000
-REQUIREMENTS = ("ebbflow", "diffusers", "peft", "pillow", "safetensors", "torch", "transformers")
-"""What serving imports; pinned to what is installed. Explicit, because MLflow would load the model to find out."""
+REQUIREMENTS = ("diffusers", "peft", "pillow", "safetensors", "torch", "transformers")
+"""What serving imports beside Ebbflow itself; pinned to what is installed. Explicit, because MLflow would load the model to find
+out."""
 SIGNATURE = ModelSignature(
     inputs=Schema([ColSpec("string", "prompt"), ColSpec("long", "seed", required=False)]),
     outputs=Schema([ColSpec("binary", "image")]),
@@ -186,7 +187,7 @@ def _create_version(
             data_path=str(_gather(Path(folder) / "ebbflow", policy, base)),
             mlflow_model=Model(artifact_path=place, run_id=tracked.run_id, model_uuid=number, model_id=number),
             signature=SIGNATURE,
-            input_example=pd.DataFrame({"prompt": ['The word "EBBS"'], "seed": [0]}),
+            input_example=pd.DataFrame({"prompt": ['"EBBS"'], "seed": [0]}),
             pip_requirements=[f"{package}=={installed(package)}" for package in REQUIREMENTS],
         )
         client.log_model_artifacts(model.model_id, str(saved))

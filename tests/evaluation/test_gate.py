@@ -58,7 +58,7 @@ def test_target_and_guards_decide(reward: float, guards: dict[str, float], promo
 
 
 def test_a_guard_that_nobody_measured_has_no_say_but_is_mentioned() -> None:
-    result = verdict(samples(0.9, tesseract=None, similarity=0.85), samples(0.5, tesseract=None, similarity=0.8))
+    result = verdict(samples(0.9, similarity=0.85), samples(0.5, similarity=0.8))
     assert result.promote
     assert [guard.metric for guard in result.guards] == ["similarity"]
     assert "Guard tesseract was not measured on either side" in " ".join(result.reasons)
@@ -104,3 +104,9 @@ def test_a_full_win_names_its_sides_and_numbers() -> None:
     assert result.target.low > 0
     assert "95% interval [+0." in result.reasons[1]
     assert Verdict.model_validate_json(result.model_dump_json()) == result
+
+
+def test_a_guard_that_failed_everywhere_keeps_the_candidate_back() -> None:
+    result = verdict(samples(0.9, tesseract=None, similarity=0.85), samples(0.5, tesseract=None, similarity=0.80))
+    assert not result.promote
+    assert "Guard tesseract scored 0 held-out prompts on both sides" in " ".join(result.reasons)

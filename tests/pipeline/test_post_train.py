@@ -76,6 +76,8 @@ def test_every_node_has_one_child_run(workplace: Path, first: dict[str, Any]) ->
             "1.2 offline advantages",
             "1.2 offline",
             "1.2 offline evaluation",
+            "gate",
+            "registry",
         ]
     )
     assert {child.info.status for child in children} == {"FINISHED"}
