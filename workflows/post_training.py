@@ -13,17 +13,18 @@ from ebbflow.recipe import Recipe
 from ebbflow.records import Registration, TrackedRun, Verdict
 from tasks.choose_candidate import choose_candidate
 from tasks.compute_advantages import compute_advantages
+from tasks.copy_base_model import copy_base_model
 from tasks.decide_promotion import decide_promotion
 from tasks.evaluate_champion import evaluate_champion
 from tasks.evaluate_policy import evaluate_policy
 from tasks.generate_rollouts import generate_rollouts
-from tasks.prepare_base_model import prepare_base_model
 from tasks.prepare_prompts import prepare_prompts
 from tasks.register_policy import register_policy
 from tasks.resources import light
 from tasks.score_rollouts import score_rollouts
 from tasks.start_policy import start_policy
 from tasks.start_run import start_run
+from tasks.train_base_model import train_base_model
 from tasks.train_offline import train_offline
 from tasks.train_online import train_online
 from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
@@ -46,7 +47,7 @@ def post_train(recipe: Recipe = Recipe()) -> PostTraining:
     """Post-train a model by a recipe, from prompts to promotion."""
     run = start_run(recipe=recipe)
     prompts = prepare_prompts(recipe=recipe, run=run)
-    base = prepare_base_model(model=recipe.model, threads=recipe.threads)
+    base = prepare_base_model(recipe=recipe)
     untrained = start_policy(recipe=recipe, base=base)
     before = evaluate_policy(recipe=recipe, run=run, base=base, policy=untrained, prompts=prompts, label="before")
     champion = evaluate_champion(recipe=recipe, run=run, base=base, prompts=prompts, before=before)
@@ -58,6 +59,14 @@ def post_train(recipe: Recipe = Recipe()) -> PostTraining:
         recipe=recipe, run=run, base=base, history=history, champion=champion, verdict=verdict, registration=registration
     )
     return PostTraining(report, summary, candidate, verdict, registration, run)
+
+
+@dynamic(**light())
+def prepare_base_model(recipe: Recipe) -> BaseModelArtifact:
+    """The base model that the recipe names, or the one it trains (which is cached)."""
+    if recipe.model.path is None:
+        return train_base_model(training=recipe.model.training, threads=recipe.threads)
+    return copy_base_model(path=recipe.model.path)
 
 
 @dynamic(**light())

@@ -10,13 +10,13 @@ import torch
 from ebbflow.artifacts import COMMIT, MANIFEST, new_folder, verify
 from ebbflow.models import load_model
 from ebbflow.models.glyph_training import train_glyph_base
-from ebbflow.recipe.recipe import Model
+from ebbflow.recipe.recipe import GlyphTraining
 
 
-def train_base(config: Model, threads: int, folder: Path) -> None:
-    """Train the family's base model from scratch and leave it at ``folder``, committed."""
+def train_base(training: GlyphTraining, threads: int, folder: Path) -> None:
+    """Train the glyph base model from scratch and leave it at ``folder``, committed."""
     torch.set_num_threads(threads)
-    train_glyph_base(config.training, folder)
+    train_glyph_base(training, folder)
     load_model(folder)
 
 

@@ -18,7 +18,6 @@ from ebbflow.models.glyph import ALPHABET, letter_tokenizer, to_latents
 from ebbflow.models.glyph_training import train_glyph_base
 from ebbflow.models.prepare import copy_base, train_base
 from ebbflow.recipe.recipe import GlyphTraining
-from ebbflow.recipe.recipe import Model as ModelConfig
 
 SHORT = GlyphTraining(steps=5, batch=4)
 
@@ -151,7 +150,7 @@ def test_training_twice_gives_the_same_bytes(tmp_path):
     train_glyph_base(SHORT, tmp_path / "first")
     torch.manual_seed(123)
     state = torch.get_rng_state()
-    train_base(ModelConfig(training=SHORT), 1, tmp_path / "second")
+    train_base(SHORT, 1, tmp_path / "second")
     assert torch.equal(torch.get_rng_state(), state)
     assert verify(tmp_path / "first") == verify(tmp_path / "second")
     train_glyph_base(SHORT.model_copy(update={"seed": 1}), tmp_path / "third")

@@ -1,0 +1,22 @@
+"""Takes over a base model from a folder; not cached, because what lies at a path can change."""
+
+from __future__ import annotations
+
+import time
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+from tasks.files import fetch, scratch
+from tasks.resources import accelerated
+from tasks.types import BaseModelArtifact
+
+
+@task(**accelerated())
+def copy_base_model(path: str) -> BaseModelArtifact:
+    """A committed copy of the folder (or URI) ``path``."""
+    from ebbflow.models.prepare import copy_base
+
+    started, folder = time.time(), scratch("base")
+    copy_base(fetch(FlyteDirectory(path)), folder)
+    return BaseModelArtifact(folder=FlyteDirectory(str(folder)), seconds=time.time() - started, finished_at=time.time())

@@ -1,0 +1,30 @@
+"""A base model that lies in a folder is taken over as it is now, not as it was at the first run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ebbflow.artifacts import ArtifactError, verify
+from tasks.copy_base_model import copy_base_model
+
+
+def test_what_lies_at_the_path_now_is_copied(base_folder: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(base_folder, tmp_path / "base")
+    for mark in ("manifest.json", "COMMIT"):
+        (source / mark).unlink(missing_ok=True)
+    first = verify(Path(copy_base_model(path=str(source)).folder.download()))
+    index = json.loads((source / "model_index.json").read_text())
+    (source / "model_index.json").write_text(json.dumps(index | {"changed": [None, None]}))
+    assert verify(Path(copy_base_model(path=str(source)).folder.download())) != first
+
+
+def test_a_committed_folder_that_was_damaged_is_refused(base_folder: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(base_folder, tmp_path / "base")
+    assert (source / "COMMIT").is_file()
+    (source / "model_index.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"does not fit its manifest \(model_index.json\)"):
+        copy_base_model(path=str(source))
