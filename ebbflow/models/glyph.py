@@ -125,7 +125,7 @@ def check_glyph_folder(folder: Path) -> None:
     if missing:
         raise ModelError(
             f"{folder} is not a glyph base model: {', '.join(missing)} missing; "
-            "leave model.path out to train one, or name a folder that prepare_base_model wrote"
+            "leave model.path out to train one, or name a folder in the layout that Ebbflow saves"
         )
 
 

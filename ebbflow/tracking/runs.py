@@ -190,7 +190,7 @@ def close_run(tracked: TrackedRun, evaluations: Sequence[Evaluation], files: Seq
         client.log_batch(run_id, metrics=metrics)
         for file in files:
             client.log_artifact(run_id, str(file))
-        client.set_terminated(run_id, "FINISHED")
+        finish_run(tracked, "FINISHED")
     except Exception as error:
         log.warning("run %s could not be closed in MLflow: %s", run_id, error)
 
