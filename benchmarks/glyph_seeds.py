@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from typing import Any
 
 import yaml
 from tqdm import tqdm
+
+from benchmarks.machine import machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -60,17 +61,6 @@ def run(recipe: str, seed: int) -> dict[str, Any]:
             raise SystemExit(f"seed {seed} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
         (summary,) = Path(folder, "runs").glob("*/summary.json")
         return json.loads(summary.read_text()) | {"wall_seconds": round(wall, 1)}
-
-
-def machine() -> dict[str, Any]:
-    """What it ran on."""
-    cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
-    return {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version(), "system": platform.system()}
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def table(recipe: str, summaries: dict[int, dict[str, Any]]) -> str:

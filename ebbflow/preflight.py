@@ -6,8 +6,14 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ebbflow.artifacts import ArtifactError
+from ebbflow.data.pairs import check_pairs
 from ebbflow.recipe import Recipe, RecipeError
+from ebbflow.recipe.algorithms import Custom, import_path
+from ebbflow.recipe.stages import Stage
 from ebbflow.rewards.combine import load_scorer
+
+ON_ONE_MACHINE = "is on the disk of one machine, and pods see only their own; upload it and name its URI"
 
 
 def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
@@ -18,8 +24,9 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
         on_cluster: every task has a pod of its own, and what is on a pod's disk is gone with it.
 
     Raises:
-        RecipeError: an output folder that cannot be written or reached, a prompt file or base model that is not there, a password
-            in the tracking URI (it would travel with the run).
+        RecipeError: an output folder that cannot be written or reached, a prompt file, pairs, teacher or base model that is not
+            there, a password in the tracking URI (it would travel with the run).
+        PairError: a pairs file whose columns or first row cannot be used.
         ModelError: a base-model folder that is not one.
         RewardError: a reward that cannot run here.
     """
@@ -34,7 +41,13 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
         _check_writable(Path(recipe.output))
     if recipe.prompts.source and "://" not in recipe.prompts.source and not Path(recipe.prompts.source).is_file():
         raise RecipeError(f"prompts.source = {recipe.prompts.source!r}: there is no such file; leave it out to make prompts up")
-    if recipe.model.path and "://" not in recipe.model.path:
+    for index, stage in enumerate(recipe.stages):
+        if stage.kind == "offline" and stage.pairs and "://" not in stage.pairs:
+            _check_pairs(f"stages.{index}.pairs = {stage.pairs!r}", Path(stage.pairs), on_cluster)
+        _check_teacher(f"stages.{index}.algorithm", stage, on_cluster)
+    if recipe.model.family != "glyph":
+        import_path(recipe.model.family)
+    elif recipe.model.path and "://" not in recipe.model.path:
         from ebbflow.models.glyph import check_glyph_folder  # brings torch along
 
         check_glyph_folder(Path(recipe.model.path))
@@ -49,6 +62,29 @@ def _check_shared(output: str, tracking_uri: str) -> None:
             f"runs would be tracked in {tracking_uri}, on the disk of this pod; set tracking.uri, or MLFLOW_TRACKING_URI in "
             "every pod, to a server"
         )
+
+
+def _check_pairs(key: str, path: Path, on_cluster: bool) -> None:
+    if on_cluster:
+        raise RecipeError(f"{key} {ON_ONE_MACHINE}")
+    if not path.is_file():
+        raise RecipeError(f"{key}: there is no such file; leave it out to generate and score rollouts")
+    check_pairs(path)
+
+
+def _check_teacher(algorithm: str, stage: Stage, on_cluster: bool) -> None:
+    teacher = getattr(stage.hyper, "teacher", None)
+    if teacher is None or "://" in teacher:
+        return
+    key = f"{algorithm}.{'options.' * isinstance(stage.algorithm, Custom)}teacher = {teacher!r}"
+    if on_cluster:
+        raise RecipeError(f"{key} {ON_ONE_MACHINE}")
+    from ebbflow.training.policy import PolicyError, read_card  # brings torch along
+
+    try:
+        read_card(Path(teacher))
+    except (ArtifactError, PolicyError) as error:
+        raise RecipeError(f"{key} must be the policy folder of an earlier run: {error}") from None
 
 
 def _check_writable(folder: Path) -> None:

@@ -63,6 +63,8 @@ class StageRecord(Strict):
     optimizer_steps: int
     seconds: dict[str, float]
     """Wall time by phase: rollout, scoring, training ..."""
+    alarms: list[str] = []
+    """What a person should look at before the policy is used."""
 
 
 class TrackedRun(Strict):

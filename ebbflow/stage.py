@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from ebbflow.algorithms.advantages import PromptStatistics
 from ebbflow.algorithms.base import Algorithm
-from ebbflow.algorithms.registry import ALGORITHMS
+from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import derive_seed
 from ebbflow.models import Model, load_model
@@ -18,7 +19,8 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.stages import OfflineStage, OnlineStage
 from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import SampleKeys
-from ebbflow.training.policy import Policy, PolicyCard
+from ebbflow.training.policy import ITERATE, STATISTICS, Policy, PolicyCard, PolicyError, read_card
+from ebbflow.training.update import Learner
 
 Log = Callable[[dict[str, float], int], None]
 """Takes the metrics of a training step and the step's number."""
@@ -48,7 +50,17 @@ class Place:
 
     @property
     def algorithm(self) -> Algorithm:
-        return ALGORITHMS[self.config.algorithm.name]
+        return algorithm_of(self.config.algorithm)
+
+    @property
+    def keeps_old(self) -> bool:
+        """Whether the stage's policy has an old copy."""
+        return self.algorithm.generates == "old" or "old" in self.algorithm.copies(self.config.hyper)
+
+    @property
+    def teacher(self) -> str | None:
+        """Where the policy folder of the stage's teacher lies, if it has one."""
+        return getattr(self.config.hyper, "teacher", None)
 
     @property
     def label(self) -> str:
@@ -58,11 +70,6 @@ class Place:
     def seed(self) -> int:
         """Seed of all noise of the stage; two stages never share a draw."""
         return derive_seed(self.recipe.seed, "stage", self.round, self.stage)
-
-    @property
-    def rollout_copy(self) -> str:
-        """Which copy of the policy generates: the old one where the algorithm keeps one."""
-        return "old" if self.algorithm.old_decay else "current"
 
     def groups(self, prompts: list[Prompt], step: int) -> tuple[list[Prompt], SampleKeys]:
         """One group of samples per prompt: the prompt of every sample, and its keys. Samples are numbered across steps."""
@@ -75,16 +82,36 @@ class Place:
 def open_model(recipe: Recipe, base: Path) -> Model:
     """Load the base model with the recipe's number of threads."""
     torch.set_num_threads(recipe.threads)
-    return load_model(base)
+    return load_model(base, recipe.model.family)
 
 
-def open_policy(place: Place, model: Model, folder: Path, shard: bool = False) -> tuple[Policy, PolicyCard]:
-    """The policy of a folder, ready for a stage: with an old copy if the algorithm keeps one and the folder brought none."""
+def open_policy(
+    place: Place, model: Model, folder: Path, teacher: Path | None = None, shard: bool = False
+) -> tuple[Policy, PolicyCard]:
+    """The policy of a folder, ready for a stage, with every copy that the stage needs.
+
+    Copies that the folder brought along are kept; the others start at its parameters.
+    """
     policy = Policy(model, place.recipe.policy, place.recipe.seed, shard)
-    card = policy.load(folder)
-    if place.algorithm.old_decay:
+    card = policy.load(folder, to_train=True)
+    if card.progress.algorithm != place.config.algorithm_name:
+        policy.copies.pop("old", None)
+    if teacher:
+        _require_same_base(card, read_card(teacher), teacher)
+        policy.load_copy("teacher", teacher)
+    if place.keeps_old:
         policy.ensure("old")
+    if place.recipe.policy.ema:
+        policy.ensure("ema")
     return policy, card
+
+
+def _require_same_base(card: PolicyCard, other: PolicyCard, folder: Path) -> None:
+    if (other.family, other.base_digest) != (card.family, card.base_digest):
+        raise PolicyError(
+            f"the teacher in {folder} was trained from the {other.family} model {other.base_digest[:12]} and this policy from "
+            f"the {card.family} model {card.base_digest[:12]}; take a teacher of the same base"
+        )
 
 
 @dataclass
@@ -105,14 +132,32 @@ class Kept:
         path.write_text(json.dumps(self.metrics))
 
 
-def save_policy(place: Place, policy: Policy, card: PolicyCard, record: StageRecord, folder: Path, write: bool = True) -> None:
+def read_history(place: Place, card: PolicyCard, folder: Path) -> PromptStatistics:
+    """The rewards of each prompt so far: those in the policy folder, if the same algorithm left them there."""
+    path = folder / STATISTICS
+    if card.progress.algorithm != place.config.algorithm_name or not path.exists():
+        return PromptStatistics()
+    return PromptStatistics.from_state(json.loads(path.read_text()))
+
+
+def save_policy(
+    place: Place,
+    learner: Learner,
+    card: PolicyCard,
+    record: StageRecord,
+    folder: Path,
+    write: bool = True,
+    history: PromptStatistics | None = None,
+) -> None:
     """Write the policy folder that a stage leaves behind; ``card`` is the one it started from."""
     trained = card.model_copy(
         update={
             "recipe_digest": place.recipe.digest,
-            "version": card.version + record.optimizer_steps,
-            "copies": ("old",) if place.algorithm.old_decay else (),
+            "version": card.version + learner.updates,
+            "progress": learner.progress,
+            "copies": (*(["old"] if place.keeps_old else []), *([ITERATE] if place.recipe.policy.ema else [])),
             "stages": (*card.stages, record.label),
         }
     )
-    policy.save(folder, trained, write)
+    statistics = history.state() if history and place.config.advantages.running else None
+    learner.policy.save(folder, trained, write, statistics)

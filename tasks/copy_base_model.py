@@ -13,10 +13,10 @@ from tasks.types import BaseModelArtifact
 
 
 @task(**accelerated())
-def copy_base_model(path: str) -> BaseModelArtifact:
-    """A committed copy of the folder (or URI) ``path``."""
+def copy_base_model(path: str, family: str) -> BaseModelArtifact:
+    """A committed copy of the folder (or URI) ``path``, which holds a model of ``family``."""
     from ebbflow.models.prepare import copy_base
 
     started, folder = time.time(), scratch("base")
-    copy_base(fetch(FlyteDirectory(path)), folder)
+    copy_base(fetch(FlyteDirectory(path)), folder, family)
     return BaseModelArtifact(folder=FlyteDirectory(str(folder)), seconds=time.time() - started, finished_at=time.time())

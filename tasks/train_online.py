@@ -26,7 +26,8 @@ def train_online(
     place, trained, metrics = Place(recipe, round, stage), scratch("policy"), scratch("metrics.json")
     with node_run(run, place.label) as node:
         kept = Kept(node.log_metrics)
-        record = train_online_folder(place, fetch(base.folder), fetch(policy.folder), fetch(prompts), trained, kept)
+        teacher = fetch(FlyteDirectory(place.teacher)) if place.teacher else None
+        record = train_online_folder(place, fetch(base.folder), fetch(policy.folder), fetch(prompts), trained, kept, teacher)
         log_stage(node, record)
     kept.write(metrics)
     return TrainedPolicy(folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)))

@@ -18,6 +18,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models import Model, load_model
 from ebbflow.models.glyph import new_glyph
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.algorithms import BUILT_IN
 from ebbflow.recipe.recipe import GlyphTraining
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
@@ -77,7 +78,7 @@ def open_pipeline() -> Callable[[Path], StableDiffusion3Pipeline]:
     return open_folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def scorer() -> Scorer:
     return Scorer(((Darkness(), 1.0),))
 
@@ -96,7 +97,15 @@ def make_prompts() -> Callable[..., list[Prompt]]:
 
 @pytest.fixture(scope="session")
 def make_recipe() -> Callable[..., Recipe]:
-    """``make_recipe(online={...}, offline={...}, **rest)``: a recipe with an online and an offline stage that take seconds."""
+    """``make_recipe(online={...}, offline={...}, **rest)``: a recipe with an online and an offline stage that take seconds.
+
+    What is not given is small, and otherwise the algorithm's default.
+    """
+    moving = {
+        config.model_fields["name"].default
+        for config in BUILT_IN
+        if config.stage_defaults.get("window", {}).get("kind") == "progressive"
+    }
 
     def make(online: dict[str, Any] | None = None, offline: dict[str, Any] | None = None, **rest: Any) -> Recipe:
         small = {"group_size": 4, "micro_batch": 8}
@@ -106,9 +115,10 @@ def make_recipe() -> Callable[..., Recipe]:
             "steps": 2,
             "prompts_per_step": 2,
             "updates_per_step": 1,
-            "sampler": {"name": "flow_sde", "steps": 4},
-            "window": {"kind": "progressive", "size": 2, "steps_per_window": 1},
+            "sampler": {"steps": 4},
         }
+        if (online or {}).get("algorithm", {"name": "mix_grpo"})["name"] in moving:
+            first["window"] = {"size": 2, "steps_per_window": 1}
         second = {
             "kind": "offline",
             **small,

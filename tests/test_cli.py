@@ -1,9 +1,11 @@
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from ebbflow.cli import main
-from ebbflow.recipe import load_recipe
+from ebbflow.recipe import Recipe, load_recipe
+from ebbflow.rewards.combine import REWARDS
 
 RECIPES = Path(__file__).parents[1] / "workflows" / "recipes"
 
@@ -35,3 +37,49 @@ def test_keys_reach_into_every_choice() -> None:
     for key in ("rounds = 1", "stages[](OnlineStage).algorithm(FlowGRPO).clip_range = ", "rewards.terms[].name = (required)"):
         assert key in shown
     assert "Prompts that choose the best round." in shown
+
+
+def listed() -> dict[str, dict[str, str]]:
+    """``ebbflow list``: of each kind, the names with the rest of their lines."""
+    result = CliRunner().invoke(main, ["list"])
+    assert result.exit_code == 0, result.output
+    tables: dict[str, dict[str, str]] = {}
+    for line in result.output.splitlines():
+        if line.startswith("  "):
+            name, _, rest = line.strip().partition(" ")
+            tables[list(tables)[-1]][name] = rest.strip()
+        elif " " not in line:
+            tables[line] = {}
+    return tables
+
+
+def test_list_has_everything_that_a_recipe_can_name() -> None:
+    schema = Recipe.model_json_schema()["$defs"]
+    tables = listed()
+    for table, model, key in (("samplers", "Sampler", "name"), ("windows", "Window", "kind")):
+        assert list(tables[table]) == schema[model]["properties"][key]["enum"]
+    algorithms = schema["OnlineStage"]["properties"]["algorithm"]["discriminator"]["mapping"]
+    assert set(tables["algorithms"]) == set(algorithms) - {"custom"}
+    assert list(tables["rewards"])[: len(REWARDS)] == list(REWARDS)  # why some are not here comes after them
+    assert all(text for table in tables.values() for text in table.values())
+
+
+def test_list_says_where_an_algorithm_runs_and_what_a_sampler_gives() -> None:
+    tables = listed()
+    assert tables["algorithms"]["flow_grpo"].startswith("online  ")
+    assert tables["algorithms"]["diffusion_nft"].startswith("online, offline  ")
+    assert {name for name, text in tables["samplers"].items() if text.startswith("log-probs")} == {"flow_sde", "dance_sde", "cps"}
+
+
+def test_list_says_which_reward_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not here" not in listed()["rewards"]["similarity"]
+    monkeypatch.setattr(REWARDS["tesseract"], "unavailable", lambda self: "no such program; install it")
+    result = CliRunner().invoke(main, ["list"])
+    assert listed()["rewards"]["tesseract"].startswith("not here  ")
+    assert "\n  no such program; install it\n" in result.output
+
+
+def test_list_leads_to_the_page_about_ones_own() -> None:
+    output = CliRunner().invoke(main, ["list"]).output
+    (page,) = [word.strip("().") for word in output.split() if "docs/" in word]
+    assert (RECIPES.parents[1] / page).is_file()

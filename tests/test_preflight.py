@@ -2,8 +2,14 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.algorithms.base import Algorithm
+from ebbflow.artifacts import new_folder
+from ebbflow.data.pairs import PairError
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
+from ebbflow.recipe.algorithms import Distillation, TrajectoryConfig
+from ebbflow.recipe.recipe import Policy
+from ebbflow.training.policy import write_base_policy
 
 SERVER = "https://mlflow.example"
 
@@ -27,3 +33,76 @@ def test_a_password_stays_out_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="MLFLOW_TRACKING_PASSWORD") as error:
         check_recipe(Recipe(output=str(tmp_path)), "https://me:hunter2@mlflow.example", on_cluster=False)
     assert "hunter2" not in str(error.value)
+
+
+def with_pairs(tmp_path: Path, pairs: str) -> Recipe:
+    return Recipe.model_validate({"output": str(tmp_path), "stages": [{"kind": "online"}, {"kind": "offline", "pairs": pairs}]})
+
+
+def test_a_pairs_file_must_be_there(tmp_path: Path) -> None:
+    recipe = with_pairs(tmp_path, str(tmp_path / "none.parquet"))
+    with pytest.raises(RecipeError, match=r"stages\.1\.pairs = .*none\.parquet.* there is no such file; leave it out"):
+        check_recipe(recipe, SERVER, on_cluster=False)
+
+
+def test_a_pairs_file_must_be_readable(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "p", "chosen": "a.png", "rejected": "b.png"}\n')
+    with pytest.raises(PairError, match=r"pairs\.jsonl, line 1: chosen = 'a\.png': there is no such image"):
+        check_recipe(with_pairs(tmp_path, str(tmp_path / "pairs.jsonl")), SERVER, on_cluster=False)
+
+
+def test_a_cluster_needs_pairs_at_a_uri(tmp_path: Path) -> None:
+    recipe = with_pairs(tmp_path, "pairs.parquet").model_copy(update={"output": "s3://bucket/runs"})
+    with pytest.raises(RecipeError, match=r"stages\.1\.pairs = 'pairs\.parquet' is on the disk .* name its URI"):
+        check_recipe(recipe, SERVER, on_cluster=True)
+    there = with_pairs(tmp_path, "s3://bucket/pairs.parquet").model_copy(update={"output": "s3://bucket/runs"})
+    check_recipe(there, SERVER, on_cluster=True)
+
+
+class Mine(TrajectoryConfig):
+    """Distillation of my own."""
+
+    stage_defaults = Distillation.stage_defaults
+    teacher: str = "nowhere"
+
+
+MINE = Algorithm(Mine, lambda terms, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
+
+
+def with_teacher(output: str, teacher: str, own: bool = False) -> Recipe:
+    distillation = {"name": "distillation", "teacher": teacher}
+    custom = {"name": "custom", "path": f"{__name__}:MINE", "options": {"teacher": teacher}}
+    stages = [{"kind": "offline"}, {"kind": "online", "algorithm": custom if own else distillation}]
+    return Recipe.model_validate({"output": output, "stages": stages})
+
+
+def test_a_teacher_is_a_policy_folder(tmp_path: Path) -> None:
+    write_base_policy(tmp_path / "teacher", "base", "recipe", Policy())
+    check_recipe(with_teacher(str(tmp_path), str(tmp_path / "teacher")), SERVER, on_cluster=False)
+
+
+@pytest.mark.parametrize(
+    ("own", "key"), [(False, r"stages\.1\.algorithm\.teacher"), (True, r"stages\.1\.algorithm\.options\.teacher")]
+)
+def test_a_teacher_must_be_there_and_whole(tmp_path: Path, own: bool, key: str) -> None:
+    def check(folder: str) -> None:
+        check_recipe(with_teacher(str(tmp_path), str(tmp_path / folder), own), SERVER, on_cluster=False)
+
+    with pytest.raises(RecipeError, match=rf"{key} = '.*none' must be the policy folder .*none has no COMMIT"):
+        check("none")
+    with new_folder(tmp_path / "other") as folder:
+        (folder / "readme.txt").write_text("no policy")
+    with pytest.raises(RecipeError, match=rf"{key} = '.*other' must be the policy folder .* is no policy folder"):
+        check("other")
+    write_base_policy(tmp_path / "cut", "base", "recipe", Policy())
+    (tmp_path / "cut" / "policy.json").write_text("{")
+    with pytest.raises(RecipeError, match=rf"{key} = '.*cut' must be the policy folder .* does not fit its manifest"):
+        check("cut")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_cluster_needs_a_teacher_at_a_uri(tmp_path: Path, own: bool) -> None:
+    write_base_policy(tmp_path / "teacher", "base", "recipe", Policy())
+    with pytest.raises(RecipeError, match=r"teacher = '.*teacher' is on the disk of one machine.* name its URI"):
+        check_recipe(with_teacher("s3://bucket/runs", str(tmp_path / "teacher"), own), SERVER, on_cluster=True)
+    check_recipe(with_teacher("s3://bucket/runs", "s3://bucket/teacher", own), SERVER, on_cluster=True)

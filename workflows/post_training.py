@@ -18,6 +18,7 @@ from tasks.decide_promotion import decide_promotion
 from tasks.evaluate_champion import evaluate_champion
 from tasks.evaluate_policy import evaluate_policy
 from tasks.generate_rollouts import generate_rollouts
+from tasks.import_pairs import import_pairs
 from tasks.prepare_prompts import prepare_prompts
 from tasks.register_policy import register_policy
 from tasks.resources import light
@@ -66,7 +67,7 @@ def prepare_base_model(recipe: Recipe) -> BaseModelArtifact:
     """The base model that the recipe names, or the one it trains (which is cached)."""
     if recipe.model.path is None:
         return train_base_model(training=recipe.model.training, threads=recipe.threads)
-    return copy_base_model(path=recipe.model.path)
+    return copy_base_model(path=recipe.model.path, family=recipe.model.family)
 
 
 @dynamic(**light())
@@ -102,10 +103,13 @@ def online_stage(
 def offline_stage(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
-    """A large batch generated and scored once in shards, then epochs over it on a group of processes."""
+    """A large batch generated and scored once in shards, or imported, then epochs over it on a group of processes."""
     config = recipe.stages[stage]
     assert config.kind == "offline"
     place: dict[str, Any] = {"recipe": recipe, "run": run, "round": round, "stage": stage}
+    if config.pairs:
+        prompts, rollouts, advantages = import_pairs(**place, base=base, prompts=prompts)
+        return train_offline(**place, base=base, policy=policy, prompts=prompts, rollouts=rollouts, advantages=advantages)
     roll_out = partial(generate_rollouts, **place, base=base, policy=policy, prompts=prompts)
     rollouts = map_task(roll_out)(shard=list(range(config.shards)))
     scores = map_task(partial(score_rollouts, **place, prompts=prompts))(rollouts=rollouts)

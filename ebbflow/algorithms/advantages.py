@@ -1,7 +1,17 @@
-"""From rewards to advantages: A = (R - group mean) / (std + 1e-4), on sample-level rewards."""
+r"""From rewards to advantages, on sample-level rewards R_k of K rewards with weights w_k:
+
+    z(R) = (R - baseline) / (std + 1e-4)                inside the group of a prompt
+    A    = z(sum_k w_k R_k)                             combine = "sum" (Flow-GRPO, 2505.05470)
+    A    = sum_k w_k z(R_k) / sum_k w_k                 combine = "per_reward"
+
+baseline: the mean of the group; with ``trim`` the mean of what is left without floor(trim * count) rewards at either end; with
+``running`` the mean over all samples of the prompt so far. std (unbiased): of the whole batch; of the group, with ``running`` of
+the prompt so far; or none, a divisor of 1. All are over samples: over rewards repeated for each denoising step the std shrinks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +20,9 @@ from ebbflow.recipe.stages import Advantages
 
 EPSILON = 1e-4
 
+NO_SPREAD = 1e-8
+"""A spread below float noise is none: equal rewards must not become advantages."""
+
 
 @dataclass(frozen=True)
 class AdvantageResult:
@@ -17,8 +30,9 @@ class AdvantageResult:
 
     Attributes:
         values: float32 [N], clamped; 0 where ``keep`` is False.
-        keep: bool [N]; False for samples without a score and for groups that say nothing (one scored sample, or no variance).
-        metrics: statistics of rewards, groups and advantages.
+        keep: bool [N]; False for samples without a score, for groups that say nothing (fewer than two scores, or no spread), and
+            for the middle of a group where only its extremes are trained on.
+        metrics: statistics of rewards (their weighted sum), groups and advantages.
     """
 
     values: np.ndarray
@@ -26,52 +40,169 @@ class AdvantageResult:
     metrics: dict[str, float]
 
 
-def compute_advantages(rewards: np.ndarray, prompt_ids: np.ndarray, config: Advantages) -> AdvantageResult:
+@dataclass(frozen=True)
+class Moments:
+    """Of the rewards of G groups: ``count`` integer [G]; ``mean`` and ``m2``, the sum of squared deviations, float64 [G]."""
+
+    count: np.ndarray
+    mean: np.ndarray
+    m2: np.ndarray
+
+    @property
+    def std(self) -> np.ndarray:
+        """Unbiased, [G]; 0 for a group of one."""
+        return np.sqrt(self.m2 / np.maximum(self.count - 1, 1))
+
+    def merge(self, other: Moments) -> Moments:
+        """Moments of both sets of samples together (Chan, Golub and LeVeque 1979)."""
+        count = self.count + other.count
+        difference, share = other.mean - self.mean, other.count / np.maximum(count, 1)
+        return Moments(count, self.mean + difference * share, self.m2 + other.m2 + difference**2 * self.count * share)
+
+
+class PromptStatistics:
+    """Moments of every prompt's rewards over all the steps of a stage so far."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[int, tuple[int, float, float]]] = {}
+
+    def update(self, reward: str, prompt_ids: np.ndarray, batch: Moments) -> Moments:
+        """Add a batch, once, and return the moments of its prompts with the batch in them.
+
+        Args:
+            reward: whose moments they are.
+            prompt_ids: the batch's distinct prompts, integer [G].
+            batch: the moments of the batch alone.
+        """
+        seen, prompts = self._seen.setdefault(reward, {}), prompt_ids.tolist()
+        count, mean, m2 = zip(*(seen.get(prompt, (0, 0.0, 0.0)) for prompt in prompts), strict=True)
+        merged = Moments(np.array(count), np.array(mean), np.array(m2)).merge(batch)
+        rows = zip(merged.count.tolist(), merged.mean.tolist(), merged.m2.tolist(), strict=True)
+        seen.update(zip(prompts, rows, strict=True))
+        return merged
+
+    def state(self) -> dict[str, list[list[int | float]]]:
+        """For each reward a list of [prompt id, count, mean, m2]; JSON holds it exactly."""
+        return {reward: [[prompt, *moments] for prompt, moments in seen.items()] for reward, seen in self._seen.items()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, list[list[int | float]]]) -> PromptStatistics:
+        """What ``state`` described."""
+        statistics = cls()
+        for reward, rows in state.items():
+            statistics._seen[reward] = {int(prompt): (int(count), mean, m2) for prompt, count, mean, m2 in rows}
+        return statistics
+
+
+def compute_advantages(
+    scores: Mapping[str, np.ndarray],
+    weights: Mapping[str, float],
+    prompt_ids: np.ndarray,
+    config: Advantages,
+    history: PromptStatistics | None = None,
+) -> AdvantageResult:
     """Group-relative advantages; a group is all samples of one prompt.
 
     Args:
-        rewards: float64 [N]; NaN where scoring failed (masked, not a score).
+        scores: float64 [N] of each reward; not finite where scoring failed, which masks the sample (it is not a score).
+        weights: of the same rewards, positive.
         prompt_ids: integer [N].
+        history: needed by ``config.running``, which adds this batch's scored samples to it: call once per batch.
+
+    Raises:
+        ValueError: ``config.running`` without a history.
     """
-    scored = np.isfinite(rewards)
-    _, group = np.unique(prompt_ids, return_inverse=True)
-    count = np.bincount(group, weights=scored)
-    known = np.where(scored, rewards, 0.0)
-    mean = np.bincount(group, weights=known) / np.maximum(count, 1)
-    centred = np.where(scored, rewards - mean[group], 0.0)
-    variance = np.bincount(group, weights=centred**2) / np.maximum(count - 1, 1)
-    # A spread below float noise is no spread: equal rewards must not become advantages.
-    informative = (count > 1) & (np.sqrt(variance) > 1e-8)
-    keep = scored & informative[group]
-    std = _std(config, rewards[scored], variance)[group]
-    values = np.where(keep, centred / (std + EPSILON), 0.0).clip(-config.clip, config.clip).astype(np.float32)
-    return AdvantageResult(values, keep, _metrics(rewards[scored], len(rewards), count, informative, values[keep]))
+    scored = np.isfinite(np.stack([scores[name] for name in weights])).all(axis=0)
+    rewards = {name: scores[name][scored] for name in weights}
+    total = np.sum([weight * rewards[name] for name, weight in weights.items()], axis=0)
+    prompts, groups = np.unique(prompt_ids, return_inverse=True)
+    group = groups[scored]
+    if config.combine == "sum":
+        rewards, weights = {"sum": total}, {"sum": 1.0}
+
+    advantage, informative = np.zeros(len(total)), np.zeros(len(prompts), bool)
+    for name, reward in rewards.items():
+        normalised, varied = _normalise(name, reward, group, prompts, config, history)
+        advantage += weights[name] / sum(weights.values()) * normalised
+        informative |= varied
+    chosen = np.flatnonzero(informative[group])
+    if config.keep_extremes is not None:
+        chosen = chosen[_extremes(advantage[chosen], group[chosen], config.keep_extremes)]
+
+    values, keep = np.zeros(len(groups), np.float32), np.zeros(len(groups), np.bool_)
+    samples = np.flatnonzero(scored)[chosen]
+    values[samples] = advantage[chosen].clip(-config.clip, config.clip)
+    keep[samples] = True
+    return AdvantageResult(values, keep, _metrics(total, len(groups), informative, values[keep]))
 
 
-def _std(config: Advantages, scored_rewards: np.ndarray, group_variance: np.ndarray) -> np.ndarray:
-    """The divisor of each group, [groups]."""
+def _normalise(
+    name: str, reward: np.ndarray, group: np.ndarray, prompts: np.ndarray, config: Advantages, history: PromptStatistics | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(z of each scored sample [n], which groups have scores and a spread [G]); z is 0 in a group without a spread."""
+    batch = moments = _moments(reward, group, len(prompts))
+    if config.running:
+        if history is None:
+            raise ValueError("advantages.running = true needs the prompts' statistics so far; pass history=PromptStatistics()")
+        moments = history.update(name, prompts, batch)
+    baseline = moments.mean if config.running or config.trim == 0 else _trimmed_mean(reward, group, batch.count, config.trim)
+    varied = (batch.count > 0) & (moments.std > NO_SPREAD)
+    centred = np.where(varied[group], reward - baseline[group], 0.0)
+    return centred / _divisor(config, reward, moments)[group], varied
+
+
+def _moments(reward: np.ndarray, group: np.ndarray, groups: int) -> Moments:
+    count = np.bincount(group, minlength=groups)
+    mean = np.bincount(group, reward, groups) / np.maximum(count, 1)
+    return Moments(count, mean, np.bincount(group, (reward - mean[group]) ** 2, groups))
+
+
+def _divisor(config: Advantages, reward: np.ndarray, moments: Moments) -> np.ndarray:
+    """std + 1e-4 of each group, or 1, [G]."""
     if config.std == "group":
-        return np.sqrt(group_variance)
+        return moments.std + EPSILON
     if config.std == "global":
-        return np.full_like(group_variance, scored_rewards.std(ddof=1) if len(scored_rewards) > 1 else 0.0)
-    return np.full_like(group_variance, 1 - EPSILON)
+        return np.full_like(moments.mean, (reward.std(ddof=1) if len(reward) > 1 else 0.0) + EPSILON)
+    return np.ones_like(moments.mean)
 
 
-def _metrics(
-    scored_rewards: np.ndarray, samples: int, count: np.ndarray, informative: np.ndarray, kept: np.ndarray
-) -> dict[str, float]:
+def _trimmed_mean(reward: np.ndarray, group: np.ndarray, count: np.ndarray, trim: float) -> np.ndarray:
+    """Mean of each group without floor(trim * count) of its rewards at either end, [G]."""
+    # .29 * 100 is 28.999999999999996; and the middle of a group always stays.
+    cut = np.minimum(np.floor(trim * count + 1e-9), np.maximum(count - 1, 0) // 2)
+    rank = _rank(reward, group)
+    middle = (rank >= cut[group]) & (rank < (count - cut)[group])
+    return _moments(reward[middle], group[middle], len(count)).mean
+
+
+def _extremes(advantage: np.ndarray, group: np.ndarray, most: int) -> np.ndarray:
+    """Which samples are among the ``most`` best or worst of their group, [n]."""
+    rank = _rank(advantage, group)
+    return (rank < most) | (rank >= np.bincount(group)[group] - most)
+
+
+def _rank(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Place of each value in its group, from 0 for the smallest; equal values by position, [n]."""
+    order = np.lexsort((values, group))  # stable
+    sorted_group = group[order]
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order)) - np.searchsorted(sorted_group, sorted_group)
+    return rank
+
+
+def _metrics(total: np.ndarray, samples: int, informative: np.ndarray, kept: np.ndarray) -> dict[str, float]:
     metrics = {
-        "reward/scored_share": len(scored_rewards) / samples,
-        "group/size": float(count.mean()),
+        "reward/scored_share": len(total) / samples,
+        "group/size": len(total) / len(informative),
         "group/zero_std_share": float(1 - informative.mean()),
         "group/dropped_samples": float(samples - len(kept)),
     }
-    if len(scored_rewards):
+    if len(total):
         metrics |= {
-            "reward/mean": float(scored_rewards.mean()),
-            "reward/min": float(scored_rewards.min()),
-            "reward/max": float(scored_rewards.max()),
-            "reward/std": float(scored_rewards.std()),
+            "reward/mean": float(total.mean()),
+            "reward/min": float(total.min()),
+            "reward/max": float(total.max()),
+            "reward/std": float(total.std()),
         }
     if len(kept):
         metrics |= {

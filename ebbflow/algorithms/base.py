@@ -1,7 +1,8 @@
-"""What an algorithm is: a pure function from typed terms to (loss, metrics), and a statement of what it needs.
+"""What an algorithm is: a pure function from typed terms to a loss for each, and a statement of what it needs.
 
 A *term* is one row of the loss. Trajectory algorithms have a term per (sample, trained denoising step), forward-process
-algorithms one per (sample, draw of sigma and noise).
+algorithms one per (sample, draw of sigma and noise). The update takes the mean over the terms, weighs them where rollouts are
+corrected, adds the reference penalty, and can say which term was not finite: no algorithm does any of this itself.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
+from ebbflow.algorithms import units
 from ebbflow.flow.transition import Transition
+from ebbflow.recipe.algorithms import AlgorithmConfig
 
-CopyName = Literal["reference", "old"]
-Metrics = dict[str, Tensor]
+CopyName = Literal["reference", "old", "teacher"]
+Rows = dict[str, Tensor]
+"""Metrics by name, a value for each term: [M]."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,15 @@ class TrajectoryTerms:
     Attributes:
         transition: the step under the policy being trained, with gradient.
         log_prob: [M] of the recorded next latents, with gradient.
-        old_log_prob: [M], under the policy that generated them.
+        old_mean: [M, ...], mu under the policy that the ratio is against.
+        old_log_prob: [M], under the same.
         copies: the step under each policy copy that the algorithm asked for.
         advantage: [M].
     """
 
     transition: Transition
     log_prob: Tensor
+    old_mean: Tensor
     old_log_prob: Tensor
     copies: Mapping[CopyName, Transition]
     advantage: Tensor
@@ -48,6 +55,7 @@ class ForwardTerms:
         velocity: under the policy being trained, with gradient, [M, ...].
         copies: the velocity under each policy copy that the algorithm asked for.
         advantage: [M].
+        unit: integer [M], ascending; equal for the rows of one pair or group, which share sigma and noise and are all here.
     """
 
     clean: Tensor
@@ -56,27 +64,34 @@ class ForwardTerms:
     velocity: Tensor
     copies: Mapping[CopyName, Tensor]
     advantage: Tensor
+    unit: Tensor
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One entry of the registry.
+    """One algorithm; its hyper-parameters' class says in a line what it does and which terms and stages are its own.
 
     Attributes:
-        summary: one line for people.
-        terms: which of the two kinds of terms the loss takes.
-        loss: (terms, hyper-parameters) -> (mean over the terms, metrics).
+        config: the class of its hyper-parameters.
+        loss: (terms, hyper-parameters) -> (loss of each term [M], metrics of each term).
         copies: the policy copies whose predictions the loss needs, given its hyper-parameters.
-        draws: draws of (sigma, noise) per sample, for forward terms.
-        old_decay: (hyper-parameters, optimiser step) -> d of old <- d old + (1 - d) theta, where an old policy is kept.
+        select: (advantage [N], keep [N], prompt ids [N], hyper-parameters) -> the units to train on, each the indices of samples
+            whose terms must stay together; by default every kept sample by itself.
+        old_decay: (hyper-parameters, optimiser step from one) -> d of old <- d old + (1 - d) theta.
+        generates: which policy makes the rollouts.
     """
 
-    summary: str
-    terms: type[TrajectoryTerms] | type[ForwardTerms]
-    loss: Callable[[Any, Any], tuple[Tensor, Metrics]]
-    copies: Callable[[Any], frozenset[CopyName]]
-    draws: Callable[[Any], int] = lambda config: 1
-    old_decay: Callable[[Any, int], float] | None = None
+    config: type[AlgorithmConfig]
+    loss: Callable[[Any, Any], tuple[Tensor, Rows]]
+    copies: Callable[[Any], frozenset[CopyName]] = lambda config: frozenset()
+    select: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], list[np.ndarray]] = units.each
+    old_decay: Callable[[Any, int], float] = lambda config, optimizer_step: 1.0
+    generates: Literal["current", "old"] = "current"
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        return (self.config.__doc__ or "").strip().splitlines()[0]
 
 
 def per_term(values: Tensor) -> Tensor:
@@ -87,3 +102,21 @@ def per_term(values: Tensor) -> Tensor:
 def rows(values: Tensor, like: Tensor) -> Tensor:
     """[M] shaped to broadcast over the rows of ``like``."""
     return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def gaussian_kl(step: Transition, mean: Tensor) -> Tensor:
+    """KL between the step and one with the same std and another mean, per latent element: mean((mu - mean)^2) / (2 b^2), [M]."""
+    return per_term((step.mean - mean) ** 2) / (2 * step.std**2)
+
+
+def flow_matching_error(terms: ForwardTerms, velocity: Tensor) -> Tensor:
+    """mean((v - u)^2) with the target u = eps - x0, [M]."""
+    return per_term((velocity - (terms.noise - terms.clean)) ** 2)
+
+
+def unit_mean(values: Tensor, unit: Tensor) -> Tensor:
+    """The mean of [M] values over the rows of the same unit, at every row."""
+    _, index = unit.unique_consecutive(return_inverse=True)
+    count = index.bincount()
+    total = values.new_zeros(len(count)).index_add(0, index, values)
+    return (total / count)[index]

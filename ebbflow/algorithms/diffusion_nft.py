@@ -1,43 +1,51 @@
 r"""DiffusionNFT (2509.16117): contrast an implicit better with an implicit worse policy, on the forward process alone.
 
-    p   = clip(A / 10 + 1/2, 0, 1)                                        A is already clamped to +-5
+    p   = clip(A / 10 + 1/2, 0, 1)          A is clamped to +-advantages.clip, 5 by default
     v+  = beta v + (1 - beta) v_old,        v- = (1 + beta) v_old - beta v
     x0+- = x_sigma - sigma v+-,             w+- = sg max(mean|x0+- - x0|, 1e-5),   l+- = mean((x0+- - x0)^2) / w+-
-    L   = 5 mean[(p l+ + (1 - p) l-) / beta] + k mean((v - v_ref)^2)
+    L   = 5 mean[(p l+ + (1 - p) l-) / beta]
 
 It needs the final latents and the reward, no trajectory and no log-probability, so any sampler may generate them. They come from
 the OLD policy, which is part of the policy folder.
 
-Deviations: online, the old policy follows after every optimiser step (not every epoch), with a decay that grows to a maximum;
-offline it stays fixed through the stage. The sigmas of a sample are stratified.
+Deviations: online, the old policy follows after every optimiser step (not every epoch); offline it stays fixed through the stage.
+The sigmas of a sample are stratified. Published code adds the penalty k mean((v - v_ref)^2), k = 1e-4: the stage's ``reference``.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import Algorithm, CopyName, ForwardTerms, Metrics, per_term, rows
+from ebbflow.algorithms.base import Algorithm, ForwardTerms, Rows, per_term, rows
 from ebbflow.recipe.algorithms import DiffusionNFT
 
 
-def loss(terms: ForwardTerms, config: DiffusionNFT) -> tuple[Tensor, Metrics]:
-    """Mean over the terms, and the metrics of the step."""
+def loss(terms: ForwardTerms, config: DiffusionNFT) -> tuple[Tensor, Rows]:
+    """Loss and metrics of each term, [M]."""
     old = terms.copies["old"]
-    preference = (terms.advantage / 10 + 0.5).clamp(0, 1)
+    preference = (shaped(terms.advantage, config) / 10 + 0.5).clamp(0, 1)
     better = config.beta * terms.velocity + (1 - config.beta) * old
     worse = (1 + config.beta) * old - config.beta * terms.velocity
     better_error, worse_error = _weighted_error(terms, better), _weighted_error(terms, worse)
-    total = 5 * ((preference * better_error + (1 - preference) * worse_error) / config.beta).mean()
     metrics = {
-        "nft/better_error": better_error.mean(),
-        "nft/worse_error": worse_error.mean(),
-        "nft/old_deviation": per_term((terms.velocity - old) ** 2).mean(),
+        "nft/better_error": better_error,
+        "nft/worse_error": worse_error,
+        "nft/old_deviation": per_term((terms.velocity - old) ** 2),
     }
-    if config.reference_weight > 0:
-        drift = per_term((terms.velocity - terms.copies["reference"]) ** 2).mean()
-        total = total + config.reference_weight * drift
-        metrics["kl/reference"] = drift
-    return total, metrics
+    return 5 * (preference * better_error + (1 - preference) * worse_error) / config.beta, metrics
+
+
+def shaped(advantage: Tensor, config: DiffusionNFT) -> Tensor:
+    """What the mode makes of the advantages, [M]."""
+    modes = {
+        "all": advantage,
+        "positive_only": advantage.clamp_min(0),
+        "negative_only": advantage.clamp_max(0),
+        "one_only": (advantage > 0).to(advantage),
+        "binary": torch.sign(advantage),
+    }
+    return modes[config.advantages]
 
 
 def _weighted_error(terms: ForwardTerms, velocity: Tensor) -> Tensor:
@@ -48,21 +56,10 @@ def _weighted_error(terms: ForwardTerms, velocity: Tensor) -> Tensor:
     return per_term(error**2) / weight
 
 
-def copies(config: DiffusionNFT) -> frozenset[CopyName]:
-    return frozenset({"old", "reference"} if config.reference_weight > 0 else {"old"})
-
-
-def old_decay(config: DiffusionNFT, optimizer_step: int) -> float:
-    """d = old_policy_decay * min(1, step / old_policy_decay_steps)."""
-    ramp = min(1.0, optimizer_step / config.old_policy_decay_steps) if config.old_policy_decay_steps else 1.0
-    return config.old_policy_decay * ramp
-
-
 ALGORITHM = Algorithm(
-    summary="forward-process contrast of better and worse samples; needs final latents only",
-    terms=ForwardTerms,
-    loss=loss,
-    copies=copies,
-    draws=lambda config: config.noise_levels,
-    old_decay=old_decay,
+    DiffusionNFT,
+    loss,
+    copies=lambda config: frozenset({"old"}),
+    old_decay=lambda config, optimizer_step: config.old.decay(optimizer_step),
+    generates="old",
 )

@@ -47,6 +47,8 @@ def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
 
 def _require_enough(recipe: Recipe, trained: int) -> None:
     for index, stage in enumerate(recipe.stages):
+        if stage.kind == "offline" and stage.pairs:
+            continue  # brings its own prompts
         wanted = stage.prompts_per_step if stage.kind == "online" else stage.prompts
         if wanted > trained:
             raise PromptError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,22 @@ def write_table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
     ``about`` says what made the table (seconds, sampler, recipe ...) and is stored as JSON in the file's metadata; it may be
     filled while the batches are being drawn. The file appears under its name only when it is whole.
     """
+    with new_table(path, schema, about) as write:
+        for batch in batches:
+            write(batch)
+
+
+@contextmanager
+def new_table(path: Path, schema: pa.Schema, about: dict[str, Any]) -> Iterator[Callable[[pa.RecordBatch], None]]:
+    """Yield what writes a batch; ``write_table`` for when several tables are written at once.
+
+    At the end of the block the table appears; an exception leaves nothing behind.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
         with pq.ParquetWriter(unfinished, schema, compression="zstd") as writer:
-            for batch in batches:
-                writer.write_batch(batch)
+            yield writer.write_batch
             writer.add_key_value_metadata({_ABOUT.decode(): json.dumps(about, sort_keys=True)})
         unfinished.replace(path)
     finally:

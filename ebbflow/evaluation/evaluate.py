@@ -14,14 +14,13 @@ from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.data.tables import nullable, write_table
 from ebbflow.flow.noise import Stream, derive_seed, noise
-from ebbflow.models import Conditioning, Model
+from ebbflow.models import Conditioning, Model, load_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.stages import Sampler
 from ebbflow.records import Evaluation
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
 from ebbflow.rollouts.generate import SampleKeys, generate
 from ebbflow.rollouts.images import encode_png
-from ebbflow.stage import open_model
 from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy, read_card
 
@@ -30,10 +29,15 @@ DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
 
 
 def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, label: str, samples: Path) -> Evaluation:
-    """Evaluate the policy of a folder with everything the recipe scores with, guards included."""
-    model = open_model(recipe, base)
-    policy = Policy(model, read_card(folder).config, recipe.seed)
-    card = policy.load(folder)
+    """Evaluate the policy of a folder with everything the recipe scores with, guards included.
+
+    The policy may be a champion of another recipe: what it is and the family of its base model are those of its card.
+    """
+    torch.set_num_threads(recipe.threads)
+    card = read_card(folder)
+    model = load_model(base, card.family)
+    policy = Policy(model, card.config, recipe.seed)
+    policy.load(folder)
     scorer = load_scorer(recipe.rewards.terms, recipe.rewards.guards)
     chosen = [prompt for prompt in read_prompts(prompts) if prompt.split != "train"]
     return evaluate(recipe, model, policy, card.version, scorer, chosen, label, samples)

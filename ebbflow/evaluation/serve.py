@@ -17,8 +17,8 @@ def generate_images(base: Path, policy: Path, prompts: list[str], seeds: list[in
 
     The image depends on its prompt and its seed alone, not on the others beside it.
     """
-    model = load_model(base)
     card = read_card(policy)
+    model = load_model(base, card.family)
     Policy(model, card.config, seed=0).load(policy)
     sampler = Sampler(name="ode", steps=Evaluation().steps)
     images = []

@@ -66,7 +66,7 @@ def transition(
 
     Everything is computed in float32 at least: bf16 latents alone move the first ratio off 1.
     """
-    latents, velocity = _at_least_float32(latents), _at_least_float32(velocity)
+    latents, velocity = at_least_float32(latents), at_least_float32(velocity)
     sigmas = sigmas.to(latents)
     sigma, sigma_next = sigmas[step], sigmas[step + 1]
     dt = sigma_next - sigma
@@ -130,5 +130,6 @@ def _rows(value: Tensor, like: Tensor) -> Tensor:
     return value if value.ndim == 0 else value.view(-1, *[1] * (like.ndim - 1))
 
 
-def _at_least_float32(value: Tensor) -> Tensor:
+def at_least_float32(value: Tensor) -> Tensor:
+    """float64 as it is, everything else as float32."""
     return value if value.dtype == torch.float64 else value.float()

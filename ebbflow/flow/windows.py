@@ -1,4 +1,4 @@
-"""Which denoising steps are stochastic and trained: one draw per optimisation step, shared by every sample and rank.
+"""Which denoising steps are stochastic and which are trained: one draw per optimisation step, shared by every sample and rank.
 
 A window per sample collapses training (a published pitfall), so nothing here takes a sample.
 """
@@ -6,29 +6,74 @@ A window per sample collapses training (a published pitfall), so nothing here ta
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
 
 from ebbflow.flow.noise import Stream, generator
 from ebbflow.recipe.stages import Window
 
 
-def trained_steps(window: Window, denoising_steps: int, optimisation_step: int, seed: int) -> range:
-    """The contiguous denoising steps of this optimisation step, never empty.
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of the denoising steps in one optimisation step.
 
-    The last denoising step is deterministic under every window: its noise would stay in the image.
+    Attributes:
+        stochastic: the steps that follow the sampler, ascending, never empty, without the last one, whose noise would stay in
+            the image; the others are deterministic.
+        trained: those that are recorded and learnt from; ascending, never empty, among the stochastic ones.
+        tail: after the last stochastic step, DPM-Solver++ takes this share of the remaining steps.
     """
-    stochastic = denoising_steps - 1
+
+    stochastic: tuple[int, ...]
+    trained: tuple[int, ...]
+    tail: float | None = None
+
+
+def plan(window: Window, denoising_steps: int, optimisation_step: int, seed: int) -> Plan:
+    """The steps of this optimisation step, for a window that fits into the denoising steps (the recipe has checked that)."""
+    every = tuple(range(denoising_steps - 1))
     if window.kind == "all":
-        return range(stochastic)
+        return Plan(every, every, window.tail)
+    if window.kind == "share":
+        return Plan(every, _share(window.share, len(every), _draw(optimisation_step, seed)), window.tail)
     start = _start(window, denoising_steps, optimisation_step, seed)
-    return range(start, min(start + window.size, stochastic))
+    inside = every[start : start + window.size]
+    return Plan(inside, inside, window.tail)
+
+
+def _share(share: float, count: int, draw: np.random.Generator) -> tuple[int, ...]:
+    """A random share of the steps, at least one (DanceGRPO, 2505.07818)."""
+    chosen = draw.choice(count, size=max(1, round(share * count)), replace=False)
+    return tuple(sorted(chosen.tolist()))
 
 
 def _start(window: Window, denoising_steps: int, optimisation_step: int, seed: int) -> int:
-    last = min(math.ceil(window.limit * denoising_steps), denoising_steps - window.size) - 1
-    choices = range(window.start, max(last, window.start) + 1, window.stride)
     if window.kind == "fixed":
         return window.start
+    starts = range(window.start, min(math.ceil(window.limit * denoising_steps), denoising_steps - window.size), window.stride)
     if window.kind == "random":
-        draw = generator(seed, prompt_id=0, sample=optimisation_step, step=0, stream=Stream.WINDOWS)
-        return int(draw.choice(choices))
-    return choices[optimisation_step // window.steps_per_window % len(choices)]
+        return int(_draw(optimisation_step, seed).choice(starts))
+    return _moving_start(window, starts, denoising_steps, optimisation_step)
+
+
+def _moving_start(window: Window, starts: range, denoising_steps: int, optimisation_step: int) -> int:
+    """Each start in turn for as long as it stays; then from the first again, or the last for good."""
+    ends = list(accumulate(_stay(window, start, denoising_steps) for start in starts))
+    if window.roll_over:
+        optimisation_step %= ends[-1]
+    return starts[min(bisect_right(ends, optimisation_step), len(starts) - 1)]
+
+
+def _stay(window: Window, start: int, denoising_steps: int) -> int:
+    """Optimisation steps that a window stays at a start; ever fewer for late ones when it decays (MixGRPO, 2507.21802)."""
+    if window.kind == "progressive":
+        return window.steps_per_window
+    after = math.ceil(denoising_steps / 2) if window.decay_after is None else window.decay_after
+    return max(1, math.ceil(window.steps_per_window * math.exp(-window.decay * max(start - after, 0))))
+
+
+def _draw(optimisation_step: int, seed: int) -> np.random.Generator:
+    return generator(seed, prompt_id=0, sample=optimisation_step, step=0, stream=Stream.WINDOWS)

@@ -59,6 +59,13 @@ class Model(Protocol):
     def decode(self, latents: Tensor) -> np.ndarray:
         """Images, uint8 RGB [N, height, width, 3]."""
 
+    def encode_images(self, images: np.ndarray) -> Tensor:
+        """Latents [N, *latent_shape] of images, uint8 RGB [N, height, width, 3]: the inverse of ``decode`` up to quantisation.
+
+        Raises:
+            ModelError: the images do not have the size of the latents; names both.
+        """
+
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks of the transformer, in order: the units of FSDP sharding."""
 

@@ -92,6 +92,15 @@ class GlyphModel:
         grey = ((pixels + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
         return grey.transpose(0, 2, 3, 1).repeat(3, axis=3)
 
+    def encode_images(self, images: np.ndarray) -> Tensor:
+        _, height, width = self.latent_shape
+        if images.shape[1:] != (height, width, 3):
+            raise ModelError(
+                f"images of shape {images.shape[1:]} (height, width, channels) do not fit a glyph model that draws "
+                f"{(height, width, 3)}; resize them"
+            )
+        return to_latents(images.mean(axis=3)).to(self.text_encoder.device)
+
     def blocks(self) -> list[nn.Module]:
         return list(self.transformer.transformer_blocks)
 
@@ -108,7 +117,7 @@ class GlyphModel:
 
 
 def to_latents(grey: np.ndarray) -> Tensor:
-    """Grey images, uint8 [N, height, width], as latents, float32 [N, 1, height, width]."""
+    """Grey images, [N, height, width] in 0 to 255, as latents, float32 [N, 1, height, width]."""
     pixels = torch.from_numpy(grey).float()[:, None] / 127.5 - 1
     return (pixels - PIXEL_SHIFT) / PIXEL_SCALE
 

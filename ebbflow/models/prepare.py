@@ -20,7 +20,7 @@ def train_base(training: GlyphTraining, threads: int, folder: Path) -> None:
     load_model(folder)
 
 
-def copy_base(source: Path, folder: Path) -> None:
+def copy_base(source: Path, folder: Path, family: str = "glyph") -> None:
     """Take over a base-model folder that loads, committed.
 
     Raises:
@@ -29,6 +29,6 @@ def copy_base(source: Path, folder: Path) -> None:
     """
     if (source / COMMIT).exists():
         verify(source)
-    load_model(source)
+    load_model(source, family)
     with new_folder(folder) as unfinished:
         shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST, COMMIT))

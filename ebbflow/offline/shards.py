@@ -53,13 +53,15 @@ def generate_shard_from_folders(place: Place, base: Path, folder: Path, prompts:
 def _generated(
     place: Place, model: Model, policy: Policy, version: int, prompts: list[Prompt], groups_at_once: int, clock: Clock
 ) -> Iterator[pa.RecordBatch]:
-    schema = rollout_schema(model.latent_shape)
-    progress = tqdm(total=len(prompts) * place.config.group_size, desc=f"{place.label} rollout", unit="image", disable=None)
+    schema, config = rollout_schema(model.latent_shape), place.config
+    progress = tqdm(total=len(prompts) * config.group_size, desc=f"{place.label} rollout", unit="image", disable=None)
     for start in range(0, len(prompts), groups_at_once):
-        with clock.phase("rollout"), policy.using(place.rollout_copy):
+        with clock.phase("rollout"), policy.using(place.algorithm.generates):
             repeated, keys = place.groups(prompts[start : start + groups_at_once], step=0)
             conditioning = model.encode([prompt.prompt for prompt in repeated])
-            latents = generate(model, conditioning, keys, place.config.sampler, micro_batch=place.config.micro_batch).latents
+            latents = generate(
+                model, conditioning, keys, config.sampler, micro_batch=config.micro_batch, precision=config.rollout_precision
+            ).latents
             images = encode_png(model.decode(latents))
         progress.update(len(images))
         yield pa.record_batch(
@@ -81,7 +83,7 @@ def _about(place: Place, shard: int, clock: Clock) -> dict[str, Any]:
         "seed": place.seed,
         "shard": shard,
         "engine": "diffusers",
-        "dtype": "float32",
+        "dtype": place.config.rollout_precision,
         "sampler": place.config.sampler.model_dump(),
         "micro_batch": place.config.micro_batch,
         "seconds": clock.seconds,
@@ -106,7 +108,7 @@ def score_shard(place: Place, scorer: Scorer, prompts: list[Prompt], rollouts: P
     tables = [table for _, table in parts]
     require_scored(_concatenated(tables), place.recipe.rewards.max_failed_share)
     schema = score_schema(sorted(tables[0].metrics))
-    about = {key: value for key, value in about_table(rollouts).items() if key != "seconds"} | {"seconds": clock.seconds}
+    about = about_table(rollouts) | {"seconds": clock.seconds, "weights": scorer.weights}
     write_table(path, schema, (_scored(schema, batch, table) for batch, table in parts), about)
 
 

@@ -21,14 +21,17 @@ from ebbflow.data.tables import about_table, read_column, read_table, row_count,
 from ebbflow.flow.noise import Stream, generator
 from ebbflow.models import Conditioning, Model
 from ebbflow.offline.shards import read_latents
+from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import SampleKeys
 from ebbflow.stage import Log, Place, open_model, open_policy, save_policy
 from ebbflow.timing import Clock
-from ebbflow.training.batches import forward_batch
+from ebbflow.training.batches import forward_batch, passes
 from ebbflow.training.distributed import Ranks
-from ebbflow.training.policy import Policy
-from ebbflow.training.update import make_optimizer, optimise
+from ebbflow.training.update import Learner, TrainingError
+
+Units = list[np.ndarray]
+"""Positions in a shard's trainable rows; those of a unit stay together."""
 
 Encode = Callable[[Sequence[int]], Conditioning]
 
@@ -38,10 +41,11 @@ def write_advantages(place: Place, scores: list[Path], path: Path) -> dict[str, 
 
     Samples without a score and groups without variance are left out and counted in the statistics.
     """
-    table = pa.concat_tables([read_table(shard).select(["prompt_id", "sample", "reward"]) for shard in scores])
-    rewards = table["reward"].to_numpy()
+    weights = about_table(scores[0])["weights"]
+    table = pa.concat_tables([read_table(shard).select(["prompt_id", "sample", *weights]) for shard in scores])
     prompt_ids = table["prompt_id"].to_numpy()
-    result = compute_advantages(rewards, prompt_ids, place.config.advantages)
+    rewards = {name: table[name].to_numpy() for name in weights}
+    result = compute_advantages(rewards, weights, prompt_ids, place.config.advantages)
     columns = [prompt_ids, table["sample"].to_numpy(), result.values]
     batch = pa.record_batch([pa.array(column[result.keep]) for column in columns], schema=ADVANTAGES)
     about = {"stage": place.label, "metrics": result.metrics, "seconds": _seconds(scores, "scoring")}
@@ -51,13 +55,14 @@ def write_advantages(place: Place, scores: list[Path], path: Path) -> dict[str, 
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of a rollout shard that are worth training on: row numbers, keys and advantages."""
+    """The rows of a rollout shard that are worth training on: row numbers, keys, advantages, and which of them stay together."""
 
     path: Path
     rows: np.ndarray
     prompt_ids: np.ndarray
     samples: np.ndarray
     advantage: np.ndarray
+    units: Units
 
 
 @dataclass(frozen=True)
@@ -66,50 +71,55 @@ class Part:
 
     Attributes:
         epoch: how often these samples were trained on before.
-        batch_size: samples of the whole batch, over all processes.
+        units: of the whole batch, over all processes.
+        unit: integer [N], ascending: which samples stay together.
         clean: final latents, fp32 [N, ...].
+        conditioning: the encoded prompts.
         advantage: [N].
     """
 
     epoch: int
-    batch_size: int
+    units: Units
     keys: SampleKeys
+    unit: np.ndarray
     clean: Tensor
+    conditioning: Conditioning
     advantage: Tensor
 
 
 def train_epochs(
-    place: Place, model: Model, policy: Policy, prompts: list[Prompt], rollouts: list[Path], advantages: Path, log: Log
+    place: Place, model: Model, learner: Learner, prompts: list[Prompt], rollouts: list[Path], advantages: Path, log: Log
 ) -> StageRecord:
-    """Train ``policy`` in place on stored rollouts; every process of an FSDP group calls it with the same arguments.
+    """Train the learner's policy in place on stored rollouts; every process of an FSDP group calls it with the same arguments.
 
-    The old policy is the one that generated the rollouts; it stays as it is.
+    An old policy that generated the rollouts stays as it is.
 
     Args:
         prompts: the training split.
         log: called with the metrics of every optimiser step and its number, from zero.
     """
     config, ranks, clock = place.offline, Ranks.current(), Clock()
-    optimizer = make_optimizer(policy, config.optimizer)
-    shards = _large_enough([_trainable_rows(path, read_table(advantages, ADVANTAGES)) for path in rollouts], ranks)
-    encode = _encoder(model, prompts, shards)
-    updates = config.epochs * sum(len(_batches(shard.rows, config.batch_size, ranks.world)) for shard in shards)
-    name, quiet = f"{place.label} {config.algorithm.name}", None if ranks.rank == 0 else True
-    schedule = tqdm(_schedule(place, shards, ranks), name, updates, unit="step", disable=quiet)
+    table = read_table(advantages, ADVANTAGES)
+    shards = _large_enough([_trainable_rows(place, path, table) for path in rollouts], learner, ranks)
+    updates = config.epochs * sum(len(_batches(shard.units, config.batch_size, ranks.world)) for shard in shards)
+    name, quiet = f"{place.label} {config.algorithm_name}", None if ranks.rank == 0 else True
+    schedule = tqdm(_schedule(place, model, prompts, shards, ranks), name, updates, unit="step", disable=quiet)
     for step, part in enumerate(schedule):
         before = clock.seconds["training"]
         with clock.phase("training"):
-            metrics = _optimise(place, policy, optimizer, encode, part, ranks)
+            metrics = _update(place, learner, part, ranks)
         seconds = clock.seconds["training"] - before
-        speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / part.batch_size}
+        images = sum(map(len, part.units))
+        speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / images}
         log(metrics | speed | {"epoch": part.epoch}, step)
         schedule.set_postfix(loss=f"{metrics['loss']:.4f}")
     return StageRecord(
         label=place.label,
-        algorithm=config.algorithm.name,
+        algorithm=config.algorithm_name,
         samples=sum(row_count(path) for path in rollouts),
-        optimizer_steps=updates,
+        optimizer_steps=learner.updates,
         seconds={**_seconds(rollouts, "rollout"), **about_table(advantages)["seconds"], **clock.seconds},
+        alarms=learner.alarms,
     )
 
 
@@ -120,82 +130,106 @@ def train_offline_folder(
     ranks = Ranks.current()
     model = open_model(place.recipe, base)
     policy, card = open_policy(place, model, folder, shard=ranks.world > 1)
-    record = train_epochs(place, model, policy, read_prompts(prompts, "train"), rollouts, advantages, log)
-    if place.algorithm.old_decay:
+    learner = Learner(policy, place.offline, card)
+    record = train_epochs(place, model, learner, read_prompts(prompts, "train"), rollouts, advantages, log)
+    if place.algorithm.generates == "old":
         policy.snapshot("old")  # the next stage generates with what this one learnt
-    save_policy(place, policy, card, record, trained, write=ranks.rank == 0)
+    save_policy(place, learner, card, record, trained, write=ranks.rank == 0)
     return record
 
 
-def _optimise(
-    place: Place, policy: Policy, optimizer: torch.optim.Optimizer, encode: Encode, part: Part, ranks: Ranks
-) -> dict[str, float]:
+def _update(place: Place, learner: Learner, part: Part, ranks: Ranks) -> dict[str, float]:
     """One optimiser step of all processes, this one on its part of the batch."""
-    config, algorithm = place.offline, place.algorithm
-    conditioning = encode(part.keys.prompt_ids)
-    device = conditioning.embeds.device
-    draws = algorithm.draws(config.algorithm)
-    terms = forward_batch(part.clean.to(device), conditioning, part.advantage.to(device), part.keys, draws, visit=part.epoch)
-    passes = _passes(part.batch_size, ranks.world, draws, config.micro_batch)
-    return optimise(
-        policy, optimizer, algorithm, config.algorithm, terms, config.optimizer, passes, total_terms=part.batch_size * draws
-    )
+    hyper = place.config.hyper
+    assert isinstance(hyper, ForwardConfig)
+    device = part.conditioning.embeds.device
+    clean, advantage = part.clean.to(device), part.advantage.to(device)
+    batch = forward_batch(clean, part.conditioning, advantage, part.keys, part.unit, hyper, visit=part.epoch)
+    return learner.update(batch, _passes(part.units, ranks.world, hyper.noise_levels, place.config.micro_batch))
 
 
-def _passes(samples: int, world: int, draws: int, micro_batch: int) -> int:
-    """Passes of at most ``micro_batch`` terms that every process can take part in: their shares may differ by one sample."""
-    largest, smallest = math.ceil(samples / world) * draws, samples // world * draws
-    return min(math.ceil(largest / micro_batch), smallest)
+def _passes(units: Units, world: int, draws: int, micro_batch: int) -> int:
+    """Passes of about ``micro_batch`` terms that every process can take part in: their shares may differ by one unit."""
+    largest, smallest = math.ceil(len(units) / world) * draws, len(units) // world * draws
+    return min(passes(largest, max(map(len, units)), micro_batch), smallest)
 
 
-def _trainable_rows(path: Path, advantages: pa.Table) -> Shard:
+def _trainable_rows(place: Place, path: Path, advantages: pa.Table) -> Shard:
     keys = pa.table({name: read_column(path, name) for name in ("prompt_id", "sample")})
     keys = keys.append_column("row", pa.array(np.arange(len(keys))))
     found = keys.join(advantages, ["prompt_id", "sample"], join_type="inner").sort_by("row")
-    return Shard(path, *(found[name].to_numpy() for name in ("row", "prompt_id", "sample", "advantage")))
+    rows, prompt_ids, samples, advantage = (found[name].to_numpy() for name in ("row", "prompt_id", "sample", "advantage"))
+    units = place.algorithm.select(advantage, np.ones(len(rows), bool), prompt_ids, place.config.hyper)
+    return Shard(path, rows, prompt_ids, samples, advantage, units)
 
 
-def _large_enough(shards: list[Shard], ranks: Ranks) -> list[Shard]:
-    """The shards from which every process gets a sample; the others are named in a warning."""
-    small = [shard for shard in shards if len(shard.rows) < ranks.world]
-    if small and ranks.rank == 0:
-        listed = ", ".join(f"{shard.path.name} ({len(shard.rows)})" for shard in small)
-        warnings.warn(f"left out, fewer samples to train on than processes ({ranks.world}): {listed}", stacklevel=3)
-    return [shard for shard in shards if len(shard.rows) >= ranks.world]
+def _large_enough(shards: list[Shard], learner: Learner, ranks: Ranks) -> list[Shard]:
+    """The shards from which every process gets a unit; the others are named in an alarm.
+
+    Raises:
+        TrainingError: there is something to learn from, and no shard of it is large enough.
+    """
+    large = [shard for shard in shards if len(shard.units) >= ranks.world]
+    left_out = {shard.path.name: len(shard.units) for shard in shards if 0 < len(shard.units) < ranks.world}
+    if not any(shard.units for shard in shards):
+        learner.alarms.append("nothing was learnt: no group has samples that score differently")
+        warnings.warn(learner.alarms[-1], stacklevel=3)
+    if not left_out:
+        return large
+    listed = ", ".join(f"{name} ({units})" for name, units in left_out.items())
+    problem = f"shards with fewer samples, pairs or groups to train on than the {ranks.world} processes: {listed}"
+    if not large:
+        raise TrainingError(f"{problem}; lower the stage's 'shards' or EBBFLOW_TRAIN_PROCESSES, or generate more prompts")
+    learner.alarms.append(f"left out: {problem}")
+    if ranks.rank == 0:
+        warnings.warn(learner.alarms[-1], stacklevel=3)
+    return large
 
 
-def _encoder(model: Model, prompts: list[Prompt], shards: list[Shard]) -> Encode:
-    """Encodes every prompt of the stage once; returns the conditioning of given prompt ids."""
-    wanted = np.unique([prompt_id for shard in shards for prompt_id in shard.prompt_ids.tolist()])
-    by_id = {prompt.prompt_id: prompt.prompt for prompt in prompts}
-    table = model.encode([by_id[prompt_id] for prompt_id in wanted.tolist()]) if len(wanted) else None
-
-    def encode(prompt_ids: Sequence[int]) -> Conditioning:
-        assert table is not None
-        return table.rows(torch.from_numpy(np.searchsorted(wanted, prompt_ids)))
-
-    return encode
-
-
-def _schedule(place: Place, shards: list[Shard], ranks: Ranks) -> Iterator[Part]:
+def _schedule(place: Place, model: Model, prompts: list[Prompt], shards: list[Shard], ranks: Ranks) -> Iterator[Part]:
     """This process's part of the batch of every optimiser step.
 
-    An epoch goes through the shards in a seeded order and shuffles inside each, so one shard is in memory at a time.
+    An epoch goes through the shards in a seeded order and shuffles inside each, so one shard, with its encoded prompts, is in
+    memory at a time.
     """
+    texts = {prompt.prompt_id: prompt.prompt for prompt in prompts}
     for epoch in range(place.offline.epochs):
         for index in _order(place.seed, epoch, 0, len(shards)):
             shard = shards[index]
-            latents = read_latents(shard.path)
-            order = _order(place.seed, epoch, 1 + index, len(shard.rows))
+            latents, encode = read_latents(shard.path), _encoder(model, texts, shard, place.config.micro_batch)
+            order = [shard.units[i] for i in _order(place.seed, epoch, 1 + index, len(shard.units))]
             for batch in _batches(order, place.offline.batch_size, ranks.world):
-                mine = np.array_split(batch, ranks.world)[ranks.rank]
-                keys = SampleKeys(place.seed, shard.prompt_ids[mine].tolist(), shard.samples[mine].tolist())
-                yield Part(epoch, len(batch), keys, latents[shard.rows[mine]], torch.from_numpy(shard.advantage[mine]))
+                yield _part(place, shard, latents, encode, epoch, batch, ranks)
 
 
-def _batches(rows: np.ndarray, batch_size: int, world: int) -> list[np.ndarray]:
-    """The rows in equal batches of about ``batch_size``, each with a sample for every process: no small last one."""
-    return np.array_split(rows, min(math.ceil(len(rows) / batch_size), len(rows) // world))
+def _encoder(model: Model, texts: dict[int, str], shard: Shard, at_once: int) -> Encode:
+    """Encodes every text of a shard once; returns the conditioning of given prompt ids."""
+    wanted = sorted({texts[prompt_id] for prompt_id in shard.prompt_ids.tolist()})
+    parts = [model.encode(wanted[start : start + at_once]) for start in range(0, len(wanted), at_once)]
+    table = Conditioning(torch.cat([part.embeds for part in parts]), torch.cat([part.pooled for part in parts]))
+    place = {text: row for row, text in enumerate(wanted)}
+    return lambda prompt_ids: table.rows(torch.tensor([place[texts[prompt_id]] for prompt_id in prompt_ids]))
+
+
+def _part(place: Place, shard: Shard, latents: Tensor, encode: Encode, epoch: int, batch: Units, ranks: Ranks) -> Part:
+    """This process's part of a batch."""
+    mine = _deal(batch, ranks.world)[ranks.rank]
+    rows = np.concatenate(mine)
+    keys = SampleKeys(place.seed, shard.prompt_ids[rows].tolist(), shard.samples[rows].tolist())
+    unit = np.repeat(np.arange(len(mine)), [len(unit) for unit in mine])
+    advantage = torch.from_numpy(shard.advantage[rows])
+    return Part(epoch, batch, keys, unit, latents[shard.rows[rows]], encode(keys.prompt_ids), advantage)
+
+
+def _batches(units: Units, batch_size: int, world: int) -> list[Units]:
+    """The units in equal batches of about ``batch_size`` samples, each with a unit for every process: no small last one."""
+    samples = sum(map(len, units))
+    return _deal(units, min(math.ceil(samples / batch_size), len(units) // world))
+
+
+def _deal(units: Units, count: int) -> list[Units]:
+    """The units in ``count`` runs of about as many units."""
+    return [[units[i] for i in part] for part in np.array_split(np.arange(len(units)), count)]
 
 
 def _order(seed: int, epoch: int, place: int, count: int) -> np.ndarray:

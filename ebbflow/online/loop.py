@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ebbflow.algorithms.advantages import AdvantageResult, compute_advantages
+from ebbflow.algorithms.advantages import AdvantageResult, PromptStatistics, compute_advantages
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import prompt_batch
 from ebbflow.flow.noise import Stream, generator
-from ebbflow.flow.windows import trained_steps
+from ebbflow.flow.windows import Plan, plan
 from ebbflow.models import Conditioning, Model
+from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer, require_scored
 from ebbflow.rollouts.generate import Rollouts, SampleKeys, generate
-from ebbflow.stage import Log, Place, open_model, open_policy, save_policy
+from ebbflow.stage import Log, Place, open_model, open_policy, read_history, save_policy
 from ebbflow.timing import Clock
-from ebbflow.training.batches import TermBatch, forward_batch, trajectory_batch
-from ebbflow.training.policy import Policy
-from ebbflow.training.update import make_optimizer, micro_batches, optimise
+from ebbflow.training.anchor import corrected
+from ebbflow.training.batches import Corrected, TermBatch, forward_batch, micro_batches, trajectory_batch
+from ebbflow.training.update import Learner
 
 
 @dataclass(frozen=True)
@@ -37,59 +38,70 @@ class Experience:
     scores: ScoreTable
 
 
-def train_online_folder(place: Place, base: Path, folder: Path, prompts: Path, trained: Path, log: Log) -> StageRecord:
+def train_online_folder(
+    place: Place, base: Path, folder: Path, prompts: Path, trained: Path, log: Log, teacher: Path | None = None
+) -> StageRecord:
     """Run the stage on the policy of ``folder`` and leave the trained one at ``trained``."""
     model = open_model(place.recipe, base)
-    policy, card = open_policy(place, model, folder)
+    policy, card = open_policy(place, model, folder, teacher)
+    learner, history = Learner(policy, place.online, card), read_history(place, card, folder)
     scorer = load_scorer(place.recipe.rewards.terms, ())
-    record = run_online_stage(place, model, policy, scorer, read_prompts(prompts, "train"), log)
-    save_policy(place, policy, card, record, trained)
+    record = run_online_stage(place, model, learner, scorer, read_prompts(prompts, "train"), log, history)
+    save_policy(place, learner, card, record, trained, history=history)
     return record
 
 
-def run_online_stage(place: Place, model: Model, policy: Policy, scorer: Scorer, prompts: list[Prompt], log: Log) -> StageRecord:
-    """Train ``policy`` in place for the stage's number of steps.
+def run_online_stage(
+    place: Place,
+    model: Model,
+    learner: Learner,
+    scorer: Scorer,
+    prompts: list[Prompt],
+    log: Log,
+    history: PromptStatistics | None = None,
+) -> StageRecord:
+    """Train the learner's policy in place for the stage's number of steps.
 
     Args:
         prompts: the training split.
         log: called with the metrics of every step and its number, from zero.
+        history: the rewards of each prompt so far, where ``advantages.running`` wants them; updated in place.
     """
-    config, algorithm = place.online, place.algorithm
-    optimizer = make_optimizer(policy, config.optimizer)
-    clock, updates, samples = Clock(), 0, 0
-    progress = tqdm(range(config.steps), desc=f"{place.label} {config.algorithm.name}", unit="step", disable=None)
+    config, name = place.online, place.config.algorithm_name
+    clock, samples = Clock(), 0
+    history = PromptStatistics() if history is None else history
+    progress = tqdm(range(config.steps), desc=f"{place.label} {name}", unit="step", disable=None)
     for step in progress:
         before = dict(clock.seconds)
-        experience = collect(place, model, policy, scorer, prompts, step, clock)
-        advantages = compute_advantages(experience.scores.reward, np.array(experience.keys.prompt_ids), config.advantages)
+        experience = collect(place, model, learner, scorer, prompts, step, clock)
+        advantages = advantages_of(place, scorer, experience, history)
         metrics = advantages.metrics | _means(experience.scores)
         with clock.phase("training"):
-            taken: list[dict[str, float]] = []
-            for part in _split(advantages, config.updates_per_step, place.seed, step):
-                batch = _terms(place, experience, torch.from_numpy(advantages.values), part)
-                passes = micro_batches(batch, config.micro_batch)
-                taken.append(optimise(policy, optimizer, algorithm, config.algorithm, batch, config.optimizer, passes))
-                updates += 1
-                if algorithm.old_decay:
-                    policy.blend("old", algorithm.old_decay(config.algorithm, updates))
+            metrics |= _train(place, learner, experience, advantages, step)
+            learner.finish_step()
         samples += len(experience.keys)
-        metrics |= _averages(taken)
-        log(metrics | _speed(clock.seconds, before, len(experience.keys)) | {"updates": updates}, step)
+        log(metrics | _speed(clock.seconds, before, len(experience.keys)) | {"updates": learner.updates}, step)
         progress.set_postfix(reward=f"{metrics.get('reward/mean', float('nan')):.3f}")
     return StageRecord(
-        label=place.label, algorithm=config.algorithm.name, samples=samples, optimizer_steps=updates, seconds=dict(clock.seconds)
+        label=place.label,
+        algorithm=name,
+        samples=samples,
+        optimizer_steps=learner.updates,
+        seconds=dict(clock.seconds),
+        alarms=learner.alarms,
     )
 
 
 def collect(
-    place: Place, model: Model, policy: Policy, scorer: Scorer, prompts: list[Prompt], step: int, clock: Clock
+    place: Place, model: Model, learner: Learner, scorer: Scorer, prompts: list[Prompt], step: int, clock: Clock
 ) -> Experience:
     """Generate and score the groups of one step."""
     config = place.online
     repeated, keys = place.groups(prompt_batch(prompts, config.prompts_per_step, step, place.seed), step)
-    with clock.phase("rollout"), policy.using(place.rollout_copy):
+    with clock.phase("rollout"), learner.policy.using(place.algorithm.generates):
         conditioning = model.encode([prompt.prompt for prompt in repeated])
-        rollouts = generate(model, conditioning, keys, config.sampler, _window(place, step), config.micro_batch)
+        chosen = _plan(place, learner.progress.steps)
+        rollouts = generate(model, conditioning, keys, config.sampler, chosen, config.micro_batch, config.rollout_precision)
         images = model.decode(rollouts.latents)
     with clock.phase("scoring"):
         scores = scorer(images, repeated)
@@ -97,31 +109,54 @@ def collect(
     return Experience(conditioning, keys, rollouts, scores)
 
 
-def _window(place: Place, step: int) -> range | None:
+def _plan(place: Place, step: int) -> Plan | None:
     window = place.config.window
-    return trained_steps(window, place.config.sampler.steps, step, place.seed) if window else None
+    return plan(window, place.config.sampler.steps, step, place.seed) if window else None
 
 
-def _split(advantages: AdvantageResult, updates: int, seed: int, step: int) -> list[np.ndarray]:
-    """The kept samples, shuffled and dealt out over the updates of a step; fewer parts when there are too few samples."""
-    kept = np.flatnonzero(advantages.keep)
-    order = generator(seed, prompt_id=0, sample=step, step=0, stream=Stream.ORDER).permutation(len(kept))
-    return [part for part in np.array_split(kept[order], updates) if len(part)]
+def advantages_of(place: Place, scorer: Scorer, experience: Experience, history: PromptStatistics) -> AdvantageResult:
+    """The advantages of a step's samples."""
+    scores = {name: experience.scores.metrics[name] for name in scorer.weights}
+    return compute_advantages(scores, scorer.weights, np.array(experience.keys.prompt_ids), place.config.advantages, history)
 
 
-def _terms(place: Place, experience: Experience, advantage: Tensor, part: np.ndarray) -> TermBatch:
-    samples = torch.from_numpy(part).to(experience.rollouts.latents.device)
-    advantage = advantage.to(samples.device)
+def _train(place: Place, learner: Learner, experience: Experience, advantages: AdvantageResult, step: int) -> dict[str, float]:
+    """The updates of a step on its samples; their metrics, averaged."""
+    rollout: Corrected | None = None
+    metrics: dict[str, float] = {}
     if experience.rollouts.trajectory is not None:
-        return trajectory_batch(experience.rollouts.trajectory, experience.conditioning, advantage, place.config.sampler, samples)
-    return forward_batch(
-        experience.rollouts.latents[samples],
-        experience.conditioning.rows(samples),
-        advantage[samples],
-        experience.keys.take(part),
-        place.algorithm.draws(place.config.algorithm),
-        visit=0,
-    )
+        trajectory, conditioning, keys = experience.rollouts.trajectory, experience.conditioning, experience.keys
+        rollout, metrics = corrected(learner.policy, place.config, trajectory, conditioning, keys)
+    taken = []
+    for units in _split(place, experience, advantages, step):
+        batch = _terms(place, experience, rollout, torch.from_numpy(advantages.values), units)
+        if len(batch.points):
+            taken.append(learner.update(batch, micro_batches(batch.unit, place.config.micro_batch)))
+    return metrics | _averages(taken)
+
+
+def _split(place: Place, experience: Experience, advantages: AdvantageResult, step: int) -> list[list[np.ndarray]]:
+    """The algorithm's units, shuffled and dealt out over the updates of a step; fewer parts when there are too few."""
+    prompt_ids = np.array(experience.keys.prompt_ids)
+    units = place.algorithm.select(advantages.values, advantages.keep, prompt_ids, place.config.hyper)
+    order = generator(place.seed, prompt_id=0, sample=step, step=0, stream=Stream.ORDER).permutation(len(units))
+    return [[units[i] for i in part] for part in np.array_split(order, place.online.updates_per_step) if len(part)]
+
+
+def _terms(
+    place: Place, experience: Experience, rollout: Corrected | None, advantage: Tensor, units: list[np.ndarray]
+) -> TermBatch:
+    """The terms of some units of a step's samples."""
+    chosen = np.concatenate(units)
+    samples = torch.from_numpy(chosen).to(experience.rollouts.latents.device)
+    keys, conditioning = experience.keys.take(chosen), experience.conditioning.rows(samples)
+    advantage = advantage.to(samples.device)[samples]
+    if rollout is not None:
+        return trajectory_batch(rollout.take(samples), conditioning, advantage, keys, place.config.sampler)
+    hyper = place.config.hyper
+    assert isinstance(hyper, ForwardConfig)
+    unit = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
+    return forward_batch(experience.rollouts.latents[samples], conditioning, advantage, keys, unit, hyper, visit=0)
 
 
 def _averages(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -1,42 +1,331 @@
-"""The hyper-parameters of each algorithm, with their source. The losses are in ``ebbflow.algorithms``."""
+"""The hyper-parameters of each algorithm with their source, and what it needs of a stage; losses are in ``ebbflow.algorithms``.
+
+Each class says in a line what the algorithm does (``ebbflow list`` prints it) and declares the stage's defaults that make
+it the published one. Clip ranges follow the number of latent elements D, because log-probs are means over them: the defaults are
+for the glyph model's 512, and the published value for large models stands beside them.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import difflib
+import re
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from ebbflow.recipe.base import Strict
+from ebbflow.recipe.base import RecipeError, Strict, explain
+
+PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class FlowGRPO(Strict):
-    """Clipped policy gradient on the denoising steps of a window (Flow-GRPO 2505.05470, MixGRPO 2507.21802)."""
+def name_or_path(*known: str) -> AfterValidator:
+    """Accepts the known names, and ``package.module:name`` of something that the user wrote."""
+
+    def check(value: str) -> str:
+        if value not in known and not PATH.fullmatch(value):
+            choices = f"take {', '.join(known)}, or give" if known else "give"
+            raise ValueError(f"{choices} package.module:name of your own")
+        return value
+
+    return AfterValidator(check)
+
+
+class Following(Strict):
+    """A copy that follows: copy <- d copy + (1 - d) theta after optimiser step n, d = min(slope max(n - flat, 0), most)."""
+
+    flat: int = Field(0, ge=0)
+    slope: float = Field(0.09, ge=0)
+    most: float = Field(0.9, ge=0, lt=1)
+
+    def decay(self, optimizer_step: int) -> float:
+        """d after an optimiser step, counted from one."""
+        return min(self.slope * max(optimizer_step - self.flat, 0), self.most)
+
+
+class AlgorithmConfig(Strict):
+    """What every algorithm declares. A user's own hyper-parameters derive from one of the two kinds below.
+
+    Attributes:
+        kind: what its terms are made of: steps of a trajectory with log-probs, or noised final latents.
+        stages: where it can run.
+        stage_defaults: keys of the stage that it sets unless the recipe does.
+        needs_density: its loss takes log-probs for logarithms of a density, which those of the ``cps`` sampler are not.
+        paper: where it is published.
+    """
+
+    kind: ClassVar[Literal["trajectory", "forward"]]
+    stages: ClassVar[tuple[str, ...]]
+    stage_defaults: ClassVar[dict[str, Any]] = {}
+    needs_density: ClassVar[bool] = False
+    paper: ClassVar[str] = ""
+
+
+class TrajectoryConfig(AlgorithmConfig):
+    """Algorithms on the steps of a fresh trajectory: a stochastic sampler, a window of its steps, their log-probs."""
+
+    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "progressive"}}
+
+    kind: ClassVar = "trajectory"
+    stages: ClassVar = ("online",)
+
+
+class ForwardConfig(AlgorithmConfig):
+    """Algorithms on noised final latents: any sampler, no log-probs."""
+
+    kind: ClassVar = "forward"
+    stages: ClassVar = ("online", "offline")
+
+    noise_levels: int = Field(2, ge=1)
+    """Draws of (sigma, noise) per sample and pass, one from each of as many equal parts of the distribution."""
+    sigmas: Literal["uniform", "logit_normal"] = "uniform"
+
+
+class FlowGRPO(TrajectoryConfig):
+    """Clipped policy gradient on every stochastic denoising step."""
+
+    paper: ClassVar = "2505.05470"
+    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "all"}, "reference": {"weight": 0.02}}
 
     name: Literal["flow_grpo"] = "flow_grpo"
     clip_range: float = Field(1e-3, gt=0, lt=1)
-    """Clip of the ratio. Log-probs are means over the latent's elements, so it follows their number: 1e-3
-    for 512 elements, 1e-4 to 1e-6 for the latents of large models."""
-    reference_weight: float = Field(0.02, ge=0)
-    """Weight of the KL to the base model, mean((mu - mu_ref)^2) / (2 b^2)."""
+    """Clip of the ratio (published: 1e-4)."""
 
 
-class DiffusionNFT(Strict):
-    """Forward-process contrast of an implicit better and worse policy (DiffusionNFT 2509.16117)."""
+class FlowGRPOFast(TrajectoryConfig):
+    """Flow-GRPO on a short window that starts anew at random in the first half; no reference penalty."""
+
+    paper: ClassVar = "2505.05470"
+    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "random", "size": 2}}
+
+    name: Literal["flow_grpo_fast"] = "flow_grpo_fast"
+    clip_range: float = Field(1e-3, gt=0, lt=1)
+    """Clip of the ratio (published: 1e-5)."""
+
+
+class MixGRPO(TrajectoryConfig):
+    """Flow-GRPO on a window that moves from the first steps on; the steps outside are deterministic."""
+
+    paper: ClassVar = "2507.21802"
+    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "progressive"}, "reference": {"weight": 0.02}}
+
+    name: Literal["mix_grpo"] = "mix_grpo"
+    clip_range: float = Field(1e-3, gt=0, lt=1)
+    """Clip of the ratio (published: 1e-4)."""
+
+
+class DanceGRPO(TrajectoryConfig):
+    """Clipped policy gradient on Dance-SDE: each group by its own standard deviation, a random share of the steps."""
+
+    paper: ClassVar = "2505.07818"
+    stage_defaults: ClassVar = {
+        "sampler": {"name": "dance_sde"},
+        "window": {"kind": "share", "share": 0.6},
+        "advantages": {"std": "group"},
+    }
+
+    name: Literal["dance_grpo"] = "dance_grpo"
+    clip_range: float = Field(1e-3, gt=0, lt=1)
+    """Clip of the ratio (published: 1e-4)."""
+
+
+class GRPOGuard(TrajectoryConfig):
+    """Flow-GRPO whose ratio is centred and weighted alike at every step, so that the clip bites at all of them."""
+
+    paper: ClassVar = "2510.22319"
+    needs_density: ClassVar = True
+    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "all"}}
+
+    name: Literal["grpo_guard"] = "grpo_guard"
+    clip_range: float = Field(1e-4, gt=0, lt=1)
+    """Clip of the regulated ratio (published: 2e-6)."""
+
+
+class FlowDPPO(TrajectoryConfig):
+    """Policy gradient that drops the terms which move further away than a divergence allows, instead of clipping a ratio."""
+
+    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "progressive"}}
+
+    name: Literal["flow_dppo"] = "flow_dppo"
+    divergence_limit: float = Field(1e-5, gt=0)
+    """tau: the largest mean((mu - mu_old)^2) / (2 b^2) of a term that still moves away from the old policy."""
+
+
+class Distillation(TrajectoryConfig):
+    """On-policy distillation: the policy's own steps are pulled to a teacher's; no reward is learnt from."""
+
+    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "progressive"}}
+
+    name: Literal["distillation"] = "distillation"
+    teacher: str = Field(min_length=1)
+    """Policy folder (or URI) of the teacher, trained from the same base model with the same ``policy``."""
+
+
+class DiffusionNFT(ForwardConfig):
+    """Contrast of an implicit better with an implicit worse policy, both around the old one that generates."""
+
+    paper: ClassVar = "2509.16117"
+    stage_defaults: ClassVar = {"reference": {"weight": 1e-4}}
 
     name: Literal["diffusion_nft"] = "diffusion_nft"
     beta: float = Field(0.1, gt=0, le=1)
-    """How far the implicit policies stand from the old one: 1 in the paper, .1 for OCR."""
-    reference_weight: float = Field(1e-4, ge=0)
-    """Weight of mean((v - v_ref)^2)."""
-    noise_levels: int = Field(2, ge=1)
+    """How far the implicit policies stand from the old one: 1 in the paper, .1 for OCR or several rewards."""
+    advantages: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
+    """What becomes of the advantages: as they are; only those above or below zero; 1 above zero and 0 elsewhere; their sign."""
+    old: Following = Following()
+    """The old policy online; offline it stays as it was when it generated. Published: ``{most: 0}`` (a copy), ``{slope: .001,
+    most: .5}``, and ``{flat: 75, slope: .0075, most: .999}``."""
+
+
+class AWM(ForwardConfig):
+    """Advantage-weighted matching: the flow-matching loss of each sample, weighted with its advantage, near a lagging copy."""
+
+    paper: ClassVar = "2509.25050"
+    stage_defaults: ClassVar = {"reference": {"weight": 0.1}}
+
+    name: Literal["awm"] = "awm"
+    noise_levels: int = Field(6, ge=1)
     """Draws of (sigma, noise) per sample and pass."""
-    old_policy_decay: float = Field(0.9, ge=0, lt=1)
-    """Largest decay of the old policy, old <- d old + (1 - d) theta after every optimiser step ..."""
-    old_policy_decay_steps: int = Field(10, ge=0)
-    """... reached linearly from 0 over this many optimiser steps."""
+    surrogate: Literal["power", "plain", "sigma", "sigma_squared"] = "power"
+    """The stand-in for the log-prob: -(sigma / q) ((l + 1e-10)^q - (1e-10)^q), -l, -sigma l or -sigma^2 l."""
+    power: float = Field(0.25, gt=0, le=1)
+    """q of the ``power`` surrogate."""
+    old_weight: float = Field(1.0, ge=0)
+    """Weight of mean((v - v_old)^2); the old copy is what the paper calls the EMA."""
+    old: Following = Following(slope=0.001, most=0.3)
 
 
-TRAJECTORY_ALGORITHMS = {"flow_grpo"}
-"""Those that need the log-probabilities of stochastic denoising steps; all others need final latents alone."""
+class DiffusionDPO(ForwardConfig):
+    """Preference pairs: better against worse, from a file or from the samples of a group."""
 
-Algorithm = Annotated[FlowGRPO | DiffusionNFT, Field(discriminator="name")]
+    paper: ClassVar = "2311.12908"
+
+    name: Literal["diffusion_dpo"] = "diffusion_dpo"
+    sigmas: Literal["uniform", "logit_normal"] = "logit_normal"
+    beta: float = Field(50.0, gt=0)
+    """Strength of the preference, on errors that are means over the latent's elements (published: 100 to 2000 and more)."""
+    pairs_share: float = Field(0.25, gt=0, le=0.5)
+    """Of each group, this share of the best is paired with as many of the worst, best with worst; ties make no pair."""
+    refresh_every: int = Field(0, ge=0)
+    """The policy replaces the reference of the pairs after this many optimiser steps; 0: it stays the base model."""
+
+
+class DGPO(ForwardConfig):
+    """Group preference: the whole group decides how much each of its samples still has to gain."""
+
+    paper: ClassVar = "2510.08425"
+
+    name: Literal["dgpo"] = "dgpo"
+    beta: float = Field(50.0, gt=0)
+    """Strength of the preference, on errors that are means over the latent's elements."""
+
+
+class CRD(ForwardConfig):
+    """Regression of the change against the old policy on the advantage, both centred inside the group."""
+
+    paper: ClassVar = "2603.14128"
+    stage_defaults: ClassVar = {"reference": {"weight": 1e-4}}
+
+    name: Literal["crd"] = "crd"
+    beta: float = Field(0.1, gt=0)
+    """Scale of the implied reward."""
+    old: Following = Following()
+
+
+class SFT(ForwardConfig):
+    """Flow matching on the best samples of every group (rejection sampling)."""
+
+    name: Literal["sft"] = "sft"
+    best: int = Field(1, ge=1)
+    """Samples per group that are learnt from."""
+
+
+class RWR(ForwardConfig):
+    """Flow matching on every sample, weighted with exp(advantage / temperature)."""
+
+    paper: ClassVar = "2302.12192"
+
+    name: Literal["rwr"] = "rwr"
+    temperature: float = Field(1.0, gt=0)
+
+
+class Custom(Strict):
+    """A user's own: ``path`` leads to an ``ebbflow.algorithms.base.Algorithm``, ``options`` are its hyper-parameters."""
+
+    name: Literal["custom"] = "custom"
+    path: Annotated[str, name_or_path()]
+    options: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _must_exist(self) -> Custom:
+        try:
+            self.load()
+        except RecipeError as error:
+            raise ValueError(str(error)) from None  # which pydantic gives its place in the recipe
+        return self
+
+    def load(self) -> tuple[Any, AlgorithmConfig]:
+        """The algorithm and its hyper-parameters.
+
+        Raises:
+            RecipeError: nothing can be imported from there, it is no algorithm, it does not take these options, or it asks for
+                what no stage can give.
+        """
+        algorithm = import_path(self.path)
+        config = getattr(algorithm, "config", None)
+        if not (isinstance(config, type) and issubclass(config, AlgorithmConfig)):
+            raise RecipeError(f"{self.path} is a {type(algorithm).__name__}, not an ebbflow.algorithms.base.Algorithm")
+        try:
+            hyper = config.model_validate(self.options)
+        except ValidationError as error:
+            raise RecipeError(f"options of {self.path}:\n{explain(error, config)}") from None
+        if hyper.kind == "trajectory" and "offline" in hyper.stages:
+            raise RecipeError(f"{self.path}: offline stages store no trajectories; take them out of {config.__name__}.stages")
+        if "teacher" in algorithm.copies(hyper) and "teacher" not in config.model_fields:
+            raise RecipeError(
+                f"{self.path} asks for the copy 'teacher' and cannot be told where it is; give {config.__name__} a field "
+                "'teacher: str', its policy folder or URI"
+            )
+        return algorithm, hyper
+
+
+def import_path(path: str) -> Any:
+    """What ``package.module:name`` leads to.
+
+    Raises:
+        RecipeError: the module cannot be imported or has no such name. Whatever else goes wrong inside it comes through as it is.
+    """
+    place, name = path.split(":")
+    try:
+        module = import_module(place)
+    except ImportError as error:
+        raise RecipeError(f"{path} cannot be imported ({error}); install its package, or put its folder on PYTHONPATH") from None
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        nearest = difflib.get_close_matches(name, dir(module), n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else "name something that it defines"
+        raise RecipeError(f"{path}: the module {place!r} has no {name!r}; {hint}") from None
+
+
+Algorithm = Annotated[
+    FlowGRPO
+    | FlowGRPOFast
+    | MixGRPO
+    | DanceGRPO
+    | GRPOGuard
+    | FlowDPPO
+    | Distillation
+    | DiffusionNFT
+    | AWM
+    | DiffusionDPO
+    | DGPO
+    | CRD
+    | SFT
+    | RWR
+    | Custom,
+    Field(discriminator="name"),
+]
+"""The one list of algorithms: a new one is entered here, and with its loss in ``ebbflow.algorithms.registry``."""
+
+BUILT_IN: tuple[type[AlgorithmConfig], ...] = tuple(config for config in get_args(get_args(Algorithm)[0]) if config is not Custom)

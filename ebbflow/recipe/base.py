@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -53,12 +54,17 @@ def _keys_beside(place: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
     ``place`` mixes field names, list indices and the tags of discriminated unions, so we walk the
     JSON schema: a field descends into its schema, an index or a tag into whatever it selects.
     """
-    schema = model.model_json_schema()
+    schema = _schema(model)
     node = schema
     for part in place[:-1]:
         node = _descend(_resolve(node, schema), part, schema)
     options = [node, *_resolve(node, schema).get("anyOf", [])]
     return [key for option in options for key in _resolve(option, schema).get("properties", {})]
+
+
+@cache
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    return model.model_json_schema()
 
 
 def _resolve(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

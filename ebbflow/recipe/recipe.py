@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
 
+from ebbflow.recipe.algorithms import Following, name_or_path
 from ebbflow.recipe.base import RecipeError, Strict, explain
 from ebbflow.recipe.stages import AnyStage, OfflineStage, OnlineStage
 
@@ -34,9 +35,16 @@ class GlyphTraining(Strict):
 class Model(Strict):
     """The base model: a folder in the Hugging Face layout of its family, or the glyph model trained here."""
 
-    family: Literal["glyph"] = "glyph"
+    family: Annotated[str, name_or_path("glyph")] = "glyph"
+    """A family that comes along, or ``package.module:load`` of a user's own, a function of the folder and the device."""
     path: str | None = None
     training: GlyphTraining = GlyphTraining()
+
+    @model_validator(mode="after")
+    def _only_glyph_is_trained_here(self) -> Model:
+        if self.family != "glyph" and self.path is None:
+            raise ValueError(f"family = {self.family!r} needs the 'path' of its base model; only glyph is trained here")
+        return self
 
 
 class Prompts(Strict):
@@ -60,7 +68,14 @@ class Prompts(Strict):
         return self
 
 
-RewardName = Literal["ocr", "tesseract", "similarity"]
+REWARD_NAMES = ("ocr", "tesseract", "similarity", "jpeg_compressibility", "jpeg_incompressibility")
+RewardName = Annotated[str, name_or_path(*REWARD_NAMES)]
+"""A reward that comes along, or ``package.module:Name`` of a user's own."""
+
+
+def score_column(reward: str) -> str:
+    """The column of a reward's scores in every table, chart and guard: its name, or the last part of its path."""
+    return reward.rpartition(":")[2]
 
 
 class RewardTerm(Strict):
@@ -81,20 +96,23 @@ class Rewards(Strict):
 
     @model_validator(mode="after")
     def _guards_are_not_trained_on(self) -> Rewards:
-        names = [term.name for term in self.terms]
+        names = [score_column(term.name) for term in self.terms]
         if len(set(names)) < len(names):
             raise ValueError(f"each reward may be named once, got {names}")
-        if both := set(names) & set(self.guards):
+        if both := set(names) & set(map(score_column, self.guards)):
             raise ValueError(f"{sorted(both)} cannot be trained on and be a guard; take it out of 'guards'")
         return self
 
 
 class Policy(Strict):
-    """Which parameters are trained."""
+    """Which parameters are trained, and which are evaluated and served."""
 
     train: Literal["full", "lora"] = "full"
     rank: int = Field(16, ge=1)
     alpha: int = Field(16, ge=1)
+    ema: Following | None = None
+    """An exponential moving average of the trained parameters, updated after every optimiser step. Where there is one, it is what
+    gets evaluated, promoted and served; training goes on from the parameters themselves."""
 
 
 class Evaluation(Strict):

@@ -9,14 +9,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.recipe import RewardTerm
+from ebbflow.recipe.algorithms import import_path
+from ebbflow.recipe.recipe import RewardTerm, score_column
 from ebbflow.rewards.base import Reward, RewardResult
+from ebbflow.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from ebbflow.rewards.ocr import Ocr
 from ebbflow.rewards.similarity import Similarity
 from ebbflow.rewards.tesseract import Tesseract
 
-REWARDS: dict[str, Callable[[], Reward]] = {"ocr": Ocr, "tesseract": Tesseract, "similarity": Similarity}
-"""Every reward. A new one is entered here and in ``RewardName`` of the recipe."""
+REWARDS: dict[str, Callable[[], Reward]] = {
+    "ocr": Ocr,
+    "tesseract": Tesseract,
+    "similarity": Similarity,
+    "jpeg_compressibility": JpegCompressibility,
+    "jpeg_incompressibility": JpegIncompressibility,
+}
+"""Every reward. A new one is entered here and in ``REWARD_NAMES`` of the recipe."""
 
 
 class RewardError(RuntimeError):
@@ -51,6 +59,11 @@ class Scorer:
     guards: tuple[Reward, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each trained reward, by its column."""
+        return {reward.name: weight for reward, weight in self.terms}
+
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreTable:
         """Score images, uint8 RGB [N, height, width, 3], each against its prompt.
 
@@ -64,20 +77,28 @@ class Scorer:
         return ScoreTable(total, _columns(results), _reasons(results, len(images)))
 
 
-def available_rewards() -> dict[str, str | None]:
-    """Every reward by name, with what keeps it from running on this machine, or None."""
-    return {name: make().unavailable() for name, make in REWARDS.items()}
-
-
 def load_rewards(names: Sequence[str]) -> list[Reward]:
-    """The rewards of these names.
+    """The rewards of these names, or of these paths (``package.module:Name``, called without arguments).
 
     Raises:
         RewardError: there is no such reward.
+        RecipeError: nothing can be imported from a path.
     """
-    if unknown := [name for name in names if name not in REWARDS]:
-        raise RewardError(f"no reward is called {unknown[0]!r}; there are {', '.join(REWARDS)}")
-    return [REWARDS[name]() for name in names]
+    return [_reward(name) for name in names]
+
+
+def _reward(name: str) -> Reward:
+    if ":" in name:
+        made = import_path(name)()
+        if missing := [part for part in ("unavailable", "__call__") if not hasattr(made, part)]:
+            raise RewardError(f"{name} is no reward: it has no {missing[0]!r}; ebbflow.rewards.base.Reward says what one has")
+        made.name = score_column(name)
+        return made
+    if name not in REWARDS:
+        raise RewardError(
+            f"no reward is called {name!r}; there are {', '.join(REWARDS)}, or give package.module:Name of your own"
+        )
+    return REWARDS[name]()
 
 
 def load_scorer(terms: Sequence[RewardTerm], guards: Sequence[str]) -> Scorer:
@@ -91,6 +112,9 @@ def load_scorer(terms: Sequence[RewardTerm], guards: Sequence[str]) -> Scorer:
         if reason := reward.unavailable():
             raise RewardError(f"the reward {reward.name!r} is trained on and cannot run here: {reason}")
     watched = load_rewards(guards)
+    names = [reward.name for reward in (*trained, *watched)]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise RewardError(f"two rewards are called {sorted(twice)[0]!r}; their scores would overwrite each other: rename one")
     left_out = {guard.name: reason for guard in watched if (reason := guard.unavailable())}
     if left_out:
         listed = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ebbflow.flow import transition as flow
+from ebbflow.flow.dpm_solver import dpm_solver_step, shorter_schedule
 from ebbflow.flow.noise import noise
+from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, Model
-from ebbflow.recipe.stages import Sampler
+from ebbflow.recipe.stages import STOCHASTIC_SAMPLERS, Sampler
+
+Precision = Literal["float32", "bfloat16"]
+Solver = flow.SamplerName | Literal["dpm_solver"]
 
 
 @dataclass(frozen=True)
@@ -42,24 +48,33 @@ class SampleKeys:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The trained window of a rollout; all its steps are stochastic.
+    """The trained steps of a rollout, all of them stochastic; everything in fp32.
 
     Attributes:
-        sigmas: the whole schedule, [steps + 1].
-        steps: [W] denoising steps of the window, consecutive.
-        latents: fp32 [N, W + 1, ...], from before the window's first step to after its last.
-        log_probs: fp32 [N, W] under the policy that generated them.
+        sigmas: the whole schedule as it was used (a plan's tail shortens its end), [steps + 1].
+        steps: integer [W], the trained denoising steps, ascending.
+        latents: [N, W, ...], before each trained step.
+        next_latents: [N, W, ...], after it.
+        means: [N, W, ...], mu of the step under the policy that generated it.
+        log_probs: [N, W], under the policy that generated it.
     """
 
     sigmas: Tensor
     steps: Tensor
     latents: Tensor
+    next_latents: Tensor
+    means: Tensor
     log_probs: Tensor
+
+    def take(self, samples: Tensor) -> Trajectory:
+        """Some of the samples, integer [S]."""
+        rows = {name: getattr(self, name)[samples] for name in ("latents", "next_latents", "means", "log_probs")}
+        return replace(self, **rows)
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Generated samples: final latents, fp32 [N, ...], and the trajectory window where one was asked for."""
+    """Generated samples: final latents, fp32 [N, ...], and the trained steps of their trajectories where a plan named some."""
 
     latents: Tensor
     trajectory: Trajectory | None
@@ -71,55 +86,83 @@ def generate(
     conditioning: Conditioning,
     keys: SampleKeys,
     sampler: Sampler,
-    window: range | None = None,
+    plan: Plan | None = None,
     micro_batch: int = 64,
+    precision: Precision = "float32",
 ) -> Rollouts:
     """Denoise one sample per row of ``conditioning``.
 
-    With a window, its steps follow the sampler and are recorded, and all others are deterministic. Without one every step but
-    the last follows the sampler and nothing is recorded. Micro-batches do not change a sample's noise; they can change the last
-    bits of the arithmetic.
+    With a plan, its stochastic steps follow the sampler, the trained ones among them are recorded, and all others are
+    deterministic: Euler's, or after the last stochastic one the plan's tail. Without one, every step but the last follows the
+    sampler (its noise would stay in the image) and nothing is recorded. Micro-batches do not change a sample's noise; they can
+    change the last bits of the arithmetic. ``precision`` is that of the network; latents, means and log-probs are fp32 always.
+
+    Raises:
+        ValueError: a plan for a deterministic sampler.
     """
+    if plan is not None and sampler.name not in STOCHASTIC_SAMPLERS:
+        raise ValueError(
+            f"a step of the deterministic sampler {sampler.name!r} has no log-probability that a plan could record; "
+            f"take one of {', '.join(STOCHASTIC_SAMPLERS)}, or leave the plan out"
+        )
     parts = [slice(start, start + micro_batch) for start in range(0, len(keys), micro_batch)]
-    done = [_denoise(model, conditioning.rows(part), keys.rows(part), sampler, window) for part in parts]
-    latents = torch.cat([latents for latents, _, _ in done])
-    if window is None:
+    return _join([_denoise(model, conditioning.rows(part), keys.rows(part), sampler, plan, precision) for part in parts])
+
+
+def _join(parts: list[Rollouts]) -> Rollouts:
+    """The rows of all micro-batches."""
+    latents = torch.cat([part.latents for part in parts])
+    trajectories = [part.trajectory for part in parts if part.trajectory is not None]
+    if not trajectories:
         return Rollouts(latents, None)
-    device = latents.device
-    trajectory = Trajectory(
-        sigmas=model.sigmas(sampler.steps).to(device),
-        steps=torch.tensor(list(window), device=device),
-        latents=torch.cat([states for _, states, _ in done]),
-        log_probs=torch.cat([log_probs for _, _, log_probs in done]),
+    trajectory = replace(
+        trajectories[0],
+        latents=torch.cat([part.latents for part in trajectories]),
+        next_latents=torch.cat([part.next_latents for part in trajectories]),
+        means=torch.cat([part.means for part in trajectories]),
+        log_probs=torch.cat([part.log_probs for part in trajectories]),
     )
     return Rollouts(latents, trajectory)
 
 
 def _denoise(
-    model: Model, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, window: range | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(final latents, window states [N, W + 1, ...], window log-probs [N, W]) of one micro-batch; empty without a window."""
+    model: Model, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, plan: Plan | None, precision: Precision
+) -> Rollouts:
+    """The rollouts of one micro-batch."""
     device = conditioning.embeds.device
-    sigmas = model.sigmas(sampler.steps).to(device)
-    stochastic = _stochastic_steps(sampler) if window is None else window
-    path, log_probs = [_noise(model, keys, step=0).to(device)], []
-    for step in range(sampler.steps):
-        latents = path[-1]
-        velocity = model.velocity(latents, sigmas[step].expand(len(keys)), conditioning)
-        if step not in stochastic:
-            path.append(flow.transition("ode", latents, velocity, sigmas, step).mean)
+    sigmas, solvers = _schedule(model.sigmas(sampler.steps).to(device), sampler, plan)
+    trained = plan.trained if plan else ()
+    latents, clean, record = _noise(model, keys, step=0).to(device), None, []
+    for step, solver in enumerate(solvers):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            velocity = model.velocity(latents, sigmas[step].expand(len(keys)), conditioning).float()
+        if solver == "dpm_solver":
+            latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
             continue
-        move = flow.transition(sampler.name, latents, velocity, sigmas, step, sampler.eta)
-        path.append(flow.sample(move, _noise(model, keys, step + 1).to(device)))
-        log_probs.append(flow.log_prob(move, path[-1]))
-    if window is None:
-        return path[-1], path[-1][:0], path[-1][:0]
-    return path[-1], torch.stack(path[window.start : window.stop + 1], 1), torch.stack(log_probs, 1)
+        move = flow.transition(solver, latents, velocity, sigmas, step, sampler.eta)
+        before, latents = latents, move.mean
+        if solver != "ode":
+            latents = flow.sample(move, _noise(model, keys, step + 1).to(device))
+        if step in trained:
+            record.append((before, latents, move.mean, flow.log_prob(move, latents)))
+    if not trained:
+        return Rollouts(latents, None)
+    columns = [torch.stack(column, 1) for column in zip(*record, strict=True)]
+    return Rollouts(latents, Trajectory(sigmas, torch.tensor(trained, device=device), *columns))
 
 
-def _stochastic_steps(sampler: Sampler) -> range:
-    """Every step of a stochastic sampler but the last, whose noise would stay in the image."""
-    return range(0 if sampler.name == "ode" else sampler.steps - 1)
+def _schedule(sigmas: Tensor, sampler: Sampler, plan: Plan | None) -> tuple[Tensor, list[Solver]]:
+    """(the sigmas to use, [steps + 1], and what takes each of their steps), from the family's sigmas."""
+    if sampler.name not in STOCHASTIC_SAMPLERS:
+        return sigmas, [sampler.name] * sampler.steps
+    stochastic = plan.stochastic if plan else range(sampler.steps - 1)
+    solvers: list[Solver] = [sampler.name if step in stochastic else "ode" for step in range(sampler.steps)]
+    if plan is None or plan.tail is None:
+        return sigmas, solvers
+    end = plan.stochastic[-1] + 1
+    tail = shorter_schedule(sigmas[end:], plan.tail)
+    solvers[end:] = ["dpm_solver"] * (len(tail) - 1)
+    return torch.cat([sigmas[:end], tail]), solvers
 
 
 def _noise(model: Model, keys: SampleKeys, step: int) -> Tensor:

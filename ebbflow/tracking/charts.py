@@ -62,6 +62,7 @@ PANELS = (
     Panel("Reward, mean and range", ("reward/mean",), ("reward/min", "reward/max")),
     Panel("Ratio, mean |r − 1|", ("ratio/deviation",)),
     Panel("Clipped, down / up", ("clip/down", "clip/up")),
+    Panel("Rollout mismatch, |Δ log-prob|", ("rollout/delta_mean",)),
     Panel("Reference divergence", ("kl/reference",)),
     Panel("Velocity drift", ("velocity_drift",)),
     Panel("Gradient norm", ("grad_norm",)),

@@ -7,6 +7,8 @@ write here may get lost: whatever fails raises.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,9 +25,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, Schema
 
-from ebbflow.artifacts import verify
+from ebbflow.artifacts import COMMIT, MANIFEST, new_folder, verify
 from ebbflow.records import Champion, Registration, TrackedRun, Verdict
 from ebbflow.tracking.runs import DIGEST, EXECUTION, TrackingError, connect
+from ebbflow.training.policy import CARD, STATISTICS, read_card
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 RUN, REPLACES = "ebbflow.run_id", "ebbflow.replaces"
@@ -56,7 +59,7 @@ def register(
     """Register a run's policy as challenger and, when the gate said so, make it champion. A retry changes nothing.
 
     Args:
-        policy: a committed policy folder (with policy.json).
+        policy: a committed policy folder (with policy.json); what only training reads in it is not registered.
         base: the base model's folder, stored with it so that the version renders by itself; None leaves it out.
         lineage: further tags, such as ``execution_id`` and ``base_digest``; they get the prefix ``ebbflow.`` unless dotted.
         model_name: the registered model.
@@ -102,9 +105,9 @@ def download_champion(champion: Champion, into: Path) -> Path:
         place = client.get_model_version_download_uri(champion.model_name, champion.version)
         model = mlflow.artifacts.download_artifacts(place, dst_path=str(into), tracking_uri=champion.tracking_uri)
     data = Path(model) / Model.load(model).flavors[mlflow.pyfunc.FLAVOR_NAME][mlflow.pyfunc.DATA]
-    if not (data / "policy" / "policy.json").is_file():
+    if not (data / "policy" / CARD).is_file():
         raise RegistryError(
-            f"{champion.model_name!r} version {champion.version} holds no policy/policy.json, so Ebbflow did not register it; "
+            f"{champion.model_name!r} version {champion.version} holds no policy/{CARD}, so Ebbflow did not register it; "
             f"move the alias {CHAMPION!r} to a version that Ebbflow made, or delete the alias"
         )
     return data
@@ -173,8 +176,8 @@ def _create_version(
     client: MlflowClient, tracked: TrackedRun, policy: Path, base: Path | None, name: str, tags: dict[str, str]
 ) -> ModelVersion:
     """Log the folders as an MLflow model of the parent run, then make it a version. No step uses pickle or the active run."""
-    if not (policy / "policy.json").is_file():
-        raise RegistryError(f"{policy} is no policy folder (no policy.json in it); pass the one that a training stage committed")
+    if not (policy / CARD).is_file():
+        raise RegistryError(f"{policy} is no policy folder (no {CARD} in it); pass the one that a training stage committed")
     model = client.create_logged_model(
         tracked.experiment_id, name=name, source_run_id=tracked.run_id, tags=tags, model_type="diffusion policy"
     )
@@ -202,10 +205,29 @@ def _create_version(
 def _gather(data: Path, policy: Path, base: Path | None) -> Path:
     """``policy/`` and ``base/`` side by side. Links: MLflow follows them when it copies, and weights are large."""
     data.mkdir()
-    (data / "policy").symlink_to(policy.resolve(), target_is_directory=True)
+    served_folder(policy, data / "policy")
     if base is not None:
         (data / "base").symlink_to(base.resolve(strict=True), target_is_directory=True)
     return data
+
+
+def served_folder(policy: Path, target: Path) -> None:
+    """What serving reads of a policy folder, as a whole policy folder of its own that is made of links.
+
+    What only training goes on from is left out: copies, which can be twice the weights, and statistics. A folder with nothing of
+    the kind stays as it is, COMMIT included.
+
+    Raises:
+        ArtifactError: the policy folder is not whole.
+    """
+    card = read_card(policy)
+    if not card.copies and not (policy / STATISTICS).exists():
+        target.symlink_to(policy.resolve(), target_is_directory=True)
+        return
+    left_out = shutil.ignore_patterns(*card.copies, STATISTICS, CARD, MANIFEST, COMMIT)
+    with new_folder(target) as unfinished:
+        shutil.copytree(policy.resolve(), unfinished, ignore=left_out, copy_function=os.symlink, dirs_exist_ok=True)
+        (unfinished / CARD).write_text(card.model_copy(update={"copies": ()}).model_dump_json(indent=2))
 
 
 def _challenge(client: MlflowClient, name: str, version: ModelVersion) -> None:

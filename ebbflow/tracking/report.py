@@ -18,6 +18,7 @@ import yaml
 
 from ebbflow.evaluation.gate import REFUSED
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.recipe import score_column
 from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun, Verdict
 from ebbflow.tracking import charts
 from ebbflow.tracking.pictures import fit, open_rgb
@@ -153,6 +154,7 @@ def _page(inputs: ReportInputs) -> dict[str, Any]:
     return {
         "inputs": inputs,
         "metrics": metrics,
+        "guards": _guards(inputs.recipe),
         "evaluations": [evaluation for evaluation, _ in inputs.evaluations],
         "shown": [evaluation for evaluation, _ in shown],
         "rows": _rows(shown),
@@ -165,11 +167,15 @@ def _page(inputs: ReportInputs) -> dict[str, Any]:
     }
 
 
+def _guards(recipe: Recipe) -> list[str]:
+    return [score_column(guard) for guard in recipe.rewards.guards]
+
+
 def _metrics(inputs: ReportInputs) -> list[str]:
     """What to show, in this order: the trained rewards, exact match, guards. The combined reward only if it adds something."""
-    terms = [term.name for term in inputs.recipe.rewards.terms]
+    terms = [score_column(term.name) for term in inputs.recipe.rewards.terms]
     combined = [] if len(terms) == 1 and terms[0] in inputs.before.held_out else ["reward"]
-    wanted = [*combined, *terms, "exact_match", *inputs.recipe.rewards.guards]
+    wanted = [*combined, *terms, "exact_match", *_guards(inputs.recipe)]
     return [
         metric
         for metric in wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,75 +15,147 @@ from ebbflow.algorithms.base import CopyName, ForwardTerms, TrajectoryTerms, row
 from ebbflow.flow.noise import Stream, generator
 from ebbflow.flow.transition import Transition, log_prob, transition
 from ebbflow.models.base import Conditioning
+from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.stages import Sampler
 from ebbflow.rollouts.generate import SampleKeys, Trajectory
 
 
 @dataclass(frozen=True)
 class Points:
-    """Where the network is evaluated, one row per term: latents [M, ...], sigma [M] and the encoded prompts."""
+    """Where the network is evaluated, one row per term.
+
+    Attributes:
+        latents: [M, ...].
+        sigma: [M].
+        conditioning: of the samples; large, so it is repeated for the terms of one micro-batch at a time.
+        owner: integer [M], the sample of each term.
+    """
 
     latents: Tensor
     sigma: Tensor
     conditioning: Conditioning
+    owner: Tensor
+
+    def at(self, part: slice) -> tuple[Tensor, Tensor, Conditioning]:
+        """The arguments of the model's velocity at some rows."""
+        return self.latents[part], self.sigma[part], self.conditioning.rows(self.owner[part])
 
     def __len__(self) -> int:
         return len(self.sigma)
 
 
 class TermBatch(Protocol):
-    """The terms of one optimiser step."""
+    """The terms of one optimiser step.
+
+    Attributes:
+        points: where the network is evaluated, [M].
+        weight: [M], of each term's loss; 1 where rollouts need no correction.
+        unit: integer [M], ascending: the terms of a unit stay in one micro-batch.
+    """
 
     @property
     def points(self) -> Points: ...
 
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def unit(self) -> Tensor: ...
+
     def terms(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> TrajectoryTerms | ForwardTerms:
         """The terms of some rows, given the velocities there under the policy and under its copies."""
+
+    def describe(self, row: int) -> str:
+        """Which sample and which step or noise level a term belongs to, for people."""
 
 
 @dataclass(frozen=True)
 class TrajectoryBatch:
-    """One term per (sample, trained step) of a window; rows of a sample are adjacent."""
+    """One term per (sample, trained step); rows of a sample are adjacent."""
 
     points: Points
+    weight: Tensor
+    unit: Tensor
     next_latents: Tensor
     sigmas: Tensor
     steps: Tensor
+    old_mean: Tensor
     old_log_prob: Tensor
     advantage: Tensor
     sampler: Sampler
+    keys: SampleKeys
 
     def terms(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> TrajectoryTerms:
-        step = self._transition(part, velocity)
+        step = self.transition(part, velocity)
         return TrajectoryTerms(
             transition=step,
             log_prob=log_prob(step, self.next_latents[part]),
+            old_mean=self.old_mean[part],
             old_log_prob=self.old_log_prob[part],
-            copies={name: self._transition(part, value) for name, value in copies.items()},
+            copies={name: self.transition(part, value) for name, value in copies.items()},
             advantage=self.advantage[part],
         )
 
-    def _transition(self, part: slice, velocity: Tensor) -> Transition:
+    def transition(self, part: slice, velocity: Tensor) -> Transition:
+        """The step from each of some rows under a predicted velocity."""
         latents, steps = self.points.latents[part], self.steps[part]
+        assert self.sampler.name != "dpm_solver"
         return transition(self.sampler.name, latents, velocity, self.sigmas, steps, self.sampler.eta)
+
+    def describe(self, row: int) -> str:
+        sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
+        return f"{sample}, denoising step {int(self.steps[row])} (sigma {float(self.points.sigma[row]):.4f})"
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """Trajectories of N samples at W steps, what their ratio is against, and how much each term counts.
+
+    Attributes:
+        old_mean: [N, W, ...].
+        old_log_prob: [N, W].
+        weight: [N, W].
+        keep: bool [N, W].
+    """
+
+    trajectory: Trajectory
+    old_mean: Tensor
+    old_log_prob: Tensor
+    weight: Tensor
+    keep: Tensor
+
+    @staticmethod
+    def nothing(trajectory: Trajectory) -> Corrected:
+        """The rollout as it is."""
+        log_probs = trajectory.log_probs
+        ones = torch.ones_like(log_probs)
+        return Corrected(trajectory, trajectory.means, log_probs, ones, ones.bool())
+
+    def take(self, samples: Tensor) -> Corrected:
+        """Some of the samples."""
+        parts = (self.old_mean, self.old_log_prob, self.weight, self.keep)
+        return Corrected(self.trajectory.take(samples), *(part[samples] for part in parts))
 
 
 def trajectory_batch(
-    trajectory: Trajectory, conditioning: Conditioning, advantage: Tensor, sampler: Sampler, samples: Tensor
+    rollout: Corrected, conditioning: Conditioning, advantage: Tensor, keys: SampleKeys, sampler: Sampler
 ) -> TrajectoryBatch:
-    """The terms of the given samples (integer [S]) of a recorded window; ``conditioning`` and ``advantage`` cover all N."""
-    window = len(trajectory.steps)
-    before, after = trajectory.latents[samples, :-1].flatten(0, 1), trajectory.latents[samples, 1:].flatten(0, 1)
-    steps = trajectory.steps.repeat(len(samples))
-    owner = samples.repeat_interleave(window)
+    """A term for every recorded step of N samples that the correction kept; all arguments cover the N samples."""
+    trajectory, keep = rollout.trajectory, rollout.keep.flatten()
+    owner = torch.arange(len(keys), device=keep.device).repeat_interleave(len(trajectory.steps))[keep]
+    steps = trajectory.steps.repeat(len(keys))[keep]
     return TrajectoryBatch(
-        points=Points(before, trajectory.sigmas[steps], conditioning.rows(owner)),
-        next_latents=after,
+        points=Points(trajectory.latents.flatten(0, 1)[keep], trajectory.sigmas[steps], conditioning, owner),
+        weight=rollout.weight.flatten()[keep],
+        unit=torch.arange(len(owner), device=keep.device),
+        next_latents=trajectory.next_latents.flatten(0, 1)[keep],
         sigmas=trajectory.sigmas,
         steps=steps,
-        old_log_prob=trajectory.log_probs[samples].flatten(),
+        old_mean=rollout.old_mean.flatten(0, 1)[keep],
+        old_log_prob=rollout.old_log_prob.flatten()[keep],
         advantage=advantage[owner],
         sampler=sampler,
+        keys=keys.take(owner.cpu().numpy()),
     )
 
 
@@ -91,9 +164,12 @@ class ForwardBatch:
     """One term per (sample, draw of sigma and noise)."""
 
     points: Points
+    weight: Tensor
+    unit: Tensor
     clean: Tensor
     noise: Tensor
     advantage: Tensor
+    keys: SampleKeys
 
     def terms(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> ForwardTerms:
         return ForwardTerms(
@@ -103,32 +179,86 @@ class ForwardBatch:
             velocity=velocity,
             copies=copies,
             advantage=self.advantage[part],
+            unit=self.unit[part],
         )
+
+    def describe(self, row: int) -> str:
+        sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
+        return f"{sample}, noised to sigma {float(self.points.sigma[row]):.4f}"
 
 
 def forward_batch(
-    clean: Tensor, conditioning: Conditioning, advantage: Tensor, keys: SampleKeys, draws: int, visit: int
+    clean: Tensor,
+    conditioning: Conditioning,
+    advantage: Tensor,
+    keys: SampleKeys,
+    unit: np.ndarray,
+    config: ForwardConfig,
+    visit: int,
 ) -> ForwardBatch:
-    """``draws`` terms for each of N clean latents; ``visit`` counts how often these samples were trained on before.
+    """``config.noise_levels`` terms for each of N clean latents.
 
-    The draws of a sample are stratified: one sigma from each of ``draws`` equal parts of (0, 1).
+    Args:
+        unit: integer [N], ascending; the samples of a unit share sigma and noise, those of its first sample.
+        visit: how often these samples were trained on before.
+
+    The draws of a sample are stratified: one sigma from each of as many equal parts of the distribution.
     """
-    drawn = [_draw(clean.shape[1:], keys, draws, visit * draws + draw, draw) for draw in range(draws)]
-    sigma = torch.cat([sigma for sigma, _ in drawn]).to(clean)
-    noise = torch.cat([noise for _, noise in drawn]).to(clean)
-    owner = torch.arange(len(clean), device=clean.device).repeat(draws)
-    repeated = clean[owner]
-    share = rows(sigma, clean)
-    noisy = (1 - share) * repeated + share * noise
-    return ForwardBatch(Points(noisy, sigma, conditioning.rows(owner)), repeated, noise, advantage[owner])
+    draws = config.noise_levels
+    _, first, index = np.unique(unit, return_index=True, return_inverse=True)
+    drawn = [_draw(clean.shape[1:], keys.take(first), config, visit, draw) for draw in range(draws)]
+    # All draws of a unit are adjacent, so that every micro-batch sees the whole range of noise levels.
+    draw, owner = np.repeat(np.arange(draws), len(keys)), np.tile(np.arange(len(keys)), draws)
+    order = np.argsort(index[owner], kind="stable")
+    draw, owner = draw[order], owner[order]
+    sigma = torch.stack([sigma for sigma, _ in drawn])[draw, index[owner]].to(clean)
+    noise = torch.stack([noise for _, noise in drawn])[draw, index[owner]].to(clean)
+    rows_of = torch.from_numpy(owner).to(clean.device)
+    repeated, share = clean[rows_of], rows(sigma, clean)
+    return ForwardBatch(
+        points=Points((1 - share) * repeated + share * noise, sigma, conditioning, rows_of),
+        weight=torch.ones_like(sigma),
+        unit=torch.from_numpy(index[owner] * draws + draw).to(clean.device),
+        clean=repeated,
+        noise=noise,
+        advantage=advantage[rows_of],
+        keys=keys.take(owner),
+    )
 
 
-def _draw(shape: torch.Size, keys: SampleKeys, draws: int, index: int, stratum: int) -> tuple[Tensor, Tensor]:
+def _draw(shape: torch.Size, keys: SampleKeys, config: ForwardConfig, visit: int, draw: int) -> tuple[Tensor, Tensor]:
     """(sigma [N], noise [N, *shape]) of one draw; from the sample's own generator, so ranks and batches do not matter."""
-    sigma = np.empty(len(keys), dtype=np.float32)
+    draws = config.noise_levels
+    quantile = np.empty(len(keys), dtype=np.float32)
     noise = np.empty((len(keys), *shape), dtype=np.float32)
     for row, (prompt_id, sample) in enumerate(zip(keys.prompt_ids, keys.samples, strict=True)):
-        stream = generator(keys.seed, prompt_id, sample, index, Stream.TRAINING)
-        sigma[row] = (stratum + stream.random(dtype=np.float32)) / draws
+        stream = generator(keys.seed, prompt_id, sample, visit * draws + draw, Stream.TRAINING)
+        quantile[row] = (draw + stream.random(dtype=np.float32)) / draws
         stream.standard_normal(dtype=np.float32, out=noise[row])
-    return torch.from_numpy(sigma), torch.from_numpy(noise)
+    return _sigma(torch.from_numpy(quantile), config), torch.from_numpy(noise)
+
+
+def _sigma(quantile: Tensor, config: ForwardConfig) -> Tensor:
+    """The sigma at a quantile of the distribution that the algorithm draws from."""
+    if config.sigmas == "uniform":
+        return quantile
+    return torch.sigmoid(torch.special.ndtri(quantile.clamp(1e-6, 1 - 1e-6)))
+
+
+def micro_batches(unit: Tensor, size: int) -> int:
+    """How many passes of at most ``size`` terms a batch takes; a unit larger than that is a pass of its own."""
+    counts = unit.unique_consecutive(return_counts=True)[1]
+    return passes(len(counts), int(counts.max()), size)
+
+
+def passes(units: int, unit_size: int, size: int) -> int:
+    """Passes of at most ``size`` terms over ``units`` units of at most ``unit_size`` terms."""
+    return math.ceil(units / max(1, size // unit_size))
+
+
+def parts(unit: Tensor, passes: int) -> list[slice]:
+    """The rows of a batch in ``passes`` parts of whole units, about as many in each."""
+    ends = unit.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+    assert passes <= len(ends), f"{passes} passes over {len(ends)} units would leave some empty"
+    chunks = [chunk.tolist() for chunk in torch.arange(len(ends)).tensor_split(passes)]
+    return [slice(ends[chunk[0] - 1] if chunk[0] else 0, ends[chunk[-1]]) for chunk in chunks]

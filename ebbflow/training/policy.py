@@ -1,8 +1,8 @@
 """The policy: the trained parameters of a model, and named copies of them.
 
 Full-parameter and LoRA training, one process and FSDP2 differ only in which parameters are trained and how they are stored. A
-copy (``reference``, ``old``) is a snapshot of the trained parameters; ``using`` swaps it in for a forward pass without
-gradient. So the reference is always the base model: the untouched weights, or adapters whose second factor is zero.
+copy (``reference``, ``old``, ``ema``, ``teacher``) is a snapshot of the trained parameters; ``using`` swaps it in for a forward
+pass without gradient. So the reference is always the base model: the untouched weights, or adapters whose second factor is zero.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.loaders import SD3LoraLoaderMixin
@@ -27,11 +28,23 @@ from ebbflow.recipe.base import Strict
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 
 CARD = "policy.json"
+STATISTICS = "prompt_statistics.json"
 ADAPTER = "default"
+ITERATE = "iterate"  # the parameters themselves, where the folder's weights are their average
 
 
 class PolicyError(Exception):
     """A policy folder that does not fit: names the folder, what differs and the way out."""
+
+
+class Progress(Strict):
+    """How far an algorithm has come with a policy: its schedules go on from here in the next stage that it runs."""
+
+    algorithm: str = ""
+    steps: int = 0
+    """Rollout steps of online stages."""
+    updates: int = 0
+    """Optimiser steps."""
 
 
 class PolicyCard(Strict):
@@ -41,8 +54,12 @@ class PolicyCard(Strict):
     """COMMIT of the base-model folder that it was trained from."""
     recipe_digest: str
     config: PolicyConfig
+    family: str = "glyph"
+    """Of the base model."""
     version: int = 0
     """Optimiser steps since the base model."""
+    progress: Progress = Progress()
+    """Of the last stage's algorithm."""
     copies: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     """Labels of the stages behind it. No times: the same recipe gives the same bytes."""
@@ -104,8 +121,8 @@ class Policy:
             parameter.copy_(values[key])
 
     @torch.no_grad()
-    def load(self, folder: Path) -> PolicyCard:
-        """Take over the parameters and copies of a policy folder.
+    def load(self, folder: Path, to_train: bool = False) -> PolicyCard:
+        """Take over the parameters of a policy folder; to go on training, those behind the average, and the copies too.
 
         Raises:
             ArtifactError: the folder is not whole.
@@ -116,18 +133,42 @@ class Policy:
             raise PolicyError(f"{folder} holds a policy of {card.config}, the recipe asks for {self.config}; use its own recipe")
         if card.version > 0:
             self._assign(self._distributed(_read_parameters(folder, self.config, self.parameters)))
-        for name in card.copies:
-            self.copies[name] = self._distributed(load_file(folder / name / "parameters.safetensors"))
+        else:
+            self._assign(self.copies["reference"])  # a folder of the base model has no weights of its own
+        if to_train:
+            for name in card.copies:
+                self.copies[name] = self._distributed(load_file(folder / name / "parameters.safetensors"))
+            if ITERATE in self.copies:
+                self.snapshot("ema")
+                self._assign(self.copies.pop(ITERATE))
         return card
+
+    def load_copy(self, name: str, folder: Path) -> None:
+        """Make a copy of what another policy folder of the same kind serves.
+
+        Raises:
+            ArtifactError, PolicyError: as for ``load``.
+        """
+        current = {key: p.detach().clone() for key, p in self.parameters.items()}
+        self.load(folder)
+        self.snapshot(name)
+        self._assign(current)
 
     def _distributed(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors in the layout of the parameters: moved to their device, sharded where they are."""
         return {key: _like(full[key].to(p.device), p) for key, p in self.parameters.items()}
 
-    def save(self, folder: Path, card: PolicyCard, write: bool = True) -> None:
-        """Write a policy folder. Under FSDP every rank must call it; those with ``write=False`` only take part in gathering."""
-        full = {key: _full(p.detach()) for key, p in self.parameters.items()}
-        copies = {name: {key: _full(t) for key, t in self.copies[name].items()} for name in card.copies}
+    def save(self, folder: Path, card: PolicyCard, write: bool = True, statistics: dict[str, Any] | None = None) -> None:
+        """Write a policy folder. Under FSDP every rank must call it; those with ``write=False`` only take part in gathering.
+
+        Its weights are those to evaluate and serve: the average where there is one, and then the parameters that training goes on
+        from lie beside them. ``statistics`` are the rewards of each prompt so far, where the stage keeps them.
+        """
+        parameters = {key: p.detach() for key, p in self.parameters.items()}
+        served = self.copies["ema"] if self.config.ema else parameters
+        kept = {name: parameters if name == ITERATE else self.copies[name] for name in card.copies}
+        full = {key: _full(value) for key, value in served.items()}
+        copies = {name: {key: _full(value) for key, value in values.items()} for name, values in kept.items()}
         if not write:
             return
         with new_folder(folder) as unfinished:
@@ -136,7 +177,14 @@ class Policy:
             for name, values in copies.items():
                 (unfinished / name).mkdir()
                 save_file(values, unfinished / name / "parameters.safetensors")
+            if statistics is not None:
+                (unfinished / STATISTICS).write_text(json.dumps(statistics))
             (unfinished / CARD).write_text(card.model_dump_json(indent=2))
+
+
+def progress_of(card: PolicyCard, algorithm: str) -> Progress:
+    """Where the algorithm's schedules start: where it stopped, if it was the last to train the policy."""
+    return card.progress if card.progress.algorithm == algorithm else Progress(algorithm=algorithm)
 
 
 def read_card(folder: Path) -> PolicyCard:
@@ -147,9 +195,9 @@ def read_card(folder: Path) -> PolicyCard:
     return PolicyCard.model_validate_json((folder / CARD).read_text())
 
 
-def write_base_policy(folder: Path, base_digest: str, recipe_digest: str, config: PolicyConfig) -> None:
+def write_base_policy(folder: Path, base_digest: str, recipe_digest: str, config: PolicyConfig, family: str = "glyph") -> None:
     """The policy folder of the untouched base model: version 0, no weights of its own."""
-    card = PolicyCard(base_digest=base_digest, recipe_digest=recipe_digest, config=config)
+    card = PolicyCard(base_digest=base_digest, recipe_digest=recipe_digest, config=config, family=family)
     with new_folder(folder) as unfinished:
         (unfinished / CARD).write_text(card.model_dump_json(indent=2))
 

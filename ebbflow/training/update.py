@@ -1,24 +1,29 @@
-"""One optimiser step, for every algorithm: predict, lose, guard, step."""
+"""One optimiser step, for every algorithm: predict, lose, guard, step, and let the copies follow."""
 
 from __future__ import annotations
 
 import math
+import warnings
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ebbflow.algorithms.base import Algorithm, CopyName
+from ebbflow.algorithms.base import CopyName, Rows, per_term
+from ebbflow.algorithms.reference import penalty
+from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.recipe.stages import Optimizer as OptimizerConfig
-from ebbflow.training.batches import Points, TermBatch
-from ebbflow.training.policy import Policy
+from ebbflow.recipe.stages import Stage
+from ebbflow.training.batches import Points, TermBatch, parts
+from ebbflow.training.policy import Policy, PolicyCard, Progress, progress_of
 
 
 class TrainingError(Exception):
-    """Training that must not go on: names the step, the term and what to change."""
+    """Training that must not go on: names the sample, the step and the term, and what to change."""
 
 
 def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -26,77 +31,184 @@ def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.AdamW
     return torch.optim.AdamW(policy.parameters.values(), lr=config.lr, weight_decay=config.weight_decay)
 
 
-def optimise(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    algorithm: Algorithm,
-    hyper: Any,
-    batch: TermBatch,
-    config: OptimizerConfig,
-    micro_batches: int,
-    total_terms: int | None = None,
-) -> dict[str, float]:
-    """Take one optimiser step on the mean loss over all terms of all processes.
+class Learner:
+    """A policy that a stage trains: its optimiser, the optimiser steps taken, and the alarms that went off.
 
-    Args:
-        batch: this process's share of the terms.
-        micro_batches: forward-backward passes, the same number on every process (they communicate in each).
-        total_terms: terms over all processes; None means that this is the only one.
-
-    Returns:
-        The algorithm's metrics, averaged over the terms, and the gradient's.
-
-    Raises:
-        TrainingError: the loss or the gradient is not finite; the parameters are as they were.
+    Attributes:
+        updates: optimiser steps of this stage.
+        steps: rollout steps of this stage.
+        alarms: what a person should look at, a line each.
     """
-    total = total_terms or len(batch.points)
-    # FSDP averages gradients over processes; this weight makes the result the mean over all terms however they were dealt out.
-    weight = _world_size() / total
-    parts = [slice(int(p[0]), int(p[-1]) + 1) for p in torch.arange(len(batch.points)).tensor_split(micro_batches)]
-    # In the same order on every process: a swap communicates.
-    copies = {name: _velocities(policy, name, batch.points, parts) for name in sorted(algorithm.copies(hyper))}
-    optimizer.zero_grad(set_to_none=True)
-    sums: dict[str, Tensor] = {}
-    first_norm: Tensor | None = None
-    for part in parts:
-        velocity = _velocity(policy, batch.points, part)
-        loss, metrics = algorithm.loss(batch.terms(part, velocity, {n: v[part] for n, v in copies.items()}), hyper)
-        terms = part.stop - part.start
-        (loss * terms * weight).backward()
-        metrics |= {"loss": loss} | _drift(velocity, copies, part)
-        for name, value in metrics.items():
-            sums[name] = sums.get(name, torch.zeros((), device=value.device)) + value.detach() * terms
-        if first_norm is None and micro_batches > 1:
-            first_norm = _gradient_norm(policy)
-            first_norm *= total / _over_processes(torch.tensor(float(terms), device=first_norm.device))
-    means = _means(sums, total)
-    norm = _gradient_norm(policy)
-    _require_finite(means, norm)
-    _clip(policy, norm, config.max_grad_norm)
-    optimizer.step()
-    return means | _gradient_metrics(norm, first_norm, len(parts), total) | {"lr": optimizer.param_groups[0]["lr"]}
+
+    def __init__(
+        self, policy: Policy, stage: Stage, card: PolicyCard | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """``card``: of the policy folder that the stage starts from, where there is one."""
+        self.policy = policy
+        self.stage = stage
+        self.version = card.version if card else 0
+        self.before = progress_of(card, stage.algorithm_name) if card else Progress(algorithm=stage.algorithm_name)
+        self.algorithm = algorithm_of(stage.algorithm)
+        self.hyper = stage.hyper
+        self.optimizer = optimizer or make_optimizer(policy, stage.optimizer)
+        self.updates = self.steps = 0
+        self.alarms: list[str] = []
+
+    @property
+    def progress(self) -> Progress:
+        """How far the algorithm has come, earlier stages included."""
+        done = {"steps": self.before.steps + self.steps, "updates": self.before.updates + self.updates}
+        return self.before.model_copy(update=done)
+
+    def finish_step(self) -> None:
+        """Count a rollout step; an old copy that generates the rollouts follows now, once all of them were learnt from."""
+        self.steps += 1
+        if self.algorithm.generates == "old":
+            self._let_old_follow(self.progress.steps)
+
+    def update(self, batch: TermBatch, passes: int) -> dict[str, float]:
+        """Take one optimiser step on the mean loss over all terms of all processes.
+
+        Args:
+            batch: this process's share of the terms.
+            passes: forward-backward passes, the same number on every process (they communicate in each).
+
+        Returns:
+            The algorithm's metrics, averaged over the terms, and the gradient's.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite; the parameters and their copies are as they were.
+        """
+        total = int(_over_processes(torch.tensor(len(batch.points), device=batch.weight.device)))
+        self.optimizer.zero_grad(set_to_none=True)
+        done = self._passes(batch, parts(batch.unit, passes), total)
+        means, norm = done.means(total), _gradient_norm(self.policy)
+        # Both are the same on every process, so all of them stop here together.
+        if not (torch.isfinite(norm) and all(math.isfinite(value) for value in means.values())):
+            raise _refuse(done, batch, means, norm, self.policy)
+        torch.nn.utils.clip_grads_with_norm_(self.policy.parameters.values(), self.stage.optimizer.max_grad_norm, norm)
+        self.optimizer.step()
+        self.updates += 1
+        if self.algorithm.generates == "current":
+            self._let_old_follow(self.progress.updates)
+        if self.policy.config.ema:
+            self.policy.blend("ema", self.policy.config.ema.decay(self.version + self.updates))
+        metrics = means | _gradient_metrics(norm, done.first_norm, passes, total) | {"lr": self.optimizer.param_groups[0]["lr"]}
+        return metrics | self._watch(means["velocity_drift"])
+
+    def _passes(self, batch: TermBatch, slices: list[slice], total: int) -> _Passes:
+        """Forward and backward over every part; the gradients are left in the parameters."""
+        # FSDP averages gradients over processes; this weight makes the result the mean over all terms however they are dealt out.
+        weight = _world_size() / total
+        copies = self._copies(batch.points, slices)
+        known = slices if "reference" in copies else slices[:1]  # where the base's prediction costs nothing, or little
+        base = copies["reference"] if known is slices else _velocities(self.policy, "reference", batch.points, known)
+        done = _Passes()
+        for part in slices:
+            velocity = _velocity(self.policy, batch.points, part)
+            velocity.retain_grad()
+            loss, metrics = self._loss(batch, part, velocity, {name: values[part] for name, values in copies.items()})
+            (loss.sum() * weight).backward()
+            done.add(loss, metrics, velocity)
+            if part in known:
+                done.drift.append(per_term((velocity.detach() - base[part]) ** 2))
+            if part == slices[0]:
+                done.first_norm = _gradient_norm(self.policy) * total / _over_processes(loss.new_tensor(len(loss)))
+        return done
+
+    def _loss(self, batch: TermBatch, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> tuple[Tensor, Rows]:
+        """The loss of each term with its weight and the reference penalty, and the metrics of each term."""
+        terms = batch.terms(part, velocity, copies)
+        loss, metrics = self.algorithm.loss(terms, self.hyper)
+        for name, values in {"loss": loss, **metrics}.items():
+            if values.shape != terms.advantage.shape:
+                raise TrainingError(
+                    f"{self.stage.algorithm_name} gives {name!r} the shape {list(values.shape)} for {len(terms.advantage)} "
+                    "terms; an algorithm gives a value for each term and takes no mean"
+                )
+        loss = loss * batch.weight[part]
+        reference = self.stage.reference
+        if reference.weight > 0:
+            divergence = penalty(reference, terms, velocity, copies["reference"])
+            loss = loss + reference.weight * divergence
+            metrics = metrics | {"kl/reference": divergence}
+        return loss, metrics
+
+    def _copies(self, points: Points, slices: list[slice]) -> dict[CopyName, Tensor]:
+        """The predictions of the copies that the loss needs, at every point."""
+        needed = set(self.algorithm.copies(self.hyper))
+        if self.stage.reference.weight > 0:
+            needed.add("reference")
+        # In the same order on every process: a swap communicates.
+        return {name: _velocities(self.policy, name, points, slices) for name in sorted(needed)}
+
+    def _let_old_follow(self, count: int) -> None:
+        if "old" in self.policy.copies:
+            self.policy.blend("old", self.algorithm.old_decay(self.hyper, count))
+
+    def _watch(self, drift: float) -> dict[str, float]:
+        """Whether the policy has drifted too far; the first time is worth a warning."""
+        too_far = drift > self.stage.drift_alarm
+        if too_far and not self.alarms:
+            self.alarms.append(
+                f"velocity drift {drift:.3g} above drift_alarm = {self.stage.drift_alarm:g} after {self.updates} optimiser steps"
+            )
+            warnings.warn(
+                f"{self.alarms[0]}: the policy leaves the base model behind, which is how gamed rewards begin; look at the "
+                "samples and the guards, and raise reference.weight or lower optimizer.lr",
+                stacklevel=3,
+            )
+        return {"alarm/velocity_drift": float(too_far)}
 
 
-def micro_batches(batch: TermBatch, size: int) -> int:
-    """How many passes of at most ``size`` terms a batch takes."""
-    return math.ceil(len(batch.points) / size)
+@dataclass
+class _Passes:
+    """What the passes over one batch leave behind, a row per term of this process.
+
+    Attributes:
+        rows: loss and metrics, each a list of [m] tensors.
+        gradient_is_finite: of the loss with respect to the velocity of each term, a list of bool [m].
+        first_norm: of the gradient of the first part alone, scaled to a mean.
+        drift: mean (v - v_base)^2 of the terms where the base's prediction is known, a list of [m].
+    """
+
+    rows: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    gradient_is_finite: list[Tensor] = field(default_factory=list)
+    first_norm: Tensor = field(default_factory=lambda: torch.tensor(0.0))
+    drift: list[Tensor] = field(default_factory=list)
+
+    def add(self, loss: Tensor, metrics: Rows, velocity: Tensor) -> None:
+        for name, values in (metrics | {"loss": loss}).items():
+            self.rows[name].append(values.detach())
+        assert velocity.grad is not None
+        self.gradient_is_finite.append(velocity.grad.flatten(1).isfinite().all(1))
+
+    def means(self, total: int) -> dict[str, float]:
+        """Over the terms of all processes."""
+        names = sorted(self.rows)
+        sums = torch.stack([torch.cat(self.rows[name]).double().sum() for name in names])
+        drift = _shared_mean(torch.cat(self.drift)).item()
+        return dict(zip(names, (_over_processes(sums) / total).tolist(), strict=True)) | {"velocity_drift": drift}
+
+    def first_wrong(self, batch: TermBatch) -> str | None:
+        """The first term of this process that is not finite, with what is wrong with it."""
+        wrong = {name: ~torch.cat(values).isfinite() for name, values in self.rows.items()}
+        wrong["the gradient"] = ~torch.cat(self.gradient_is_finite)
+        rows = torch.stack(list(wrong.values())).any(0).nonzero()
+        if not len(rows):
+            return None
+        row = int(rows[0])
+        return f"{', '.join(name for name, where in wrong.items() if where[row])} of {batch.describe(row)}"
 
 
 def _velocity(policy: Policy, points: Points, part: slice) -> Tensor:
-    return policy.model.velocity(points.latents[part], points.sigma[part], points.conditioning.rows(part))
+    return policy.model.velocity(*points.at(part))
 
 
-def _velocities(policy: Policy, copy: CopyName, points: Points, parts: list[slice]) -> Tensor:
-    """Predictions of a policy copy at every point: one swap of the parameters for all micro-batches."""
+def _velocities(policy: Policy, copy: CopyName, points: Points, slices: list[slice]) -> Tensor:
+    """Predictions of a policy copy over some parts: one swap of the parameters for all of them."""
     with policy.using(copy):
-        return torch.cat([_velocity(policy, points, part) for part in parts])
-
-
-def _drift(velocity: Tensor, copies: Mapping[CopyName, Tensor], part: slice) -> dict[str, Tensor]:
-    """mean((v - v_base)^2), where the base's prediction is at hand anyway."""
-    if "reference" not in copies:
-        return {}
-    return {"velocity_drift": ((velocity.detach() - copies["reference"][part]) ** 2).mean()}
+        return torch.cat([_velocity(policy, points, part) for part in slices])
 
 
 def _gradient_norm(policy: Policy) -> Tensor:
@@ -105,11 +217,7 @@ def _gradient_norm(policy: Policy) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _clip(policy: Policy, norm: Tensor, limit: float) -> None:
-    torch.nn.utils.clip_grads_with_norm_(policy.parameters.values(), limit, norm)
-
-
-def _gradient_metrics(norm: Tensor, first_norm: Tensor | None, micro_batches: int, total: int) -> dict[str, float]:
+def _gradient_metrics(norm: Tensor, first_norm: Tensor, passes: int, total: int) -> dict[str, float]:
     """The norm before clipping, and how much single samples disagree.
 
     ``grad_variance`` estimates the trace of the per-term covariance of the gradient from the norms of a small and of the
@@ -117,27 +225,30 @@ def _gradient_metrics(norm: Tensor, first_norm: Tensor | None, micro_batches: in
     One step's value is noisy and may be negative: look at its average.
     """
     metrics = {"grad_norm": norm.item()}
-    if first_norm is not None:
-        small = total / micro_batches
+    if passes > 1:
+        small = total / passes
         metrics["grad_variance"] = (first_norm.item() ** 2 - norm.item() ** 2) / (1 / small - 1 / total)
     return metrics
 
 
-def _means(sums: dict[str, Tensor], total: int) -> dict[str, float]:
-    names = sorted(sums)
-    values = _over_processes(torch.stack([sums[name].double() for name in names])) / total
-    return dict(zip(names, values.tolist(), strict=True))
-
-
-def _require_finite(means: dict[str, float], norm: Tensor) -> None:
-    # Both are the same on every process, so all of them stop here together.
-    if torch.isfinite(norm) and math.isfinite(means["loss"]):
-        return
-    wrong = [name for name, value in means.items() if not math.isfinite(value)] or ["the gradient alone"]
-    raise TrainingError(
-        f"not finite: {', '.join(wrong)} (gradient norm {norm.item()}); the step was not taken. "
-        "Lower optimizer.lr or raise the algorithm's reference_weight, and look at the last metrics before this step"
+def _refuse(done: _Passes, batch: TermBatch, means: dict[str, float], norm: Tensor, policy: Policy) -> TrainingError:
+    """The error that names the first term that is not finite, or, where all terms are fine, the parameters."""
+    wrong = done.first_wrong(batch)
+    if wrong is None and not all(math.isfinite(value) for value in means.values()):
+        wrong = "a term of another process"
+    if wrong is None:
+        broken = [name for name, p in policy.parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        wrong = f"the gradient of {broken[0]} and {len(broken) - 1} more parameters" if broken else "the gradient"
+    return TrainingError(
+        f"not finite: {wrong} (gradient norm {norm.item()}); the step was not taken. "
+        "Lower optimizer.lr or raise reference.weight, and look at the last metrics before this step"
     )
+
+
+def _shared_mean(values: Tensor) -> Tensor:
+    """The mean over the values of all processes."""
+    total = _over_processes(torch.stack([values.double().sum(), values.new_tensor(len(values)).double()]))
+    return total[0] / total[1]
 
 
 def _over_processes(value: Tensor) -> Tensor:

@@ -1,17 +1,27 @@
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.algorithms.advantages import compute_advantages
+from ebbflow.algorithms.advantages import PromptStatistics, compute_advantages
 from ebbflow.recipe.stages import Advantages
 
 MODES = ["global", "group", "none"]
 NAN = float("nan")
 
 
-def advantages(rewards, prompt_ids, std="group", clip=1e6):
-    return compute_advantages(np.array(rewards, np.float64), np.array(prompt_ids, np.int64), Advantages(std=std, clip=clip))
+def combined(rewards, weights, prompt_ids, history=None, **keys):
+    """Advantages from the scores of several rewards."""
+    scores = {name: np.array(values, np.float64) for name, values in rewards.items()}
+    config = Advantages(**{"std": "group", "clip": 1e6} | keys)
+    return compute_advantages(scores, weights, np.array(prompt_ids, np.int64), config, history)
+
+
+def advantages(rewards, prompt_ids, std="group", **keys):
+    """Advantages from the scores of one."""
+    return combined({"only": rewards}, {"only": 1.0}, prompt_ids, std=std, **keys)
 
 
 REWARDS, PROMPTS = [0.1, 0.5, 0.3, 0.9, 0.2, 0.4, 0.8], [4, 4, 4, 7, 7, 7, 7]
@@ -164,3 +174,243 @@ def test_a_constant_on_all_rewards_changes_nothing(batch, std, shift):
 def test_prompt_ids_beyond_float_precision_stay_apart():
     result = advantages([0, 1, 10, 13], [2**53, 2**53, 2**53 + 1, 2**53 + 1], "none")
     assert result.values.tolist() == [-0.5, 0.5, -1.5, 1.5]
+
+
+# Several rewards
+
+OTHER = [5.0, -1.0, 2.0, 0.0, 0.0, 3.0, 1.0]
+
+
+def z(rewards):
+    """By group, of REWARDS' prompts."""
+    groups = np.split(np.array(rewards, np.float64), [3])
+    return np.concatenate([(group - group.mean()) / (group.std(ddof=1) + 1e-4) for group in groups])
+
+
+def test_per_reward_normalises_each_and_averages_with_the_weights():
+    result = combined({"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 1.0}, PROMPTS, combine="per_reward")
+    assert result.values == pytest.approx((3 * z(REWARDS) + z(OTHER)) / 4, abs=1e-6)
+
+
+def test_sum_normalises_the_weighted_sum_once():
+    result = combined({"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 0.5}, PROMPTS, combine="sum")
+    assert result.values == pytest.approx(z(3 * np.array(REWARDS) + 0.5 * np.array(OTHER)), abs=1e-6)
+
+
+@pytest.mark.parametrize("combine", ["sum", "per_reward"])
+def test_reward_metrics_are_of_the_weighted_sum(combine):
+    total = 3 * np.array(REWARDS) + 0.5 * np.array(OTHER)
+    metrics = combined({"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 0.5}, PROMPTS, combine=combine).metrics
+    found = [metrics[f"reward/{name}"] for name in ("mean", "std", "min", "max")]
+    assert found == pytest.approx([total.mean(), total.std(), total.min(), total.max()])
+
+
+@pytest.mark.parametrize("std", MODES)
+@pytest.mark.parametrize("weight", [1.0, 0.3, 7.0])
+def test_with_one_reward_the_combinations_agree(std, weight):
+    once = advantages(REWARDS, PROMPTS, std, combine="sum")
+    each = combined({"only": REWARDS}, {"only": weight}, PROMPTS, std=std, combine="per_reward")
+    assert each.values.tolist() == once.values.tolist()
+
+
+def test_the_scale_of_a_reward_decides_its_share_of_a_sum_and_of_nothing_else():
+    def alignment(combine, scale):
+        result = combined({"a": REWARDS, "b": scale * np.array(OTHER)}, {"a": 1.0, "b": 1.0}, PROMPTS, combine=combine)
+        return np.corrcoef(result.values, z(OTHER))[0, 1]
+
+    assert alignment("sum", 1000) > 0.999
+    assert alignment("per_reward", 1000) == pytest.approx(alignment("per_reward", 1), abs=1e-3)
+
+
+@pytest.mark.parametrize("combine", ["sum", "per_reward"])
+def test_a_sample_needs_every_score(combine):
+    holes = combined({"a": [*REWARDS, 0.3], "b": [*OTHER, NAN]}, {"a": 1.0, "b": 2.0}, [*PROMPTS, 7], combine=combine)
+    whole = combined({"a": REWARDS, "b": OTHER}, {"a": 1.0, "b": 2.0}, PROMPTS, combine=combine)
+    assert holes.keep.tolist() == [True] * 7 + [False]
+    assert holes.values.tolist() == [*whole.values, 0]
+    assert holes.metrics["reward/scored_share"] == 7 / 8
+
+
+def test_a_group_is_uninformative_only_when_every_reward_is():
+    first, second = [0.5, 0.5, 0.1, 0.1, 0.4, 0.6], [2, 2, 1, 3, 7, 7]
+    result = combined({"a": first, "b": second}, {"a": 1.0, "b": 1.0}, [0, 0, 1, 1, 2, 2])
+    assert result.keep.tolist() == [False, False, True, True, True, True]
+    # The reward without a spread says nothing, and its weight stays in the denominator.
+    assert result.values[2:] == pytest.approx(np.sqrt(0.5) / 2 * np.array([-1, 1, -1, 1]), abs=1e-3)
+    assert result.metrics["group/zero_std_share"] == pytest.approx(1 / 3)
+
+
+def test_a_sum_without_spread_is_uninformative_even_if_its_parts_vary():
+    opposed = {"a": [0.0, 1.0], "b": [1.0, 0.0]}, {"a": 1.0, "b": 1.0}
+    assert not combined(*opposed, [0, 0], combine="sum").keep.any()
+    assert combined(*opposed, [0, 0], combine="per_reward").keep.all()
+
+
+# Trimmed baselines
+
+
+def trimmed_baseline(rewards, trim):
+    result = advantages(rewards, [0] * len(rewards), "none", trim=trim)
+    assert np.ptp(np.array(rewards) - result.values) < 1e-4
+    return rewards[0] - result.values[0]
+
+
+@pytest.mark.parametrize(
+    ("trim", "expected"),
+    [(0.0, 20.0), (0.19, 20.0), (0.2, 3.0), (0.39, 3.0), (0.4, 2.0), (np.nextafter(0.5, 0), 2.0)],
+)
+def test_the_trimmed_baseline_leaves_out_floor_of_its_share_at_either_end(trim, expected):
+    # sorted: 0 1 2 6 91
+    assert trimmed_baseline([91.0, 1.0, 0.0, 6.0, 2.0], trim) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 14, 100])
+def test_trimming_always_leaves_a_baseline(size):
+    rewards = [float(n) for n in range(size)]
+    assert trimmed_baseline(rewards, np.nextafter(0.5, 0)) == pytest.approx((size - 1) / 2, abs=1e-4)
+
+
+def test_trimming_counts_shares_that_binary_fractions_miss():
+    assert 0.29 * 100 < 29
+    rewards = np.array([0.0] * 28 + [-1000.0] + [1.0] * 71)  # sorted: -1000 is the first, then 28 zeros
+    assert trimmed_baseline(list(rewards), 0.29) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_each_group_is_trimmed_by_its_own_count_and_failed_scores_do_not_count():
+    # Three scores and a quarter: nothing is trimmed. Four: one at either end.
+    result = advantages([0.0, NAN, 3.0, 9.0, 0.0, 1.0, 3.0, 100.0], [0] * 4 + [1] * 4, "none", trim=0.25)
+    assert result.values.tolist() == [-4, 0, -1, 5, -2, -1, 1, 98]
+
+
+@given(batches(), st.sampled_from(MODES))
+def test_a_hair_of_trimming_is_none(batch, std):
+    assert advantages(*batch, std, trim=1e-6).values.tolist() == advantages(*batch, std).values.tolist()
+
+
+# Extremes
+
+
+def test_only_the_extremes_of_each_group_are_kept():
+    rewards = [3, 1, 4, 1.5, 9, 2, 6, 0, 1, 2, 0.5, 0.5]
+    prompts = [0] * 7 + [1] * 3 + [2] * 2
+    result = advantages(rewards, prompts, keep_extremes=2)
+    # The best of the first group are 9 and 6, the worst 1 and 1.5; the second is smaller than four; the third says nothing.
+    assert result.keep.tolist() == [False, True, False, True, True, False, True, True, True, True, False, False]
+    assert result.metrics["group/dropped_samples"] == 5
+    assert result.metrics["group/zero_std_share"] == pytest.approx(1 / 3)
+    whole = advantages(rewards, prompts)
+    assert result.values.tolist() == np.where(result.keep, whole.values, 0).tolist()
+
+
+def test_extremes_are_told_apart_beyond_the_clip():
+    result = advantages([0, 10, 30, 20, 1, 2], [0] * 6, "none", clip=0.5, keep_extremes=1)
+    assert result.keep.tolist() == [True, False, True, False, False, False]
+
+
+def test_equal_extremes_go_by_position():
+    assert advantages([1, 1, 0, 0, 1, 0], [0] * 6, keep_extremes=1).keep.tolist() == [False, False, True, False, True, False]
+
+
+@given(batches(), st.integers(1, 4))
+def test_extremes_keep_as_many_as_there_are_up_to_twice_their_number(batch, most):
+    rewards, prompt_ids = batch
+    whole, few = advantages(rewards, prompt_ids), advantages(rewards, prompt_ids, keep_extremes=most)
+    for prompt_id in np.unique(prompt_ids):
+        mine = prompt_ids == prompt_id
+        assert few.keep[mine].sum() == min(whole.keep[mine].sum(), 2 * most)
+        left_out = rewards[mine & whole.keep & ~few.keep]
+        if len(left_out):
+            kept = np.sort(rewards[mine & few.keep])
+            assert kept[most - 1] <= left_out.min()
+            assert kept[most] >= left_out.max()
+
+
+# Running statistics
+
+
+@given(batches(), st.sampled_from(MODES))
+def test_the_first_batch_of_a_history_is_an_ordinary_one(batch, std):
+    first = advantages(*batch, std, running=True, history=PromptStatistics())
+    ordinary = advantages(*batch, std)
+    assert first.keep.tolist() == ordinary.keep.tolist()
+    assert first.values.tolist() == ordinary.values.tolist()
+
+
+@given(batches(), st.lists(st.integers(0, 24), max_size=4), st.sampled_from(["group", "none"]))
+def test_a_history_in_parts_is_the_statistics_of_the_whole(batch, cuts, std):
+    rewards, prompt_ids = batch
+    history = PromptStatistics()
+    whole = advantages(rewards, prompt_ids, std)
+    for part in np.split(np.arange(len(rewards)), sorted(min(cut, len(rewards) - 1) for cut in cuts)):
+        if len(part):
+            last, result = part, advantages(rewards[part], prompt_ids[part], std, running=True, history=history)
+    assert result.keep.tolist() == whole.keep[last].tolist()
+    assert result.values == pytest.approx(whole.values[last], rel=1e-4, abs=1e-4)
+
+
+def test_running_baseline_and_deviation_by_hand():
+    history = PromptStatistics()
+    advantages([0.0, 1.0], [7, 7], running=True, history=history)
+    result = advantages([5.0, 2.0, 2.0], [8, 7, 7], running=True, history=history)
+    seen = np.array([0.0, 1.0, 2.0, 2.0])
+    expected = (2 - seen.mean()) / (seen.std(ddof=1) + 1e-4)
+    # Prompt 8 is new and alone; prompt 7's equal rewards now differ from what it had.
+    assert result.keep.tolist() == [False, True, True]
+    assert result.values == pytest.approx([0, expected, expected], abs=1e-6)
+
+
+def test_a_group_of_one_speaks_when_its_prompt_has_a_past():
+    history = PromptStatistics()
+    assert not advantages([1.0], [7], running=True, history=history).keep.any()
+    result = advantages([2.0], [7], running=True, history=history)
+    assert result.values == pytest.approx([0.5 / (np.sqrt(0.5) + 1e-4)])
+    assert result.metrics["group/zero_std_share"] == 0
+
+
+def test_equal_rewards_all_along_stay_silent():
+    history = PromptStatistics()
+    for _ in range(5):
+        assert not advantages([0.1] * 3, [7] * 3, running=True, history=history).keep.any()
+
+
+def test_a_known_prompt_without_scores_now_says_nothing_and_forgets_nothing():
+    history = PromptStatistics()
+    advantages([0.0, 1.0], [7, 7], running=True, history=history)
+    before = history.state()
+    result = advantages([NAN, NAN], [7, 7], running=True, history=history)
+    assert result.metrics["group/zero_std_share"] == 1
+    assert history.state() == before
+
+
+def test_running_leaves_the_global_deviation_to_the_batch():
+    history = PromptStatistics()
+    advantages([0.0, 100.0], [7, 7], "global", running=True, history=history)
+    result = advantages([50.0, 52.0], [7, 7], "global", running=True, history=history)
+    assert result.values == pytest.approx(np.array([-0.5, 1.5]) / (np.sqrt(2) + 1e-4), rel=1e-6)
+
+
+def test_every_reward_has_its_own_running_statistics():
+    weights, history = {"a": 1.0, "b": 3.0}, PromptStatistics()
+    alone = {name: PromptStatistics() for name in weights}
+    for _ in range(2):
+        both = combined({"a": REWARDS, "b": OTHER}, weights, PROMPTS, history, running=True)
+        a = advantages(REWARDS, PROMPTS, running=True, history=alone["a"])
+        b = advantages(OTHER, PROMPTS, running=True, history=alone["b"])
+        assert both.values == pytest.approx((a.values + 3 * b.values) / 4, abs=1e-6)
+
+
+def test_a_history_survives_json_exactly():
+    rng = np.random.default_rng(0)
+    steps = [({"a": rng.normal(size=6), "b": rng.normal(size=6)}, [2**62 + 1, 3, 3, 3, 2**62 + 1, 5]) for _ in range(4)]
+    weights, kept, restored = {"a": 1.0, "b": 1.0}, PromptStatistics(), PromptStatistics()
+    for rewards, prompt_ids in steps:
+        restored = PromptStatistics.from_state(json.loads(json.dumps(restored.state())))
+        here = combined(rewards, weights, prompt_ids, kept, running=True)
+        there = combined(rewards, weights, prompt_ids, restored, running=True)
+        assert here.values.tobytes() == there.values.tobytes()
+    assert restored.state() == kept.state()
+
+
+def test_running_without_a_history_says_what_to_pass():
+    with pytest.raises(ValueError, match="history=PromptStatistics"):
+        advantages([0.0, 1.0], [7, 7], running=True)

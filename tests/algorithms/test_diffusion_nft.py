@@ -1,154 +1,187 @@
-"""DiffusionNFT against its formula, written out again here, and against closed forms, in float64."""
+"""DiffusionNFT against its formula, written out again here, and against closed forms."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+from algorithm_terms import ELEMENTS, at_velocity, doubles, forward_terms, gradient, mean_square, normal, target, wide
 
-from ebbflow.algorithms import diffusion_nft
-from ebbflow.algorithms.base import ForwardTerms
-from ebbflow.algorithms.registry import ALGORITHMS
-from ebbflow.recipe.algorithms import DiffusionNFT
+from ebbflow.algorithms.diffusion_nft import ALGORITHM
+from ebbflow.recipe.algorithms import DiffusionNFT, Following
 
-ROWS, SHAPE = 5, (2, 3)
-ELEMENTS = 6
-
-
-def draws(seed=0):
-    """clean, noise, sigma, velocity, old, reference, advantage."""
-    generator = torch.Generator().manual_seed(seed)
-    clean, noise, velocity, old, reference = (
-        torch.randn(ROWS, *SHAPE, dtype=torch.float64, generator=generator) for _ in range(5)
-    )
-    sigma = torch.rand(ROWS, dtype=torch.float64, generator=generator) * 0.9 + 0.05
-    advantage = torch.tensor([-5.0, -1.3, 0.0, 0.7, 5.0], dtype=torch.float64)
-    return clean, noise, sigma, velocity, old, reference, advantage
+ADVANTAGES = [-5.0, -1.3, 0.0, 0.7, 5.0]
+BETAS = [0.03, 0.1, 1.0]
 
 
-def as_terms(clean, noise, sigma, velocity, old, reference, advantage):
-    return ForwardTerms(clean, noise, sigma, velocity, {"old": old, "reference": reference}, advantage)
+def implicit(terms, beta):
+    """v+ and v-."""
+    old = terms.copies["old"]
+    return beta * terms.velocity + (1 - beta) * old, (1 + beta) * old - beta * terms.velocity
 
 
-def transcribed(clean, noise, sigma, velocity, old, reference, advantage, beta, k, weights=None):
-    """ALGORITHMS.md, section 5, literally; ``weights`` (w+, w-) are frozen when given."""
-    p = torch.clip(torch.clip(advantage, -5, 5) / 10 + 0.5, 0, 1)
-    s = sigma[:, None, None]
-    x = (1 - s) * clean + s * noise
-    predictions = x - s * (beta * velocity + (1 - beta) * old), x - s * ((1 + beta) * old - beta * velocity)
-    if weights is None:
-        weights = [(x0 - clean).abs().mean((1, 2)).clamp(min=1e-5).detach() for x0 in predictions]
-    plus, minus = (((x0 - clean) ** 2 / w[:, None, None]).mean((1, 2)) for x0, w in zip(predictions, weights, strict=True))
-    loss = 5 * ((p * plus + (1 - p) * minus) / beta).mean() + k * ((velocity - reference) ** 2).mean()
-    return loss, weights
+def frozen_weights(terms, beta):
+    """w+ and w-."""
+    return [prediction_error(terms, each).abs().mean((1, 2)).clamp(min=1e-5).detach() for each in implicit(terms, beta)]
 
 
-@pytest.mark.parametrize("beta", [0.03, 0.1, 1.0])
-@pytest.mark.parametrize("k", [0.0, 1e-4, 0.5])
-def test_the_loss_is_the_published_formula(beta, k):
-    for seed in range(5):
-        expected, _ = transcribed(*draws(seed), beta=beta, k=k)
-        loss, _ = diffusion_nft.loss(as_terms(*draws(seed)), DiffusionNFT(beta=beta, reference_weight=k))
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+def prediction_error(terms, velocity):
+    """x0_hat - x0."""
+    share = wide(terms.sigma)
+    noisy = (1 - share) * terms.clean + share * terms.noise
+    return noisy - share * velocity - terms.clean
 
 
-@pytest.mark.parametrize("beta", [0.1, 1.0])
-def test_finite_differences_with_the_weights_frozen(beta):
-    clean, noise, sigma, velocity, old, reference, advantage = draws()
-    leaf = velocity.clone().requires_grad_()
-    loss, _ = diffusion_nft.loss(
-        as_terms(clean, noise, sigma, leaf, old, reference, advantage), DiffusionNFT(beta=beta, reference_weight=0.3)
-    )
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    _, weights = transcribed(*draws(), beta=beta, k=0.3)
+def transcribed(terms, beta, weights):
+    """The published loss of each term, literally, with w+ and w- given."""
+    p = torch.clip(torch.clip(terms.advantage, -5, 5) / 10 + 0.5, 0, 1)
+    errors = [(prediction_error(terms, each) ** 2).mean((1, 2)) for each in implicit(terms, beta)]
+    better, worse = (error / weight for error, weight in zip(errors, weights, strict=True))
+    return 5 * (p * better + (1 - p) * worse) / beta
 
-    def value(v):
-        return transcribed(clean, noise, sigma, v, old, reference, advantage, beta, 0.3, weights)[0].item()
 
-    for index in range(velocity.numel()):
-        step = torch.zeros_like(velocity)
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_loss_is_the_published_formula(beta, seed):
+    terms = forward_terms(ADVANTAGES, seed=seed)
+    loss, _ = ALGORITHM.loss(terms, DiffusionNFT(beta=beta))
+    torch.testing.assert_close(loss, transcribed(terms, beta, frozen_weights(terms, beta)), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_gradient_is_that_of_the_formula_with_frozen_weights(beta):
+    terms = forward_terms(ADVANTAGES)
+    weights = frozen_weights(terms, beta)
+
+    def value(velocity):
+        return transcribed(replace(terms, velocity=velocity), beta, weights).sum()
+
+    found = gradient(ALGORITHM, terms, DiffusionNFT(beta=beta), terms.velocity)
+    for index in range(terms.velocity.numel()):
+        step = torch.zeros_like(terms.velocity)
         step.view(-1)[index] = 1e-6
-        numeric = (value(velocity + step) - value(velocity - step)) / 2e-6
-        assert gradient.view(-1)[index].item() == pytest.approx(numeric, rel=1e-5, abs=1e-7)
+        numeric = (value(terms.velocity + step) - value(terms.velocity - step)).item() / 2e-6
+        assert found.view(-1)[index].item() == pytest.approx(numeric, rel=1e-5, abs=1e-6)
 
 
-def gradient_at_old(beta, advantage):
-    clean, noise, sigma, _, old, reference, _ = draws()
-    leaf = old.clone().requires_grad_()
-    terms = as_terms(clean, noise, sigma, leaf, old, reference, advantage)
-    loss, _ = diffusion_nft.loss(terms, DiffusionNFT(beta=beta, reference_weight=0))
-    return torch.autograd.grad(loss, leaf)[0]
+def at_old(advantage, beta):
+    """(terms under the old policy, the gradient there)."""
+    terms = forward_terms(advantage)
+    terms = at_velocity(terms, terms.copies["old"])
+    return terms, gradient(ALGORITHM, terms, DiffusionNFT(beta=beta), terms.velocity)
 
 
-def test_at_the_old_policy_the_gradient_is_the_preference_times_the_error():
-    clean, noise, sigma, _, old, _, advantage = draws()
-    s = sigma[:, None, None]
-    error = (1 - s) * clean + s * noise - s * old - clean
-    weight = error.abs().mean((1, 2), keepdim=True)
-    preference = (2 * (advantage / 10 + 0.5) - 1)[:, None, None]
-    expected = -10 / (ROWS * ELEMENTS) * preference * error * s / weight
-    for beta in (0.02, 0.1, 0.5, 1.0):
-        assert (gradient_at_old(beta, advantage) - expected).abs().max() < 1e-12
+@pytest.mark.parametrize("beta", [0.02, 0.1, 0.5, 1.0])
+def test_at_the_old_policy_the_gradient_is_the_preference_times_the_error(beta):
+    # 5 / beta (p - (1 - p)) beta 2 (x0_hat - x0) (-sigma) / (D w): beta cancels.
+    terms, found = at_old(ADVANTAGES, beta)
+    error = prediction_error(terms, terms.velocity.detach())
+    preference = 2 * (terms.advantage / 10 + 0.5) - 1
+    weight = error.abs().mean((1, 2))
+    expected = -10 / ELEMENTS * wide(preference * terms.sigma / weight) * error
+    assert expected[0].abs().max() > 0.1
+    assert (found - expected).abs().max() < 1e-12
 
 
 def test_a_sample_as_good_as_its_group_teaches_nothing():
-    gradient = gradient_at_old(0.1, torch.zeros(ROWS, dtype=torch.float64))
-    assert gradient.abs().max() < 1e-14
-
-
-@pytest.mark.parametrize("beta", [0.1, 0.5, 1.0])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_the_best_velocity_goes_from_the_old_one_to_or_from_the_target(beta, sign):
-    # p = 1: v+ is the target u = eps - x0 where v = v_old + (u - v_old) / beta. p = 0: v- is, on the other side of v_old.
-    clean, noise, sigma, velocity, old, reference, _ = draws()
-    best = old + sign * (noise - clean - old) / beta
-    advantage = torch.full((ROWS,), 5.0 * sign, dtype=torch.float64)
-    config = DiffusionNFT(beta=beta, reference_weight=0)
-    at_best, _ = diffusion_nft.loss(as_terms(clean, noise, sigma, best, old, reference, advantage), config)
-    elsewhere, _ = diffusion_nft.loss(as_terms(clean, noise, sigma, velocity, old, reference, advantage), config)
-    assert at_best.item() < 1e-12 < elsewhere.item()
+    assert at_old([0.0] * 5, 0.1)[1].abs().max() < 1e-14
 
 
 def test_steps_of_the_loss_approach_what_is_good_and_leave_what_is_bad():
-    clean, noise, sigma, _, old, reference, _ = draws()
-    target = noise - clean
-    for sign in (1, -1):
-        gradient = gradient_at_old(0.1, torch.full((ROWS,), 3.0 * sign, dtype=torch.float64))
-        after = old - 0.01 * gradient
-        nearer = ((after - target) ** 2).flatten(1).mean(1) < ((old - target) ** 2).flatten(1).mean(1)
-        assert nearer.tolist() == [sign == 1] * ROWS
+    terms, found = at_old([3.0, -3.0, 3.0, -3.0], 0.1)
+    old = terms.velocity.detach()
+    nearer = mean_square(old - 0.01 * found - target(terms)) < mean_square(old - target(terms))
+    assert nearer.tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 1.0])
+def test_the_best_velocity_goes_from_the_old_one_to_or_from_the_target(beta):
+    # p = 1: v+ is the target u where v = v_old + (u - v_old) / beta. p = 0: v- is, on the other side of v_old.
+    terms = forward_terms([5.0, -5.0])
+    old = terms.copies["old"]
+    best = at_velocity(terms, old + wide(doubles([1, -1])) * (target(terms) - old) / beta)
+    config = DiffusionNFT(beta=beta)
+    assert ALGORITHM.loss(best, config)[0].max() < 1e-12
+    assert ALGORITHM.loss(terms, config)[0].min() > 1e-2
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("advantage", [0.5, 2.0, 4.0])
+def test_without_weights_the_best_velocity_of_a_good_and_a_bad_sample_is_the_published_one(beta, advantage):
+    # One noisy latent, two clean ones that it may come from, preferred with p and 1 - p. The targets v+ and v- are so close to
+    # the old velocity that both weights are at their lower bound, and so equal: the minimiser of the sum is then
+    # v_old + (2p - 1) / (2 beta) (v+ - v-).
+    tiny = 1e-8
+    good, bad, old = (tiny * normal(1, 2, 3, seed=seed) for seed in range(3))
+    p = advantage / 10 + 0.5
+    best = old + (2 * p - 1) / (2 * beta) * (good - bad)
+    terms = forward_terms([advantage, -advantage], unit=[0, 0])
+    zeros = torch.zeros_like(terms.clean)
+    terms = replace(terms, clean=zeros, noise=torch.cat([good, bad]), copies={"old": torch.cat([old, old])})
+
+    def total_gradient(velocity):
+        here = at_velocity(terms, velocity.expand(2, 2, 3))
+        assert max(weight.max() for weight in frozen_weights(here, beta)) == 1e-5
+        return gradient(ALGORITHM, here, DiffusionNFT(beta=beta), here.velocity).sum(0).norm()
+
+    assert total_gradient(best) < 1e-9 * total_gradient(old)
+    assert total_gradient(good) > 1e-3 * total_gradient(old)
+
+
+@pytest.mark.parametrize(
+    ("mode", "preference"),
+    [
+        ("all", [0, 0.37, 0.5, 0.57, 1]),
+        ("positive_only", [0.5, 0.5, 0.5, 0.57, 1]),
+        ("negative_only", [0, 0.37, 0.5, 0.5, 0.5]),
+        ("one_only", [0.5, 0.5, 0.5, 0.6, 0.6]),
+        ("binary", [0.4, 0.4, 0.5, 0.6, 0.6]),
+    ],
+)
+def test_the_five_advantage_modes(mode, preference):
+    # The published modes shape the clamped advantage first and turn it into p = A / 10 + 1/2 afterwards.
+    loss, metrics = ALGORITHM.loss(forward_terms(ADVANTAGES), DiffusionNFT(beta=0.5, advantages=mode))
+    better, worse = metrics["nft/better_error"], metrics["nft/worse_error"]
+    found = (loss * 0.5 / 5 - worse) / (better - worse)
+    assert found.tolist() == pytest.approx(preference, abs=1e-12)
 
 
 def test_preference_stays_a_probability():
-    clean, noise, sigma, velocity, old, reference, _ = draws()
-    config = DiffusionNFT(beta=0.5, reference_weight=0)
-
     def loss(advantage):
-        values = torch.full((ROWS,), advantage, dtype=torch.float64)
-        return diffusion_nft.loss(as_terms(clean, noise, sigma, velocity, old, reference, values), config)[0].item()
+        return ALGORITHM.loss(forward_terms([advantage] * 3), DiffusionNFT(beta=0.5))[0]
 
-    assert loss(5.0) == loss(50.0)
-    assert loss(-5.0) == loss(-50.0)
-    assert loss(5.0) != loss(4.0)
+    assert torch.equal(loss(5.0), loss(50.0))
+    assert torch.equal(loss(-5.0), loss(-50.0))
+    assert (loss(5.0) != loss(4.0)).all()
 
 
 def test_metrics():
-    clean, noise, sigma, velocity, old, reference, advantage = draws()
-    _, metrics = diffusion_nft.loss(as_terms(clean, noise, sigma, velocity, old, reference, advantage), DiffusionNFT(beta=0.2))
-    assert metrics["kl/reference"].item() == pytest.approx(((velocity - reference) ** 2).mean().item())
-    assert metrics["nft/old_deviation"].item() == pytest.approx(((velocity - old) ** 2).mean().item())
-    at_old = as_terms(clean, noise, sigma, old, old, reference, advantage)
-    _, metrics = diffusion_nft.loss(at_old, DiffusionNFT(reference_weight=0))
-    assert metrics["nft/better_error"].item() == pytest.approx(metrics["nft/worse_error"].item())
-    assert "kl/reference" not in metrics
+    terms = forward_terms(ADVANTAGES)
+    _, metrics = ALGORITHM.loss(terms, DiffusionNFT(beta=0.2))
+    torch.testing.assert_close(metrics["nft/old_deviation"], mean_square(terms.velocity - terms.copies["old"]))
+    _, metrics = ALGORITHM.loss(at_velocity(terms, terms.copies["old"]), DiffusionNFT(beta=0.2))
+    torch.testing.assert_close(metrics["nft/better_error"], metrics["nft/worse_error"])
+    assert (metrics["nft/old_deviation"] == 0).all()
 
 
-def test_it_asks_for_the_copies_it_uses():
-    algorithm = ALGORITHMS["diffusion_nft"]
-    assert algorithm.copies(DiffusionNFT()) == {"old", "reference"}
-    assert algorithm.copies(DiffusionNFT(reference_weight=0)) == {"old"}
-    assert algorithm.draws(DiffusionNFT(noise_levels=3)) == 3
+@pytest.mark.parametrize(
+    ("old", "published"),
+    [
+        (Following(most=0), lambda n: 0.0),
+        (Following(slope=0.001, most=0.5), lambda n: min(0.001 * n, 0.5)),
+        (Following(flat=75, slope=0.0075, most=0.999), lambda n: 0.0 if n < 75 else min(0.0075 * (n - 75), 0.999)),
+    ],
+)
+def test_the_three_published_decays_of_the_old_policy(old, published):
+    config = DiffusionNFT(old=old)
+    for step in [1, 2, 74, 75, 76, 100, 207, 208, 209, 499, 500, 501, 10_000]:
+        assert ALGORITHM.old_decay(config, step) == pytest.approx(published(step), abs=1e-12)
 
 
-def test_old_policy_decay_grows_linearly_to_its_limit():
-    config = DiffusionNFT(old_policy_decay=0.8, old_policy_decay_steps=4)
-    assert [diffusion_nft.old_decay(config, step) for step in range(7)] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
-    assert diffusion_nft.old_decay(DiffusionNFT(old_policy_decay=0.8, old_policy_decay_steps=0), 0) == 0.8
-    assert diffusion_nft.old_decay(DiffusionNFT(old_policy_decay=0), 9) == 0
+def test_by_default_the_old_policy_is_nearly_kept_after_ten_steps():
+    decay = [ALGORITHM.old_decay(DiffusionNFT(), step) for step in (1, 5, 10, 11, 99)]
+    assert decay == pytest.approx([0.09, 0.45, 0.9, 0.9, 0.9])
+
+
+def test_the_old_policy_generates_and_is_needed():
+    assert ALGORITHM.generates == "old"
+    assert ALGORITHM.copies(DiffusionNFT()) == {"old"}

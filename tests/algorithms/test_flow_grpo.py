@@ -1,166 +1,137 @@
-"""The policy gradient against closed forms, all in float64."""
+"""The clipped policy gradient against its cases and closed forms."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from algorithm_terms import STOCHASTIC, doubles, gaussian, gradient, moved, normal, rollout
 
-from ebbflow.algorithms import flow_grpo
 from ebbflow.algorithms.advantages import compute_advantages
 from ebbflow.algorithms.base import TrajectoryTerms
-from ebbflow.algorithms.registry import ALGORITHMS
-from ebbflow.flow.transition import Transition, log_prob, sample, transition
-from ebbflow.recipe.algorithms import FlowGRPO
+from ebbflow.algorithms.flow_grpo import FLOW_GRPO
+from ebbflow.algorithms.registry import algorithm_of
+from ebbflow.flow.transition import log_prob, sample
+from ebbflow.recipe.algorithms import DanceGRPO, FlowGRPO, FlowGRPOFast, MixGRPO
 from ebbflow.recipe.stages import Advantages
 
-EPSILON = 0.1
-SIGMAS = torch.linspace(1, 0, 7, dtype=torch.float64)
+FAMILY = [FlowGRPO, FlowGRPOFast, MixGRPO, DanceGRPO]
+WIDE = FlowGRPO(clip_range=0.99)
 
-
-def gaussian(mean, std):
-    """A step with that mean, [M, D], and standard deviation, with the rest of a Flow-SDE transition around it."""
-    std = torch.as_tensor(std, dtype=torch.float64)
-    return Transition("flow_sde", mean, std.expand(len(mean)), std, torch.tensor(-0.1, dtype=torch.float64))
+# clip range .1: (advantage, ratio, the ratio that counts, whether it has a gradient, which clip)
+CASES = [
+    (2.0, 1.05, 1.05, True, None),
+    (2.0, 1.30, 1.10, False, "clip/up"),
+    (2.0, 0.95, 0.95, True, None),
+    (2.0, 0.70, 0.70, True, None),
+    (-2.0, 1.05, 1.05, True, None),
+    (-2.0, 1.30, 1.30, True, None),
+    (-2.0, 0.95, 0.95, True, None),
+    (-2.0, 0.70, 0.90, False, "clip/down"),
+    (0.0, 1.30, 1.00, False, None),
+    (0.0, 0.70, 1.00, False, None),
+]
 
 
 def terms_with_ratio(ratio, advantage):
-    """One term whose ratio and advantage are given, and the leaf that its log-probability is."""
-    leaf = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    step = gaussian(torch.zeros(1, 2, dtype=torch.float64), 1.0)
-    zero = torch.zeros(1, dtype=torch.float64)
-    return TrajectoryTerms(step, leaf, zero, {}, torch.tensor([advantage], dtype=torch.float64)), leaf
+    """Terms whose ratios and advantages are given, and the leaf that their log-probabilities are."""
+    leaf = doubles(ratio).log().requires_grad_()
+    zeros = torch.zeros(len(ratio), 2, dtype=torch.float64)
+    return TrajectoryTerms(gaussian(zeros, 1.0), leaf, zeros, torch.zeros_like(leaf.detach()), {}, doubles(advantage)), leaf
 
 
-@pytest.mark.parametrize(
-    ("advantage", "ratio", "counted", "trained", "clip"),
-    [
-        (2.0, 1.05, 1.05, True, None),
-        (2.0, 1.30, 1.10, False, "clip/up"),
-        (2.0, 0.70, 0.70, True, None),
-        (-2.0, 1.30, 1.30, True, None),
-        (-2.0, 0.70, 0.90, False, "clip/down"),
-        (-2.0, 0.95, 0.95, True, None),
-    ],
-)
-def test_ppo_clip_by_cases(advantage, ratio, counted, trained, clip):
+@pytest.mark.parametrize("config", FAMILY)
+def test_ppo_clip_by_cases(config):
+    advantage, ratio, counted, trained, clip = (list(column) for column in zip(*CASES, strict=True))
     terms, leaf = terms_with_ratio(ratio, advantage)
-    loss, metrics = flow_grpo.loss(terms, FlowGRPO(clip_range=EPSILON, reference_weight=0))
-    loss.backward()
-    assert loss.item() == pytest.approx(-advantage * counted, abs=1e-12)
-    assert leaf.grad.item() == pytest.approx(-advantage * ratio if trained else 0.0, abs=1e-12)
-    assert [name for name in ("clip/up", "clip/down") if metrics[name].item()] == ([clip] if clip else [])
-    assert metrics["ratio/mean"].item() == pytest.approx(ratio)
-    assert metrics["ratio/deviation"].item() == pytest.approx(abs(ratio - 1))
-    assert metrics["kl/old"].item() == pytest.approx(math.log(ratio) ** 2 / 2)
+    algorithm, config = algorithm_of(config()), config(clip_range=0.1)
+    loss, metrics = algorithm.loss(terms, config)
+    assert loss.tolist() == pytest.approx([-a * c for a, c in zip(advantage, counted, strict=True)], abs=1e-12)
+    expected = [-a * r if t else 0.0 for a, r, t in zip(advantage, ratio, trained, strict=True)]
+    assert gradient(algorithm, terms, config, leaf).tolist() == pytest.approx(expected, abs=1e-12)
+    for name in ("clip/up", "clip/down"):
+        assert metrics[name].tolist() == [float(each == name) for each in clip]
 
 
-def random_terms(sampler="flow_sde", rows=6, off=0.0, reference=False):
-    """Terms of a random velocity (a leaf) at random steps; ``off`` moves the velocity away from the one that sampled."""
-    generator = torch.Generator().manual_seed(0)
-    latents, velocity, noise, other, drift = (torch.randn(rows, 2, 3, dtype=torch.float64, generator=generator) for _ in range(5))
-    steps = torch.arange(rows) % 5
-    old = transition(sampler, latents, velocity, SIGMAS, steps)
-    after = sample(old, noise)
-    advantage = torch.randn(rows, dtype=torch.float64, generator=generator)
-    leaf = (velocity + off * drift).requires_grad_()
-
-    def terms(values):
-        step = transition(sampler, latents, values, SIGMAS, steps)
-        copies = {"reference": transition(sampler, latents, other, SIGMAS, steps)} if reference else {}
-        return TrajectoryTerms(step, log_prob(step, after), log_prob(old, after).detach(), copies, advantage)
-
-    return terms, leaf
+def test_metrics_say_how_far_the_policy_has_moved():
+    ratio = [1.3, 0.7, 1.0]
+    terms, _ = terms_with_ratio(ratio, [1.0, -1.0, 2.0])
+    _, metrics = FLOW_GRPO.loss(terms, FlowGRPO())
+    assert metrics["ratio/mean"].tolist() == pytest.approx(ratio)
+    assert metrics["ratio/deviation"].tolist() == pytest.approx([0.3, 0.3, 0])
+    assert metrics["kl/old"].tolist() == pytest.approx([math.log(each) ** 2 / 2 for each in ratio])
 
 
-@pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("sampler", STOCHASTIC)
 def test_gradient_at_ratio_one_is_the_policy_gradient(sampler):
-    terms, leaf = random_terms(sampler)
-    loss, metrics = flow_grpo.loss(terms(leaf), FlowGRPO(reference_weight=0))
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    here = terms(leaf)
-    (expected,) = torch.autograd.grad((-here.advantage * here.log_prob).mean(), leaf)
-    assert metrics["ratio/deviation"].item() == 0
-    assert expected.abs().max() > 1e-3
-    assert (gradient - expected).abs().max() < 1e-12
+    made = rollout(sampler)
+    leaf = moved(made, by=0)
+    terms = made.terms(leaf)
+    found = gradient(FLOW_GRPO, terms, FlowGRPO(), leaf)
+    (expected,) = torch.autograd.grad(-(terms.advantage * terms.log_prob).sum(), leaf)
+    assert (FLOW_GRPO.loss(terms, FlowGRPO())[1]["ratio/deviation"] == 0).all()
+    assert expected.flatten(1).norm(dim=1).min() > 1e-3
+    assert (found - expected).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde", "cps"])
+def test_gradient_at_ratio_one_by_hand():
+    # log p = mean(-(x' - mu)^2 / (2 b^2)) with x' - mu = b z, so d log p / d mu = z / (b D).
+    made = rollout()
+    mean = made.step(made.old).mean.requires_grad_()
+    step = gaussian(mean, 0.3)
+    after = sample(step, made.noise).detach()
+    score = log_prob(step, after)
+    terms = TrajectoryTerms(step, score, mean.detach(), score.detach(), {}, made.advantage)
+    found = gradient(FLOW_GRPO, terms, FlowGRPO(), mean)
+    assert (found + made.advantage[:, None, None] * made.noise / (0.3 * 6)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("sampler", STOCHASTIC)
 def test_finite_differences(sampler):
-    terms, leaf = random_terms(sampler, off=0.05, reference=True)
-    config = FlowGRPO(clip_range=0.9, reference_weight=0.5)
-    assert flow_grpo.loss(terms(leaf), config)[1]["ratio/deviation"].item() > 1e-3
-    assert torch.autograd.gradcheck(lambda values: flow_grpo.loss(terms(values), config)[0], (leaf,), eps=1e-6, atol=1e-7)
+    made = rollout(sampler)
+    leaf = moved(made)
+    assert FLOW_GRPO.loss(made.terms(leaf), WIDE)[1]["ratio/deviation"].min() > 1e-6
+    assert torch.autograd.gradcheck(lambda values: FLOW_GRPO.loss(made.terms(values), WIDE)[0], (leaf,), eps=1e-6, atol=1e-7)
 
 
 def test_linear_gaussian_policy_has_the_gradient_of_reinforce():
-    # x ~ N(theta, b^2 I), R = w x: the gradient of E[R] is w. GRPO subtracts a mean that contains the sample itself, hence
-    # (G - 1) / G, and takes log-probs as means over D elements, hence 1 / D.
+    # x ~ N(theta c, b^2 I) for a prompt c, R = w x: the gradient of E[R] is w c^T. GRPO subtracts a mean that contains the sample
+    # itself, hence (G - 1) / G, and takes log-probs as means over D elements, hence 1 / D.
     groups, size, elements, std = 50_000, 4, 8, 0.7
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(elements, dtype=torch.float64, generator=generator)
-    theta = torch.randn(elements, dtype=torch.float64, generator=generator).requires_grad_()
-    count = groups * size
-    step = gaussian(theta.expand(count, elements), std)
-    after = sample(step, torch.randn(count, elements, dtype=torch.float64, generator=generator)).detach()
-    prompt_ids = np.repeat(np.arange(groups), size)
-    advantage = compute_advantages((after @ weights).numpy(), prompt_ids, Advantages(std="none", clip=1e6)).values
+    weights, theta = normal(elements, seed=0), normal(elements, 3, seed=1).requires_grad_()
+    prompts = 1 + 0.5 * normal(groups, 3, seed=2)
+    step = gaussian(prompts.repeat_interleave(size, 0) @ theta.T, std)
+    after = sample(step, normal(groups * size, elements, seed=3)).detach()
+    config = Advantages(std="none", clip=1e6)
+    rewards, prompt_ids = {"only": (after @ weights).numpy()}, np.repeat(np.arange(groups), size)
+    advantage = compute_advantages(rewards, {"only": 1.0}, prompt_ids, config).values
     score = log_prob(step, after)
-    terms = TrajectoryTerms(step, score, score.detach(), {}, torch.from_numpy(advantage).double())
-    loss, _ = flow_grpo.loss(terms, FlowGRPO(reference_weight=0))
-    (gradient,) = torch.autograd.grad(loss, theta)
-    expected = -weights * (size - 1) / size / elements
-    assert torch.cosine_similarity(gradient, expected, dim=0) > 0.999
-    assert (gradient.norm() / expected.norm()).item() == pytest.approx(1, abs=0.02)
+    terms = TrajectoryTerms(step, score, step.mean.detach(), score.detach(), {}, torch.from_numpy(advantage).double())
+    found = -gradient(FLOW_GRPO, terms, FlowGRPO(), theta) / len(advantage)
+    reinforce = weights[:, None] * prompts.mean(0)
+    expected = reinforce * (size - 1) / size / elements
+    assert torch.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.999
+    assert (found.norm() / expected.norm()).item() == pytest.approx(1, abs=0.02)
 
 
 def test_importance_identities():
     # Under the old policy the likelihood ratio has mean 1; the ratio of mean log-probs that the loss clips stays below.
     count, elements, std = 400_000, 4, 0.5
-    generator = torch.Generator().manual_seed(0)
-    shift = 0.12 * torch.tensor([1.0, -1.0, 2.0, 0.5], dtype=torch.float64)
+    shift = 0.12 * doubles([1.0, -1.0, 2.0, 0.5])
     old = gaussian(torch.zeros(count, elements, dtype=torch.float64), std)
-    after = sample(old, torch.randn(count, elements, dtype=torch.float64, generator=generator))
+    after = sample(old, normal(count, elements, seed=0))
     step = gaussian(shift.expand(count, elements), std)
-    terms = TrajectoryTerms(step, log_prob(step, after), log_prob(old, after), {}, torch.ones(count, dtype=torch.float64))
-    likelihood = (elements * (terms.log_prob - terms.old_log_prob)).exp().mean().item()
-    assert likelihood == pytest.approx(1, abs=5e-3)
-    _, metrics = flow_grpo.loss(terms, FlowGRPO(reference_weight=0))
+    score, old_score = log_prob(step, after), log_prob(old, after)
+    terms = TrajectoryTerms(step, score, old.mean, old_score, {}, torch.ones(count, dtype=torch.float64))
+    assert (elements * (score - old_score)).exp().mean().item() == pytest.approx(1, abs=5e-3)
     distance = (shift**2).sum().item() / (2 * std**2 * elements)
     expected = math.exp(-distance * (1 - 1 / elements))
     assert expected < 0.97
-    assert metrics["ratio/mean"].item() == pytest.approx(expected, abs=1e-3)
+    assert -FLOW_GRPO.loss(terms, WIDE)[0].mean().item() == pytest.approx(expected, abs=1e-3)
 
 
-def test_kl_is_the_divergence_of_two_gaussians_per_element():
-    terms, leaf = random_terms(reference=True)
-    here = terms(leaf)
-    reference, std = here.copies["reference"], here.transition.std.view(-1, 1, 1)
-    normal = torch.distributions.Normal
-    divergence = torch.distributions.kl_divergence(normal(here.transition.mean, std), normal(reference.mean, std))
-    assert torch.allclose(flow_grpo.kl(here), divergence.flatten(1).mean(1), rtol=1e-12)
-    without, _ = flow_grpo.loss(here, FlowGRPO(reference_weight=0))
-    loss, metrics = flow_grpo.loss(here, FlowGRPO(reference_weight=0.3))
-    assert (loss - without).item() == pytest.approx(0.3 * divergence.mean().item(), rel=1e-9)
-    assert metrics["kl/reference"].item() == pytest.approx(divergence.mean().item(), rel=1e-12)
-
-
-def test_kl_to_itself_is_zero_with_zero_gradient():
-    terms, leaf = random_terms()
-    here = terms(leaf)
-    same = TrajectoryTerms(
-        here.transition, here.log_prob, here.old_log_prob, {"reference": terms(leaf.detach()).transition}, here.advantage
-    )
-    divergence = flow_grpo.kl(same)
-    assert (divergence == 0).all()
-    (gradient,) = torch.autograd.grad(divergence.sum(), leaf)
-    assert (gradient == 0).all()
-
-
-def test_it_asks_for_the_reference_only_when_it_is_used():
-    algorithm = ALGORITHMS["flow_grpo"]
-    assert algorithm.copies(FlowGRPO(reference_weight=0.1)) == {"reference"}
-    assert algorithm.copies(FlowGRPO(reference_weight=0)) == set()
-    assert algorithm.old_decay is None
-    terms, leaf = random_terms()
-    assert "kl/reference" not in flow_grpo.loss(terms(leaf), FlowGRPO(reference_weight=0))[1]
+def test_the_rollout_comes_from_the_policy_itself_and_no_copy_is_needed():
+    for config in FAMILY:
+        algorithm = algorithm_of(config())
+        assert algorithm.copies(config()) == set()
+        assert algorithm.generates == "current"

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ebbflow.data.schema import ADVANTAGES, score_schema
-from ebbflow.data.tables import TableError, about_table, read_batches, read_column, read_table, row_count, write_table
+from ebbflow.data.tables import TableError, about_table, new_table, read_batches, read_column, read_table, row_count, write_table
 
 SCHEMA = score_schema(["ocr"])
 ints = st.integers(-(2**63), 2**63 - 1)
@@ -50,6 +50,32 @@ def test_about_may_be_filled_while_batches_are_drawn(tmp_path):
 
     write_table(tmp_path / "deep" / "table.parquet", SCHEMA, batches(), said)
     assert about_table(tmp_path / "deep" / "table.parquet") == {"seconds": 7}
+
+
+def test_several_tables_are_written_at_once_and_appear_together(tmp_path):
+    one, other = tmp_path / "one.parquet", tmp_path / "other.parquet"
+    with new_table(one, SCHEMA, {"is": 1}) as write_one, new_table(other, SCHEMA, {"is": 2}) as write_other:
+        for number in range(3):
+            write_one(batch([(number, 0, 0.5, None, None)]))
+            write_other(batch([(number, 1, 0.5, None, None)]))
+        assert not one.exists()
+        assert not other.exists()
+    assert [read_table(path)["sample"].to_pylist() for path in (one, other)] == [[0] * 3, [1] * 3]
+    assert [about_table(path)["is"] for path in (one, other)] == [1, 2]
+
+
+def test_of_several_tables_none_appears_when_one_fails(tmp_path):
+    def write():
+        with (
+            new_table(tmp_path / "one.parquet", SCHEMA, {}) as write_one,
+            new_table(tmp_path / "other.parquet", SCHEMA, {}) as write_other,
+        ):
+            write_one(batch([(1, 2, 3.0, None, None)]))
+            write_other(pa.record_batch([pa.array([1])], names=["x"]))
+
+    with pytest.raises(ValueError, match="schema"):
+        write()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_truncated_file_is_refused_wherever_it_was_cut(tmp_path):

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
-from ebbflow.data.schema import evaluation_schema
-from ebbflow.data.tables import about_table, read_table
-from ebbflow.evaluation.evaluate import evaluate, evaluation_keys
+from ebbflow.data.schema import PROMPTS, evaluation_schema
+from ebbflow.data.tables import about_table, read_table, write_table
+from ebbflow.evaluation.evaluate import evaluate, evaluate_folder, evaluation_keys
 from ebbflow.flow.noise import noise
 from ebbflow.models import load_model
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.recipe.stages import Sampler
 from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.images import decode_png
-from ebbflow.training.policy import Policy
+from ebbflow.training.policy import Policy, write_base_policy
 
 
 @pytest.fixture
@@ -106,3 +110,29 @@ def test_prompts_that_were_not_scored_lower_the_coverage_and_stay_out_of_the_mea
     assert [index for index, reward in enumerate(rewards) if reward is None] == [0, 7, 8, 9]
     assert evaluation.held_out["reward"] == pytest.approx(np.mean([rewards[i] for i in (5, 6, 10)]))
     assert evaluation.validation["reward"] == pytest.approx(np.mean(rewards[1:5]))
+
+
+SHIFTED = "mine.shifted:load"
+
+
+@pytest.mark.parametrize("family", ["glyph", SHIFTED])
+def test_a_policy_is_evaluated_with_the_family_of_its_card(family, make_recipe, prompts, base_folder, tmp_path, monkeypatch):
+    """A champion may be of another family than the recipe; whose schedule it is shows in the images."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    write_base_policy(tmp_path / "policy", "base", "recipe", PolicyConfig(), family)
+    write_table(tmp_path / "prompts.parquet", PROMPTS, [pa.RecordBatch.from_pylist([asdict(p) for p in prompts], PROMPTS)], {})
+    recipe = make_recipe(rewards={"terms": [{"name": "jpeg_compressibility"}], "guards": []})
+    evaluate_folder(
+        recipe, base_folder, tmp_path / "policy", tmp_path / "prompts.parquet", "champion", tmp_path / "samples.parquet"
+    )
+    stored = decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist()).astype(int)
+
+    def distance(of):
+        model = load_model(base_folder, of)
+        sampler = Sampler(name="ode", steps=recipe.evaluation.steps)
+        latents = generate(model, model.encode([p.prompt for p in prompts]), evaluation_keys(prompts), sampler).latents
+        return np.abs(stored - model.decode(latents)).max()
+
+    (other,) = {"glyph", SHIFTED} - {family}
+    assert distance(family) <= 1
+    assert distance(other) > 1

@@ -224,7 +224,7 @@ def exact_moments(sampler, sigmas, eta):
     return path
 
 
-@pytest.mark.parametrize("sampler", ["ode", "flow_sde", "dance_sde"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
 def test_samples_follow_the_exact_moments_on_gaussian_data(shift_3, sampler):
     count = 40_000
     generator = torch.Generator().manual_seed(1)
@@ -236,14 +236,28 @@ def test_samples_follow_the_exact_moments_on_gaussian_data(shift_3, sampler):
         assert abs(x.var().item() - variance) < 4 * variance * math.sqrt(2 / count)
 
 
-@pytest.mark.parametrize("sampler", ["ode", "flow_sde", "dance_sde"])
-def test_fine_steps_end_in_the_distribution_of_the_data(sampler):
-    sigmas = schedule(1000)
+def final_moments(sampler, sigmas, eta):
+    """(mean, variance) at the end, by pushing x = 0 and x = 1 through our step."""
     mean, variance = 0.0, 1.0
     points = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
-    for step in range(1000):
-        move = transition(sampler, points, exact_velocity(points, sigmas[step]), sigmas, step, 0.3)
+    for step in range(len(sigmas) - 1):
+        move = transition(sampler, points, exact_velocity(points, sigmas[step]), sigmas, step, eta)
         offset, slope = move.mean[0, 0].item(), (move.mean[1, 0] - move.mean[0, 0]).item()
         mean, variance = slope * mean + offset, slope**2 * variance + move.std.item() ** 2
+    return mean, variance
+
+
+@pytest.mark.parametrize("sampler", STOCHASTIC)
+def test_a_whole_path_keeps_the_mean_and_nears_the_odes_variance_as_eta_squared(shift_3, sampler):
+    (_, ode), (mean, near), (_, far) = (final_moments(sampler, shift_3, eta) for eta in (0, 1e-3, 2e-3))
+    assert ode == pytest.approx(final_moments("ode", shift_3, 0)[1], rel=1e-12)
+    assert mean == pytest.approx(DATA_MEAN, rel=1e-12)
+    assert 0 < abs(near - ode) < 1e-4
+    assert (far - ode) / (near - ode) == pytest.approx(4, rel=1e-2)
+
+
+@pytest.mark.parametrize("sampler", ["ode", "flow_sde", "dance_sde"])
+def test_fine_steps_end_in_the_distribution_of_the_data(sampler):
+    mean, variance = final_moments(sampler, schedule(1000), 0.3)
     assert mean == pytest.approx(DATA_MEAN, abs=5e-3)
     assert math.sqrt(variance) == pytest.approx(DATA_STD, abs=5e-3)

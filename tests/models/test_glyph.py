@@ -112,6 +112,24 @@ def test_decode_is_the_inverse_of_to_latents(model):
         assert np.array_equal(images[..., channel], grey)
 
 
+def test_encoding_images_is_the_inverse_of_decoding(model):
+    latents = torch.randn(5, *model.latent_shape, generator=torch.Generator().manual_seed(2))
+    images = model.decode(latents)
+    encoded = model.encode_images(images)
+    assert (encoded.dtype, encoded.shape) == (torch.float32, latents.shape)
+    assert np.array_equal(model.decode(encoded), images)
+    inside = (latents * 0.75 + 0.55).abs() < 1
+    assert inside.float().mean() > 0.5
+    # Half a grey level of 255, in latents.
+    assert (encoded - latents)[inside].abs().max() <= 0.5 / 127.5 / 0.75 + 1e-6
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 40, 3), (1, 32, 16, 3), (1, 16, 32, 4)])
+def test_images_of_another_size_are_refused_with_both_sizes(model, shape):
+    with pytest.raises(ModelError, match=rf"{shape[1]}, {shape[2]}, {shape[3]}.*16, 32, 3"):
+        model.encode_images(np.zeros(shape, np.uint8))
+
+
 def test_decode_stays_inside_the_pixels(model):
     wild = torch.tensor([-100.0, 100.0]).view(2, 1, 1, 1).expand(2, *model.latent_shape)
     images = model.decode(wild)

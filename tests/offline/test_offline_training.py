@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from inspect import signature
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -16,25 +15,30 @@ from ebbflow.algorithms.advantages import compute_advantages
 from ebbflow.artifacts import verify
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema, score_schema
-from ebbflow.data.tables import about_table, read_table, write_table
+from ebbflow.data.tables import about_table, nullable, read_table, write_table
 from ebbflow.models import load_model
 from ebbflow.offline import training as offline
-from ebbflow.offline.shards import generate_shard, nullable, score_shard
+from ebbflow.offline.shards import generate_shard, score_shard
 from ebbflow.offline.training import train_epochs, train_offline_folder, write_advantages
+from ebbflow.recipe.algorithms import BUILT_IN
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.rollouts.generate import SampleKeys
 from ebbflow.stage import Place, open_policy
 from ebbflow.training.batches import forward_batch
 from ebbflow.training.distributed import Ranks
-from ebbflow.training.policy import Policy, read_card, write_base_policy
-from ebbflow.training.update import optimise
+from ebbflow.training.policy import Policy, Progress, read_card, write_base_policy
+from ebbflow.training.update import Learner, TrainingError
 
 NAN = float("nan")
+FORWARD = [config.model_fields["name"].default for config in BUILT_IN if config.kind == "forward"]
 
 
 @pytest.fixture
 def place(make_recipe):
     return Place(make_recipe(), round=0, stage=1)
+
+
+ABOUT_SCORES = {"seconds": {"scoring": 2.0}, "weights": {"darkness": 1.0}}
 
 
 def write_scores(path, keys, rewards):
@@ -43,7 +47,7 @@ def write_scores(path, keys, rewards):
     columns = [pa.array(prompt_ids), pa.array(samples), nullable(rewards), nullable(rewards)]
     failure = pa.array(["broken" if np.isnan(reward) else None for reward in rewards], pa.string())
     schema = score_schema(["darkness"])
-    write_table(path, schema, [pa.record_batch([*columns, failure], schema=schema)], {"seconds": {"scoring": 2.0}})
+    write_table(path, schema, [pa.record_batch([*columns, failure], schema=schema)], ABOUT_SCORES)
     return path
 
 
@@ -68,9 +72,8 @@ KEPT = {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)}
 def test_advantages_are_over_all_shards_and_leave_out_what_says_nothing(place, tmp_path, order):
     scores = [write_scores(tmp_path / f"{i}.parquet", KEYS[i], REWARDS[i]) for i in order]
     metrics = write_advantages(place, scores, tmp_path / "advantages.parquet")
-    expected = compute_advantages(
-        np.array(REWARDS[0] + REWARDS[1]), np.array([p for keys in KEYS for p, _ in keys]), place.config.advantages
-    )
+    rewards, prompt_ids = np.array(REWARDS[0] + REWARDS[1]), np.array([p for keys in KEYS for p, _ in keys])
+    expected = compute_advantages({"darkness": rewards}, {"darkness": 1.0}, prompt_ids, place.config.advantages)
     by_key = dict(zip(KEYS[0] + KEYS[1], expected.values, strict=True))
     table = read_table(tmp_path / "advantages.parquet", ADVANTAGES).to_pylist()
     assert {(row["prompt_id"], row["sample"]) for row in table} == KEPT
@@ -84,19 +87,21 @@ def test_advantages_are_over_all_shards_and_leave_out_what_says_nothing(place, t
     assert said["seconds"] == {"scoring": 4.0}
 
 
-@pytest.fixture
-def watched(monkeypatch):
-    """``optimise`` replaced by a record of what it was given."""
-    calls = []
+class Watched:
+    """A learner that keeps a record of what it was given and learns nothing."""
 
-    def watch(*args, **kwargs):
-        given = signature(optimise).bind(*args, **kwargs).arguments
-        keys = [(int(row[0, 0, 0]), int(row[0, 0, 1])) for row in given["batch"].clean]
-        calls.append(SimpleNamespace(keys=keys, batch=given["batch"], passes=given["micro_batches"], total=given["total_terms"]))
+    def __init__(self):
+        self.calls, self.alarms = [], []
+
+    @property
+    def updates(self):
+        return len(self.calls)
+
+    def update(self, batch, passes):
+        keys = [(int(row[0, 0, 0]), int(row[0, 0, 1])) for row in batch.clean]
+        assert keys == list(zip(batch.keys.prompt_ids, batch.keys.samples, strict=True))
+        self.calls.append(SimpleNamespace(keys=keys, batch=batch, passes=passes))
         return {"loss": 0.0}
-
-    monkeypatch.setattr(offline, "optimise", watch)
-    return calls
 
 
 @pytest.fixture
@@ -119,24 +124,30 @@ def stored(tmp_path):
 
 @pytest.fixture
 def run(make_prompts, model):
-    """Train on stored shards with ``optimise`` watched."""
+    """Train on stored shards with the updates watched; returns (record, what they were given)."""
 
     def train(place, rollouts, advantages, log=lambda metrics, step: None):
-        policy = SimpleNamespace(parameters={"w": torch.nn.Parameter(torch.zeros(1))}, model=model)
-        return train_epochs(place, model, policy, make_prompts(40), rollouts, advantages, log)
+        learner = Watched()
+        return train_epochs(place, model, learner, make_prompts(40), rollouts, advantages, log), learner.calls
 
     return train
 
 
-def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, watched, stored, run):
+@pytest.fixture
+def pretend(monkeypatch):
+    """``pretend(rank, world)``: be one of several processes."""
+    return lambda rank, world: monkeypatch.setattr(offline.Ranks, "current", staticmethod(lambda: Ranks(rank, world)))
+
+
+def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, stored, run):
     place = Place(make_recipe(offline={"epochs": 3, "batch_size": 8, "micro_batch": 3}), 0, 1)
     rollouts, advantages, kept = stored(24, 12)
     logged = []
-    record = run(place, rollouts, advantages, lambda metrics, step: logged.append((step, metrics["epoch"])))
-    per_epoch, draws = len(watched) // 3, place.algorithm.draws(place.config.algorithm)
+    record, seen = run(place, rollouts, advantages, lambda metrics, step: logged.append((step, metrics["epoch"])))
+    per_epoch, draws = len(seen) // 3, place.config.hyper.noise_levels
     for epoch in range(3):
-        calls = watched[epoch * per_epoch : (epoch + 1) * per_epoch]
-        samples = [call.keys[: len(call.keys) // draws] for call in calls]  # the draws of a sample repeat it in its batch
+        calls = seen[epoch * per_epoch : (epoch + 1) * per_epoch]
+        samples = [call.keys[::draws] for call in calls]  # the draws of a sample are adjacent
         assert Counter(key for batch in samples for key in batch) == dict.fromkeys(kept, 1)
         assert {len(batch) for batch in samples} <= {4, 5, 6, 7, 8}
         # One shard after the other: the first holds prompts 0 to 11.
@@ -144,112 +155,143 @@ def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, watch
         assert all(len(shard) == 1 for shard in shards)
         assert sum(one != other for one, other in pairwise(shards)) == 1
         for call in calls:
-            assert call.total == len(call.keys)
-            assert call.passes == -(-call.total // 3)
+            assert call.passes == -(-len(call.keys) // 3)
             assert call.batch.advantage.tolist() == [100 * p + s for p, s in call.keys]
     assert logged == [(step, step // per_epoch) for step in range(3 * per_epoch)]
-    assert record.optimizer_steps == len(watched)
+    assert record.optimizer_steps == len(seen)
     assert record.samples == 36
     assert record.seconds.keys() == {"rollout", "scoring", "training"}
     assert record.seconds["rollout"] == 6
 
 
-def test_batches_of_a_shard_differ_by_one_sample_at_most(make_recipe, watched, stored, run):
+def test_batches_of_a_shard_differ_by_one_sample_at_most(make_recipe, stored, run):
     place = Place(make_recipe(offline={"epochs": 1, "batch_size": 8, "shards": 1}), 0, 1)
-    run(place, *stored(26)[:2])
-    sizes = sorted(len(call.keys) // 2 for call in watched)  # two draws a sample
+    sizes = sorted(len(call.keys) // 2 for call in run(place, *stored(26)[:2])[1])  # two draws a sample
     assert sizes == [6, 7, 7]
 
 
-def test_the_order_is_seeded_and_new_in_every_epoch(make_recipe, watched, stored, run):
+def keys_seen(ran):
+    return [call.keys for call in ran[1]]
+
+
+def test_the_order_is_seeded_and_new_in_every_epoch(make_recipe, stored, run):
     place = Place(make_recipe(offline={"epochs": 2}), 0, 1)
     shards = stored(24, 12)[:2]
-    run(place, *shards)
-    first = [call.keys for call in watched]
-    watched.clear()
-    run(place, *shards)
-    assert [call.keys for call in watched] == first
+    first = keys_seen(run(place, *shards))
+    assert keys_seen(run(place, *shards)) == first
     assert first[: len(first) // 2] != first[len(first) // 2 :]
-    watched.clear()
-    run(Place(make_recipe(seed=1, offline={"epochs": 2}), 0, 1), *shards)
-    assert [call.keys for call in watched] != first
+    assert keys_seen(run(Place(make_recipe(seed=1, offline={"epochs": 2}), 0, 1), *shards)) != first
 
 
-def test_the_order_of_the_advantages_does_not_matter(place, watched, stored, run, tmp_path):
+@pytest.mark.parametrize("algorithm", ["diffusion_nft", "dgpo", "diffusion_dpo"])
+def test_the_order_of_the_advantages_does_not_matter(make_recipe, stored, run, tmp_path, algorithm):
+    place = Place(make_recipe(offline={"algorithm": {"name": algorithm}}), 0, 1)
     rollouts, advantages, _ = stored(24, 12)
-    run(place, rollouts, advantages)
-    first = [call.keys for call in watched]
+    first = keys_seen(run(place, rollouts, advantages))
     table = read_table(advantages)
     shuffled = table.take(np.random.default_rng(0).permutation(len(table))).combine_chunks()
     write_table(tmp_path / "shuffled", ADVANTAGES, shuffled.to_batches(), about_table(advantages))
-    watched.clear()
-    run(place, rollouts, tmp_path / "shuffled")
-    assert [call.keys for call in watched] == first
+    assert keys_seen(run(place, rollouts, tmp_path / "shuffled")) == first
 
 
-def test_every_epoch_draws_noise_of_its_own(make_recipe, watched, stored, run):
+def test_every_epoch_draws_noise_of_its_own(make_recipe, stored, run):
     place = Place(make_recipe(offline={"epochs": 2}), 0, 1)
-    run(place, *stored(12)[:2])
-    noise = [tuple(row.flatten().tolist()) for call in watched for row in call.batch.noise]
+    noise = [tuple(row.flatten().tolist()) for call in run(place, *stored(12)[:2])[1] for row in call.batch.noise]
     assert len(set(noise)) == len(noise)
 
 
+def units_seen(call):
+    """The samples of each unit, better first, with the sigma that they share."""
+    found = {}
+    for key, unit, sigma in zip(call.keys, call.batch.unit.tolist(), call.batch.points.sigma.tolist(), strict=True):
+        found.setdefault((unit, sigma), []).append(key)
+    return Counter((sigma, tuple(members)) for (_, sigma), members in found.items())
+
+
+@pytest.mark.parametrize("algorithm", ["diffusion_nft", "dgpo", "diffusion_dpo"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_processes_share_each_batch(make_recipe, watched, stored, run, monkeypatch, world):
-    place = Place(make_recipe(offline={"epochs": 1, "micro_batch": 2}), 0, 1)
+def test_processes_share_each_batch_and_tear_no_unit(make_recipe, stored, run, pretend, world, algorithm):
+    place = Place(make_recipe(offline={"epochs": 1, "micro_batch": 2, "algorithm": {"name": algorithm}}), 0, 1)
     shards = stored(24, 12)[:2]
-    run(place, *shards)
-    alone = [(call.keys, call.batch.points.sigma.tolist()) for call in watched]
-    shares = []
+    alone, shares = run(place, *shards)[1], []
     for rank in range(world):
-        watched.clear()
-        monkeypatch.setattr(offline.Ranks, "current", staticmethod(lambda rank=rank: Ranks(rank, world)))
-        run(place, *shards)
-        shares.append(list(watched))
-    for step, (keys, sigma) in enumerate(alone):
+        pretend(rank, world)
+        shares.append(run(place, *shards)[1])
+    for step, call in enumerate(alone):
         parts = [share[step] for share in shares]
-        together = Counter(pair for part in parts for pair in zip(part.keys, part.batch.points.sigma.tolist(), strict=True))
-        assert together == Counter(zip(keys, sigma, strict=True))
-        assert {part.total for part in parts} == {len(keys)}
+        assert sum((units_seen(part) for part in parts), Counter()) == units_seen(call)
         assert len({part.passes for part in parts}) == 1
+    sizes = {len(members) for call in alone for _, members in units_seen(call)}
+    assert sizes == {"diffusion_nft": {1}, "dgpo": {1, 2}, "diffusion_dpo": {2}}[algorithm]
 
 
+@pytest.mark.parametrize("algorithm", ["diffusion_nft", "dgpo", "diffusion_dpo"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("batch_size", "micro_batch"), [(3, 1), (8, 1), (1, 1)])
-def test_every_process_has_work_in_every_pass(make_recipe, watched, stored, run, monkeypatch, rank, batch_size, micro_batch):
+def test_every_process_has_work_in_every_pass(make_recipe, stored, run, pretend, rank, batch_size, micro_batch, algorithm):
     # A process that runs out of terms before the others would fail alone and leave them waiting.
-    nft = {"name": "diffusion_nft", "noise_levels": 1}
-    settings = {"epochs": 1, "batch_size": batch_size, "micro_batch": micro_batch, "algorithm": nft}
-    monkeypatch.setattr(offline.Ranks, "current", staticmethod(lambda: Ranks(rank, 2)))
-    run(Place(make_recipe(offline=settings), 0, 1), *stored(14)[:2])
-    assert watched
-    for call in watched:
-        assert len(call.keys) >= call.passes >= 1
+    settings = {"epochs": 1, "batch_size": batch_size, "micro_batch": micro_batch}
+    place = Place(make_recipe(offline=settings | {"algorithm": {"name": algorithm, "noise_levels": 1}}), 0, 1)
+    pretend(rank, 2)
+    calls = run(place, *stored(14)[:2])[1]
+    assert calls
+    for call in calls:
+        assert len(call.batch.unit.unique()) >= call.passes >= 1
 
 
-def test_shards_too_small_for_every_process_are_named_and_left_out(place, watched, stored, run, monkeypatch):
-    monkeypatch.setattr(offline.Ranks, "current", staticmethod(lambda: Ranks(0, 4)))
+def test_the_passes_are_those_of_the_largest_share(make_recipe, stored, run, pretend):
+    """Seven groups of two on two processes, a group a pass: four on one, three on the other, and three passes on both."""
+    keys = {"name": "dgpo", "noise_levels": 1}
+    place = Place(make_recipe(offline={"epochs": 1, "batch_size": 100, "micro_batch": 2, "algorithm": keys}), 0, 1)
+    shards, found = stored(14)[:2], []
+    for rank in range(2):
+        pretend(rank, 2)
+        (call,) = run(place, *shards)[1]
+        found.append((len(call.batch.unit.unique()), call.passes))
+    assert found == [(4, 3), (3, 3)]
+
+
+def test_pairs_are_the_better_and_the_worse_of_a_prompt(make_recipe, stored, run):
+    place = Place(make_recipe(offline={"algorithm": {"name": "diffusion_dpo"}}), 0, 1)
+    for call in run(place, *stored(24, 12)[:2])[1]:
+        for better, worse in zip(call.keys[::2], call.keys[1::2], strict=True):
+            assert better == (worse[0], 1)  # the advantage is 100 * prompt + sample
+            assert worse[1] == 0
+
+
+def test_shards_too_small_for_every_process_are_named_and_left_out(place, stored, run, pretend):
+    pretend(0, 4)
     rollouts, advantages, _ = stored(20, 3)
-    with pytest.warns(UserWarning, match=r"r1\.parquet"):
+    with pytest.warns(UserWarning, match=r"fewer samples, pairs or groups to train on than the 4 processes: r1\.parquet \("):
+        record, calls = run(place, rollouts, advantages)
+    assert "r1.parquet" in record.alarms[0]
+    assert {key for call in calls for key in call.keys} <= {(p, s) for p in range(10) for s in range(2)}
+
+
+def test_shards_that_are_all_too_small_are_refused(place, stored, run, pretend):
+    pretend(0, 4)
+    rollouts, advantages, _ = stored(3, 3)
+    with pytest.raises(TrainingError, match=r"than the 4 processes: r0.parquet \(\d\), r1.parquet.*lower the stage's 'shards'"):
         run(place, rollouts, advantages)
-    assert {key for call in watched for key in call.keys} <= {(p, s) for p in range(10) for s in range(2)}
 
 
-def test_nothing_kept_trains_nothing(place, watched, stored, run, tmp_path):
+def test_nothing_kept_trains_nothing(place, stored, run, tmp_path):
     rollouts, _, _ = stored(8, 8)
     scores = [write_scores(tmp_path / "s.parquet", [(p, s) for p in range(8) for s in range(2)], [0.5] * 14 + [NAN] * 2)]
     metrics = write_advantages(place, scores, tmp_path / "none.parquet")
     assert metrics["group/dropped_samples"] == 16
-    with pytest.warns(UserWarning, match="fewer samples to train on than processes"):
-        record = run(place, rollouts, tmp_path / "none.parquet")
+    with pytest.warns(UserWarning, match="nothing was learnt: no group has samples that score differently"):
+        record, calls = run(place, rollouts, tmp_path / "none.parquet")
     assert record.optimizer_steps == 0
     assert record.samples == 16
-    assert not watched
+    assert record.alarms == ["nothing was learnt: no group has samples that score differently"]
+    assert not calls
 
 
-@pytest.fixture
-def generated(place, model, scorer, make_prompts, tmp_path):
+@pytest.fixture(scope="module")
+def generated(make_recipe, base_folder, scorer, make_prompts, tmp_path_factory):
     """Rollouts, scores and advantages of a whole tiny stage, made with the base."""
+    place, model, tmp_path = Place(make_recipe(), 0, 1), load_model(base_folder), tmp_path_factory.mktemp("generated")
     policy = Policy(model, place.recipe.policy, 0)
     policy.ensure("old")
     rollouts, scores = [tmp_path / f"r{i}" for i in range(2)], [tmp_path / f"s{i}" for i in range(2)]
@@ -261,26 +303,47 @@ def generated(place, model, scorer, make_prompts, tmp_path):
 
 
 @pytest.mark.parametrize("config", [PolicyConfig(), PolicyConfig(train="lora", rank=4, alpha=8)], ids=["full", "lora"])
-def test_training_changes_the_policy_and_leaves_the_old_one_alone(place, base_folder, generated, make_prompts, config):
-    model = load_model(base_folder)
+@pytest.mark.parametrize("name", FORWARD)
+def test_every_forward_algorithm_trains_on_stored_samples(make_recipe, base_folder, generated, make_prompts, name, config):
+    place, model = Place(make_recipe(offline={"algorithm": {"name": name}}), 0, 1), load_model(base_folder)
     policy = Policy(model, config, 0)
     policy.ensure("old")
-    start = {name: value.detach().clone() for name, value in policy.parameters.items()}
-    logged = []
-    record = train_epochs(place, model, policy, make_prompts(6), *generated, lambda metrics, step: logged.append(metrics))
+    start = {key: value.detach().clone() for key, value in policy.parameters.items()}
+    logged, learner = [], Learner(policy, place.offline)
+    record = train_epochs(place, model, learner, make_prompts(6), *generated, lambda metrics, step: logged.append(metrics))
     assert record.label == "1.2 offline"
-    assert record.algorithm == "diffusion_nft"
+    assert record.algorithm == name
     assert record.samples == 16
     assert record.optimizer_steps == len(logged) == 4
+    assert record.alarms == []
     assert record.seconds.keys() == {"rollout", "scoring", "training"}
-    assert any(not torch.equal(value, start[name]) for name, value in policy.parameters.items())
-    for copy in ("old", "reference"):
-        assert all(torch.equal(value, start[name]) for name, value in policy.copies[copy].items())
-    names = {"loss", "grad_norm", "lr", "velocity_drift", "kl/reference", "nft/old_deviation", "nft/better_error"}
+    assert any(not torch.equal(value, start[key]) for key, value in policy.parameters.items())
+    assert all(torch.equal(value, start[key]) for key, value in policy.copies["reference"].items())
+    old_moved = any(not torch.equal(value, start[key]) for key, value in policy.copies["old"].items())
+    assert old_moved == (name == "awm")
+    names = {"loss", "grad_norm", "lr", "velocity_drift", "alarm/velocity_drift"}
     assert names | {"epoch", "seconds/training", "ms_per_image/training"} <= logged[0].keys()
+    assert all(np.isfinite(value) for metrics in logged for value in metrics.values())
+
+
+def test_the_old_policy_is_where_training_began(place, base_folder, generated, make_prompts):
+    model, logged = load_model(base_folder), []
+    policy = Policy(model, place.recipe.policy, 0)
+    policy.ensure("old")
+    learner = Learner(policy, place.offline)
+    train_epochs(place, model, learner, make_prompts(6), *generated, lambda metrics, step: logged.append(metrics))
     assert logged[0]["nft/old_deviation"] == pytest.approx(0, abs=1e-9)
     assert logged[-1]["nft/old_deviation"] > 1e-9
-    assert all(np.isfinite(value) for metrics in logged for value in metrics.values())
+
+
+def test_the_drift_alarm_stands_in_the_record(make_recipe, base_folder, generated, make_prompts):
+    place, model = Place(make_recipe(offline={"drift_alarm": 1e-9}), 0, 1), load_model(base_folder)
+    policy = Policy(model, place.recipe.policy, 0)
+    policy.ensure("old")
+    learner = Learner(policy, place.offline)
+    with pytest.warns(UserWarning, match="velocity drift") as warned:
+        record = train_epochs(place, model, learner, make_prompts(6), *generated, lambda metrics, step: None)
+    assert len(warned) == len(record.alarms) == 1
 
 
 @pytest.fixture
@@ -298,6 +361,7 @@ def test_the_stage_repeats_itself_byte_for_byte_and_hands_on_a_whole_folder(plac
     assert verify(tmp_path / "one") == verify(tmp_path / "two")
     card = read_card(tmp_path / "one")
     assert (card.version, card.copies, card.stages) == (4, ("old",), ("1.2 offline",))
+    assert card.progress == Progress(algorithm="diffusion_nft", steps=0, updates=4)
     assert card.base_digest == verify(base_folder)
     assert card.recipe_digest == place.recipe.digest
 
@@ -307,7 +371,7 @@ def test_the_next_stage_generates_with_what_this_one_trained(place, base_folder,
     train_offline_folder(place, base_folder, start, prompts, *generated, tmp_path / "trained", lambda metrics, step: None)
     following = Place(place.recipe, place.round + 1, place.stage)
     policy, _ = open_policy(following, load_model(base_folder), tmp_path / "trained")
-    with policy.using(following.rollout_copy):
+    with policy.using(following.algorithm.generates):
         generating = {name: value.detach().clone() for name, value in policy.parameters.items()}
     assert any(not torch.equal(value, policy.copies["reference"][name]) for name, value in generating.items())
 
@@ -315,7 +379,7 @@ def test_the_next_stage_generates_with_what_this_one_trained(place, base_folder,
 def test_a_stage_with_nothing_to_train_hands_on_the_policy_it_got(place, base_folder, generated, folders, tmp_path):
     start, prompts = folders
     write_table(tmp_path / "none", ADVANTAGES, [], {"seconds": {"scoring": 1.0}})
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="nothing was learnt"):
         train_offline_folder(
             place, base_folder, start, prompts, generated[0], tmp_path / "none", tmp_path / "trained", lambda metrics, step: None
         )
@@ -324,11 +388,11 @@ def test_a_stage_with_nothing_to_train_hands_on_the_policy_it_got(place, base_fo
     assert all(torch.equal(value, policy.copies["reference"][name]) for name, value in policy.parameters.items())
 
 
-def test_the_noise_of_a_sample_is_its_own(watched, place, stored, run):
-    run(place, *stored(12)[:2])
-    call, draws = watched[0], place.algorithm.draws(place.config.algorithm)
+def test_the_noise_of_a_sample_is_its_own(place, stored, run):
+    call = run(place, *stored(12)[:2])[1][0]
     first = slice(0, 1)
     keys = SampleKeys(place.seed, [call.keys[0][0]], [call.keys[0][1]])
     conditioning = call.batch.points.conditioning.rows(first)
-    alone = forward_batch(call.batch.clean[first], conditioning, call.batch.advantage[first], keys, draws, visit=0)
+    clean, advantage = call.batch.clean[first], call.batch.advantage[first]
+    alone = forward_batch(clean, conditioning, advantage, keys, np.array([0]), place.config.hyper, visit=0)
     assert torch.equal(alone.noise[0], call.batch.noise[0])

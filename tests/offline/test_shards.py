@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ebbflow.data.schema import rollout_schema, score_schema
-from ebbflow.data.tables import TableError, about_table, read_table
-from ebbflow.offline.shards import generate_shard, nullable, read_latents, score_shard
+from ebbflow.data.tables import TableError, about_table, nullable, read_table
+from ebbflow.offline.shards import generate_shard, read_latents, score_shard
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rollouts.generate import SampleKeys, generate
 from ebbflow.rollouts.images import decode_png, encode_png
@@ -90,8 +90,16 @@ def test_a_shard_says_what_made_it(place, shards):
     said = about_table(shards[1])
     assert said["recipe_digest"] == place.recipe.digest
     assert (said["stage"], said["shard"], said["seed"], said["micro_batch"]) == ("2.2 offline", 1, place.seed, 8)
-    assert said["sampler"]["name"] == "ode"
+    assert (said["sampler"]["name"], said["dtype"]) == ("ode", "float32")
     assert said["seconds"]["rollout"] > 0
+
+
+def test_rougher_rollouts_are_rougher_and_say_so(make_recipe, model, policy, shards, make_prompts, tmp_path):
+    rough = Place(make_recipe(offline={"rollout_precision": "bfloat16"}), 1, 1)
+    generate_shard(rough, model, policy, 7, make_prompts(6), 0, tmp_path / "rough.parquet")
+    assert about_table(tmp_path / "rough.parquet")["dtype"] == "bfloat16"
+    exact, found = read_latents(shards[0]), read_latents(tmp_path / "rough.parquet")
+    assert 1e-4 < (found - exact).abs().max() < 0.5
 
 
 def test_a_cut_shard_is_refused(shards):

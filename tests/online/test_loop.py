@@ -1,106 +1,187 @@
-"""A few real steps of the hot loop with a reward that costs nothing."""
+"""A few real steps of the hot loop with a reward that costs nothing, with every algorithm."""
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from ebbflow.algorithms import units
+from ebbflow.algorithms.base import Algorithm, flow_matching_error
+from ebbflow.artifacts import verify
+from ebbflow.data.prompts import write_prompts
+from ebbflow.data.schema import PROMPTS
+from ebbflow.flow.windows import Plan, plan
 from ebbflow.models import load_model
 from ebbflow.online import loop
-from ebbflow.online.loop import collect, run_online_stage
-from ebbflow.rewards.combine import RewardError
+from ebbflow.online.loop import collect, run_online_stage, train_online_folder
+from ebbflow.recipe.algorithms import BUILT_IN, ForwardConfig
+from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.generate import generate
-from ebbflow.stage import Place
+from ebbflow.stage import Place, open_policy
 from ebbflow.timing import Clock
-from ebbflow.training.policy import Policy
+from ebbflow.training.policy import Policy, PolicyCard, Progress, read_card, write_base_policy
+from ebbflow.training.update import Learner
 
-NFT = {
-    "algorithm": {"name": "diffusion_nft", "old_policy_decay_steps": 2},
-    "sampler": {"name": "ode", "steps": 3},
-    "window": None,
-}
+NAMES = [config.model_fields["name"].default for config in BUILT_IN]
+TRAJECTORY = [config.model_fields["name"].default for config in BUILT_IN if config.kind == "trajectory"]
+ON_SAMPLERS = [(a, s) for a in TRAJECTORY for s in ("flow_sde", "dance_sde", "cps") if (a, s) != ("grpo_guard", "cps")]
+NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
 
 
-@pytest.fixture
-def run(make_recipe, make_prompts, base_folder, scorer):
-    """Run an online stage; returns (policy, its parameters before, logged metrics, record)."""
+class Imitation(ForwardConfig):
+    """A user's own algorithm: imitate whole groups."""
 
-    def stage(prompts=None, judge=scorer, policy_config=None, **online):
-        recipe = make_recipe(online=online, policy=policy_config or {})
-        place, model, logged = Place(recipe, 0, 0), load_model(base_folder), []
-        policy = Policy(model, recipe.policy, 0)
-        if place.algorithm.old_decay:
-            policy.ensure("old")
-        before = {name: value.detach().clone() for name, value in policy.parameters.items()}
+    strength: float = 1.0
 
-        def log(metrics, step):
-            assert step == len(logged)
-            logged.append(metrics)
 
-        record = run_online_stage(place, model, policy, judge, prompts or make_prompts(6), log)
-        return policy, before, logged, record
+OWN = Algorithm(
+    Imitation,
+    lambda terms, config: (config.strength * flow_matching_error(terms, terms.velocity), {"own/advantage": terms.advantage}),
+    select=units.groups,
+)
 
-    return stage
+
+def keys_of(name, **rest):
+    """The recipe's keys of an algorithm, with those that it cannot do without."""
+    return {"name": name, **({"teacher": "elsewhere"} if name == "distillation" else {}), **rest}
+
+
+def values(policy):
+    return {name: value.detach().clone() for name, value in policy.parameters.items()}
+
+
+def moved(parameters, size):
+    generator = torch.Generator().manual_seed(0)
+    return {name: value + size * torch.randn(value.shape, generator=generator) for name, value in parameters.items()}
 
 
 def changed(policy, before):
     return any(not torch.equal(value, before[name]) for name, value in policy.parameters.items())
 
 
+@pytest.fixture
+def run(make_recipe, make_prompts, base_folder, scorer):
+    """Run an online stage; returns (policy, its parameters before, logged metrics, record)."""
+
+    def stage(prompts=None, judge=scorer, policy_config=None, sgd=None, **online):
+        recipe = make_recipe(online=online, policy=policy_config or {})
+        place, model, logged = Place(recipe, 0, 0), load_model(base_folder), []
+        policy = Policy(model, recipe.policy, 0)
+        before = values(policy)
+        policy.copies["teacher"] = moved(before, 0.02)
+        if place.keeps_old:
+            policy.ensure("old")
+        optimizer = torch.optim.SGD(policy.parameters.values(), sgd) if sgd else None
+
+        def log(metrics, step):
+            assert step == len(logged)
+            logged.append(metrics)
+
+        learner = Learner(policy, place.online, optimizer=optimizer)
+        record = run_online_stage(place, model, learner, judge, prompts or make_prompts(6), log)
+        return policy, before, logged, record
+
+    return stage
+
+
 EVERY_STEP = {
     "reward/mean", "reward/std", "reward/min", "reward/max", "reward/scored_share", "score/darkness", "score/brightness",
     "group/size", "group/zero_std_share", "group/dropped_samples", "advantage/mean", "advantage/std", "advantage/max_magnitude",
-    "loss", "grad_norm", "grad_variance", "lr", "updates", "velocity_drift", "kl/reference",
+    "loss", "grad_norm", "lr", "updates", "velocity_drift", "alarm/velocity_drift",
     "seconds/rollout", "seconds/scoring", "seconds/training",
     "ms_per_image/rollout", "ms_per_image/scoring", "ms_per_image/training", "images_per_second",
 }  # fmt: skip
-OF_FLOW_GRPO = {"ratio/mean", "ratio/deviation", "clip/up", "clip/down", "kl/old"}
-OF_NFT = {"nft/better_error", "nft/worse_error", "nft/old_deviation"}
+PPO, RATIO = {"clip/up", "clip/down"}, {"ratio/mean", "ratio/deviation", "kl/old"}
+ITS_OWN = {
+    "flow_grpo": PPO | RATIO | {"kl/reference"},
+    "flow_grpo_fast": PPO | RATIO,
+    "mix_grpo": PPO | RATIO | {"kl/reference"},
+    "dance_grpo": PPO | RATIO,
+    "grpo_guard": PPO | RATIO | {"guard/bias", "guard/ratio_deviation"},
+    "flow_dppo": RATIO | {"dppo/divergence", "dppo/dropped"},
+    "distillation": RATIO | {"kl/teacher"},
+    "diffusion_nft": {"nft/better_error", "nft/worse_error", "nft/old_deviation", "kl/reference"},
+    "awm": {"awm/error", "awm/old_deviation", "kl/reference"},
+    "diffusion_dpo": {"dpo/margin", "dpo/accuracy", "dpo/better_change", "dpo/worse_change"},
+    "dgpo": {"dgpo/weight", "dgpo/change"},
+    "crd": {"crd/implied", "crd/agreement", "kl/reference"},
+    "sft": set(),
+    "rwr": {"rwr/weight"},
+}
 
 
 @pytest.mark.parametrize("policy_config", [{}, {"train": "lora", "rank": 4, "alpha": 8}], ids=["full", "lora"])
-@pytest.mark.parametrize(("online", "names"), [({}, OF_FLOW_GRPO), (NFT, OF_NFT)], ids=["flow_grpo", "diffusion_nft"])
-def test_steps_change_the_policy_and_say_everything(run, online, names, policy_config):
-    policy, before, logged, record = run(policy_config=policy_config, **online, steps=3, updates_per_step=2, micro_batch=4)
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_change_the_policy_and_say_everything(run, name, policy_config):
+    policy, before, logged, record = run(
+        policy_config=policy_config, algorithm=keys_of(name), steps=2, updates_per_step=2, micro_batch=4
+    )
     assert changed(policy, before)
-    assert all(torch.equal(value, before[name]) for name, value in policy.copies["reference"].items())
-    assert len(logged) == 3
+    assert all(torch.equal(value, before[key]) for key, value in policy.copies["reference"].items())
+    assert len(logged) == 2
     for metrics in logged:
-        assert metrics.keys() >= EVERY_STEP | names
+        assert metrics.keys() >= EVERY_STEP | ITS_OWN[name]
+        assert not (PPO | RATIO | {"kl/reference"}) - ITS_OWN[name] & metrics.keys()
         assert all(np.isfinite(value) for value in metrics.values())
+        assert metrics["grad_norm"] > 0
         assert metrics["score/darkness"] == pytest.approx(metrics["reward/mean"])
         assert metrics["score/brightness"] == pytest.approx(1 - metrics["reward/mean"])
-    assert [metrics["updates"] for metrics in logged] == [2, 4, 6]
-    assert (record.label, record.samples, record.optimizer_steps) == ("1.1 online", 24, 6)
-    assert record.algorithm == policy_algorithm(names)
+    assert [metrics["updates"] for metrics in logged] == [2, 4]
+    assert (record.label, record.samples, record.optimizer_steps, record.algorithm) == ("1.1 online", 16, 4, name)
+    assert record.alarms == []
     assert record.seconds == pytest.approx(
         {phase: sum(metrics[f"seconds/{phase}"] for metrics in logged) for phase in ("rollout", "scoring", "training")}
     )
 
 
-def policy_algorithm(names):
-    return "flow_grpo" if names is OF_FLOW_GRPO else "diffusion_nft"
+@pytest.mark.parametrize("name", NAMES)
+def test_micro_batches_do_not_change_a_step(run, name):
+    """Smaller than a group, not a divisor of anything, and everything at once; pairs and groups stay whole."""
+    steps = {}
+    for size in (64, 3, 1):
+        policy, before, logged, _ = run(algorithm=keys_of(name), sgd=0.05, steps=1, micro_batch=size)
+        steps[size] = torch.cat([(policy.parameters[key] - before[key]).flatten() for key in before])
+        assert ("grad_variance" in logged[0]) == (size < 64)
+    assert steps[64].norm() > 0
+    for size in (3, 1):
+        assert (steps[size] - steps[64]).norm() < 1e-3 * steps[64].norm()
 
 
-def test_without_a_learning_rate_nothing_changes_and_the_ratio_stays_one(run):
-    for sampler in ("flow_sde", "dance_sde", "cps"):
-        policy, before, logged, _ = run(
-            steps=3, updates_per_step=2, sampler={"name": sampler, "steps": 4}, optimizer={"lr": 0, "weight_decay": 0.1}
-        )
-        assert not changed(policy, before)
-        for metrics in logged:
-            assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
-            assert metrics["ratio/deviation"] < 1e-6
-            assert metrics["kl/reference"] == pytest.approx(0, abs=1e-9)
-            assert metrics["grad_norm"] > 0
+def test_a_users_own_algorithm_trains(run):
+    own = {"name": "custom", "path": f"{__name__}:OWN", "options": {"strength": 0.5, "noise_levels": 1}}
+    policy, before, logged, record = run(algorithm=own, window=None, steps=1)
+    assert changed(policy, before)
+    assert logged[0]["own/advantage"] == pytest.approx(logged[0]["advantage/mean"], abs=1e-6)
+    assert record.algorithm == f"{__name__}:OWN"
 
 
-def test_the_first_update_of_every_step_has_ratio_one(run):
-    for metrics in run(steps=3, updates_per_step=1, optimizer={"lr": 1e-3})[2]:
+@pytest.mark.parametrize(("name", "sampler"), ON_SAMPLERS)
+def test_without_a_learning_rate_nothing_changes_and_the_ratio_stays_one(run, name, sampler):
+    policy, before, logged, _ = run(
+        algorithm=keys_of(name), steps=2, updates_per_step=2, prompts_per_step=1, reference={"weight": 0.1},
+        sampler={"name": sampler, "steps": 4}, optimizer={"lr": 0, "weight_decay": 0.1},
+    )  # fmt: skip
+    assert not changed(policy, before)
+    for metrics in logged:
+        assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
         assert metrics["ratio/deviation"] < 1e-6
-    later = run(steps=1, updates_per_step=2, optimizer={"lr": 1e-3})[2][0]
-    assert later["ratio/deviation"] > 1e-6
+        assert metrics["kl/reference"] == pytest.approx(0, abs=1e-9)
+        assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", TRAJECTORY)
+def test_the_first_update_of_every_step_has_ratio_one(run, name):
+    for metrics in run(algorithm=keys_of(name), steps=3, updates_per_step=1, optimizer={"lr": 1e-3})[2]:
+        assert metrics["ratio/deviation"] < 1e-6
+
+
+def test_the_second_update_of_a_step_has_not(run):
+    assert run(steps=1, updates_per_step=2, optimizer={"lr": 1e-3})[2][0]["ratio/deviation"] > 1e-6
 
 
 def test_the_same_stage_twice_gives_the_same_bits(run):
@@ -114,9 +195,9 @@ def test_the_same_stage_twice_gives_the_same_bits(run):
 
 
 def test_the_reward_rises(run):
-    """Darkness is easy: eight steps on the same two prompts make the images darker."""
+    """Darkness is easy: eight steps on the same prompts make the images darker."""
     logged = run(
-        **{**NFT, "algorithm": {"name": "diffusion_nft", "beta": 0.1, "old_policy_decay": 0}},
+        **{**NFT, "algorithm": {"name": "diffusion_nft", "old": {"most": 0}}},
         steps=8, prompts_per_step=6, updates_per_step=1, optimizer={"lr": 1e-3},
     )[2]  # fmt: skip
     rewards = [metrics["reward/mean"] for metrics in logged]
@@ -126,36 +207,47 @@ def test_the_reward_rises(run):
 
 def test_the_old_policy_follows_with_its_decay(run):
     # Decay 0 copies: after every update the old policy is the current one.
-    copying = {**NFT, "algorithm": {"name": "diffusion_nft", "old_policy_decay": 0}}
+    copying = {**NFT, "algorithm": {"name": "diffusion_nft", "old": {"most": 0}}}
     policy, before, logged, _ = run(**copying, steps=2)
     assert changed(policy, before)
     assert all(torch.equal(value, policy.parameters[name]) for name, value in policy.copies["old"].items())
     assert all(metrics["nft/old_deviation"] == pytest.approx(0, abs=1e-10) for metrics in logged)
     # Decay .9 lags behind.
-    lagging = {**NFT, "algorithm": {"name": "diffusion_nft", "old_policy_decay": 0.9, "old_policy_decay_steps": 0}}
+    lagging = {**NFT, "algorithm": {"name": "diffusion_nft", "old": {"slope": 0.9}}}
     policy, before, _, _ = run(**lagging, steps=1, updates_per_step=1)
     for name, value in policy.copies["old"].items():
         assert torch.allclose(value, 0.9 * before[name] + 0.1 * policy.parameters[name], atol=1e-6)
 
 
-def test_the_reward_steers(run, scorer):
+class Turned:
+    """Stub reward: another one, times a factor and without its failures."""
+
+    name = "darkness"
+
+    def __init__(self, reward, factor):
+        self.reward, self.factor = reward, factor
+
+    def unavailable(self):
+        return None
+
+    def __call__(self, images, prompts):
+        return RewardResult(self.factor * self.reward(images, prompts).values + 0.5)
+
+
+@pytest.fixture
+def turned(scorer):
+    """``turned(-1)``: the scorer with its reward turned round; with 0 everyone gets the same."""
+    return lambda factor: Scorer(((Turned(scorer.terms[0][0], factor), 1.0),))
+
+
+@pytest.mark.parametrize("name", ["mix_grpo", "grpo_guard", "flow_dppo", "dgpo", "awm"])
+def test_the_reward_steers(run, turned, name):
     """The same stage with the reward turned round moves the parameters the other way, on the whole."""
-    from ebbflow.rewards.combine import Scorer
-
-    class Turned:
-        name = "darkness"
-
-        def unavailable(self):
-            return None
-
-        def __call__(self, images, prompts):
-            result = scorer.terms[0][0](images, prompts)
-            return type(result)(-result.values, {}, {})
-
-    config = {"steps": 1, "updates_per_step": 1, "algorithm": {"name": "flow_grpo", "reference_weight": 0}}
-    policy, before, _, _ = run(**config)
-    turned, _, _, _ = run(judge=Scorer(((Turned(), 1.0),)), **config)
-    moves = [torch.cat([(p.parameters[n] - before[n]).flatten() for n in before]) for p in (policy, turned)]
+    config = {"steps": 1, "updates_per_step": 1, "algorithm": {"name": name}, "reference": {"weight": 0}, "sgd": 0.01}
+    moves = []
+    for judge in (turned(1), turned(-1)):
+        policy, before, _, _ = run(judge=judge, **config)
+        moves.append(torch.cat([(policy.parameters[n] - before[n]).flatten() for n in before]))
     assert torch.cosine_similarity(*moves, dim=0) < -0.99
 
 
@@ -165,20 +257,10 @@ def test_failed_samples_are_masked_and_too_many_stop_the_stage(run, make_prompts
         run(prompts=broken)
 
 
-def test_groups_that_say_nothing_train_nothing(run, scorer):
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "distillation"])
+def test_groups_that_say_nothing_train_nothing(run, turned, name):
     """A reward that gives everyone the same: no update, no crash, and the metrics say why."""
-    from ebbflow.rewards.combine import Scorer
-
-    class Flat:
-        name = "flat"
-
-        def unavailable(self):
-            return None
-
-        def __call__(self, images, prompts):
-            return type(scorer.terms[0][0](images, prompts))(np.full(len(images), 0.5))
-
-    policy, before, logged, record = run(judge=Scorer(((Flat(), 1.0),)))
+    policy, before, logged, record = run(judge=turned(0), algorithm=keys_of(name))
     assert not changed(policy, before)
     assert record.optimizer_steps == 0
     for metrics in logged:
@@ -188,10 +270,19 @@ def test_groups_that_say_nothing_train_nothing(run, scorer):
         assert "loss" not in metrics
 
 
+def test_distillation_learns_whatever_the_reward_says(run, turned):
+    policy, before, logged, record = run(judge=turned(0), algorithm=keys_of("distillation"))
+    assert changed(policy, before)
+    assert record.optimizer_steps == 2
+    assert logged[0]["group/zero_std_share"] == 1
+
+
 def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, model, scorer):
     place = Place(make_recipe(), 0, 0)
-    policy = Policy(model, place.recipe.policy, 0)
-    first, second = (collect(place, model, policy, scorer, make_prompts(2), step, Clock()) for step in (0, 1))
+    learner = Learner(Policy(model, place.recipe.policy, 0), place.online)
+    first = collect(place, model, learner, scorer, make_prompts(2), 0, Clock())
+    learner.finish_step()
+    second = collect(place, model, learner, scorer, make_prompts(2), 1, Clock())
     for experience in (first, second):
         assert len(experience.keys) == 8
         assert len(set(experience.keys.prompt_ids)) == 2
@@ -203,7 +294,7 @@ def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, 
     assert len(pairs[0] | pairs[1]) == 16
     assert first.rollouts.trajectory.steps.tolist() == [0, 1]
     assert second.rollouts.trajectory.steps.tolist() == [1, 2]
-    again = generate(model, first.conditioning, first.keys, place.config.sampler, range(2), place.config.micro_batch)
+    again = generate(model, first.conditioning, first.keys, place.config.sampler, Plan((0, 1), (0, 1)), place.config.micro_batch)
     assert torch.equal(again.latents, first.rollouts.latents)
 
 
@@ -212,27 +303,193 @@ def test_the_old_policy_generates_where_there_is_one(make_recipe, make_prompts, 
         place = Place(make_recipe(online=algorithm), 0, 0)
         policy = Policy(model, place.recipe.policy, 0)
         policy.ensure("old")
-        before = collect(place, model, policy, scorer, make_prompts(6), 0, Clock()).rollouts.latents
+        before = collect(place, model, Learner(policy, place.online), scorer, make_prompts(6), 0, Clock()).rollouts.latents
         with torch.no_grad():
             for parameter in policy.parameters.values():
                 parameter += 0.02
-        after = collect(place, model, policy, scorer, make_prompts(6), 0, Clock()).rollouts.latents
+        after = collect(place, model, Learner(policy, place.online), scorer, make_prompts(6), 0, Clock()).rollouts.latents
         assert torch.equal(before, after) == same
 
 
-def test_the_updates_of_a_step_share_out_its_samples_mixed(run, monkeypatch):
-    parts = []
+def watch_updates(monkeypatch):
+    """The batches that updates are given; none is taken."""
+    batches = []
 
-    def watch(policy, optimizer, algorithm, hyper, batch, *rest):
-        prompts = [tuple(row.tolist()) for row in batch.points.conditioning.pooled]
-        parts.append(({tuple(row.flatten().tolist()) for row in batch.clean}, set(prompts)))
+    def watch(learner, batch, passes):
+        batches.append((batch, passes))
+        learner.updates += 1
         return {"loss": 0.0}
 
-    monkeypatch.setattr(loop, "optimise", watch)
+    monkeypatch.setattr(loop.Learner, "update", watch)
+    return batches
+
+
+def test_the_updates_of_a_step_share_out_its_samples_mixed(run, monkeypatch):
+    batches = watch_updates(monkeypatch)
     run(**NFT, steps=1, updates_per_step=1)
     run(**NFT, steps=1, updates_per_step=2)
+    parts = [(set(zip(b.keys.prompt_ids, b.keys.samples, strict=True)), set(b.keys.prompt_ids)) for b, _ in batches]
     (whole, prompts), *halves = parts
     assert [len(samples) for samples, _ in halves] == [4, 4]
     assert halves[0][0] | halves[1][0] == whole
     assert halves[0][1] == halves[1][1] == prompts
     assert len(prompts) == 2
+
+
+def test_whole_groups_are_dealt_out_to_the_updates(run, monkeypatch):
+    batches = watch_updates(monkeypatch)
+    run(algorithm={"name": "dgpo", "noise_levels": 1}, steps=1, prompts_per_step=3, updates_per_step=2, micro_batch=4)
+    members = [list(batch.keys.prompt_ids) for batch, _ in batches]
+    assert sorted(map(len, members)) == [4, 8]
+    assert {len(ids) // 4 for ids in members} == {len(set(ids)) for ids in members}
+    assert [passes for _, passes in batches] == [len(set(ids)) for ids in members]
+    assert not set(members[0]) & set(members[1])
+
+
+def test_pairs_are_of_one_prompt_the_better_first(run, monkeypatch):
+    batches = watch_updates(monkeypatch)
+    run(algorithm={"name": "diffusion_dpo", "noise_levels": 1, "pairs_share": 0.5}, steps=1, updates_per_step=2)
+    assert [len(batch.points) for batch, _ in batches] == [4, 4]
+    for batch, _ in batches:
+        advantage = batch.advantage.view(-1, 2)
+        assert (advantage[:, 0] > advantage[:, 1]).all()
+        ids = np.array(batch.keys.prompt_ids).reshape(-1, 2)
+        assert (ids[:, 0] == ids[:, 1]).all()
+
+
+def test_more_updates_than_units_are_as_many_as_there_are(run):
+    assert run(algorithm={"name": "dgpo"}, steps=2, updates_per_step=5)[3].optimizer_steps == 4
+
+
+# Rough rollouts: another precision than the training's.
+
+BYPASS = {"mode": "bypass", "weights": "none"}
+
+
+@pytest.mark.parametrize("name", ["mix_grpo", "grpo_guard", "flow_dppo"])
+def test_a_correction_brings_the_first_ratio_back_to_one(run, name):
+    rough = {"algorithm": {"name": name}, "rollout_precision": "bfloat16", "steps": 1, "updates_per_step": 1}
+    plain, bypassed, decoupled = (run(**rough, correction=correction)[2][0] for correction in (None, BYPASS, {}))
+    assert plain["rollout/delta_mean"] == bypassed["rollout/delta_mean"], "rollouts in another precision are always watched"
+    assert decoupled["ratio/deviation"] < 1e-6 < bypassed["ratio/deviation"]
+    assert bypassed["ratio/deviation"] == pytest.approx(plain["ratio/deviation"], rel=1e-3)
+    for metrics in (bypassed, decoupled):
+        assert metrics["rollout/delta_max"] >= metrics["rollout/delta_mean"] > 1e-6
+
+
+def test_exact_rollouts_need_no_correction(run):
+    (plain, *_), (corrected, _, (metrics,), _) = (run(steps=1, sgd=0.1, correction=correction) for correction in (None, {}))
+    assert metrics["rollout/delta_max"] < 1e-6
+    assert metrics["ratio/deviation"] < 1e-6
+    for key, value in plain.parameters.items():
+        assert torch.allclose(value, corrected.parameters[key], atol=1e-6)
+
+
+def test_updates_with_nothing_left_are_not_taken(run):
+    policy, before, logged, record = run(
+        rollout_precision="bfloat16", steps=1, correction={"weights": "none", "reject": "k1", "reject_above": 1e-12}
+    )
+    assert logged[0]["rollout/rejected"] == 1
+    assert record.optimizer_steps == 0
+    assert not changed(policy, before)
+
+
+# What a stage tells and leaves behind.
+
+
+def test_the_drift_alarm_stands_in_the_record(run):
+    with pytest.warns(UserWarning, match="velocity drift") as warned:
+        logged, record = run(steps=3, updates_per_step=1, optimizer={"lr": 1e-3}, drift_alarm=1e-9)[2:]
+    assert len(warned) == 1
+    assert len(record.alarms) == 1
+    assert record.alarms[0].startswith("velocity drift ")
+    assert [metrics["alarm/velocity_drift"] for metrics in logged] == [0, 1, 1]
+
+
+def test_statistics_of_the_prompts_run_over_the_steps_of_a_stage(run, monkeypatch):
+    seen = []
+    compute = loop.compute_advantages
+
+    def watch(scores, weights, prompt_ids, config, history):
+        seen.append(history)
+        return compute(scores, weights, prompt_ids, config, history)
+
+    monkeypatch.setattr(loop, "compute_advantages", watch)
+    run(steps=3, prompts_per_step=6, advantages={"running": True})
+    assert seen[0] is seen[1] is seen[2]
+    assert {count for _, count, *_ in seen[0].state()["darkness"]} == {12}
+
+
+@pytest.fixture
+def folders(base_folder, make_prompts, tmp_path):
+    """The prompt table, and the policy folder of the untouched base for a recipe."""
+    write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), tmp_path / "prompts.parquet")
+
+    def of(recipe):
+        write_base_policy(tmp_path / "start", verify(base_folder), recipe.digest, recipe.policy)
+        return tmp_path / "start"
+
+    return tmp_path / "prompts.parquet", of
+
+
+def test_windows_and_statistics_go_on_in_the_next_stage(make_recipe, base_folder, folders, scorer, tmp_path, monkeypatch):
+    prompts, start = folders
+    place, seen = Place(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0), []
+
+    def watched(window, denoising_steps, optimisation_step, seed):
+        seen.append(optimisation_step)
+        return plan(window, denoising_steps, optimisation_step, seed)
+
+    monkeypatch.setattr(loop, "load_scorer", lambda terms, guards: scorer)
+    monkeypatch.setattr(loop, "plan", watched)
+    folder, counts = start(place.recipe), []
+    for name in ("first", "second"):
+        train_online_folder(place, base_folder, folder, prompts, tmp_path / name, lambda metrics, step: None)
+        folder = tmp_path / name
+        statistics = json.loads((folder / "prompt_statistics.json").read_text())["darkness"]
+        counts.append(sum(count for _, count, _, _ in statistics))
+    assert seen == [0, 1, 2, 3]
+    assert counts == [16, 32]  # two steps of two prompts with four samples, twice
+    assert read_card(folder).progress.steps == 4
+
+
+def test_a_teacher_comes_from_a_folder_and_is_come_closer_to(make_recipe, base_folder, folders, scorer, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "load_scorer", lambda terms, guards: scorer)
+    prompts, start = folders
+    # Distillation trains the same steps all the time here, so that its losses can be compared.
+    online = {"algorithm": keys_of("distillation"), "window": {"kind": "fixed", "size": 2}, "optimizer": {"lr": 1e-3}, "steps": 8}
+    place = Place(make_recipe(online=online), 0, 0)
+    teacher = Policy(load_model(base_folder), place.recipe.policy, 0)
+    with torch.no_grad():
+        for key, value in moved(values(teacher), 0.01).items():
+            teacher.parameters[key].copy_(value)
+    card = PolicyCard(base_digest=verify(base_folder), recipe_digest="r", config=place.recipe.policy, version=5)
+    teacher.save(tmp_path / "teacher", card)
+    logged = []
+
+    def log(metrics, step):
+        logged.append(metrics)
+
+    first = start(place.recipe)
+    train_online_folder(place, base_folder, first, prompts, tmp_path / "trained", log, tmp_path / "teacher")
+    losses = [metrics["loss"] for metrics in logged]
+    assert losses[0] > 1e-6
+    assert losses[-1] < 0.5 * losses[0]
+    assert [metrics["loss"] for metrics in logged] == pytest.approx([metrics["kl/teacher"] for metrics in logged])
+    assert read_card(tmp_path / "trained").copies == ()
+
+
+def test_a_stage_hands_on_the_average_and_what_to_go_on_from(make_recipe, base_folder, folders, scorer, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "load_scorer", lambda terms, guards: scorer)
+    prompts, start = folders
+    place = Place(make_recipe(online=NFT, policy={"ema": {"slope": 0.5, "most": 0.5}}), 0, 0)
+    trained = tmp_path / "trained"
+    record = train_online_folder(place, base_folder, start(place.recipe), prompts, trained, lambda metrics, step: None)
+    card = read_card(trained)
+    assert (card.version, card.copies) == (record.optimizer_steps, ("old", "iterate"))
+    assert card.progress == Progress(algorithm="diffusion_nft", steps=place.online.steps, updates=record.optimizer_steps)
+    policy, _ = open_policy(place, load_model(base_folder), trained)
+    served = Policy(load_model(base_folder), place.recipe.policy, 0)
+    served.load(trained)
+    assert all(torch.equal(value, served.parameters[name]) for name, value in policy.copies["ema"].items())
+    assert changed(policy, policy.copies["ema"])

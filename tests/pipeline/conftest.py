@@ -27,7 +27,7 @@ def run_pipeline(folder: Path, changes: dict[str, Any], recipe: str = "tiny") ->
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose runs share Flyte's cache and one MLflow store."""
+    """A folder whose runs share Flyte's cache and one MLflow store; a new one for every file, so that their order is free."""
     return tmp_path_factory.mktemp("pipeline")

@@ -16,10 +16,10 @@ def test_what_lies_at_the_path_now_is_copied(base_folder: Path, tmp_path: Path) 
     source = shutil.copytree(base_folder, tmp_path / "base")
     for mark in ("manifest.json", "COMMIT"):
         (source / mark).unlink(missing_ok=True)
-    first = verify(Path(copy_base_model(path=str(source)).folder.download()))
+    first = verify(Path(copy_base_model(path=str(source), family="glyph").folder.download()))
     index = json.loads((source / "model_index.json").read_text())
     (source / "model_index.json").write_text(json.dumps(index | {"changed": [None, None]}))
-    assert verify(Path(copy_base_model(path=str(source)).folder.download())) != first
+    assert verify(Path(copy_base_model(path=str(source), family="glyph").folder.download())) != first
 
 
 def test_a_committed_folder_that_was_damaged_is_refused(base_folder: Path, tmp_path: Path) -> None:
@@ -27,4 +27,4 @@ def test_a_committed_folder_that_was_damaged_is_refused(base_folder: Path, tmp_p
     assert (source / "COMMIT").is_file()
     (source / "model_index.json").write_text("{}")
     with pytest.raises(ArtifactError, match=r"does not fit its manifest \(model_index.json\)"):
-        copy_base_model(path=str(source))
+        copy_base_model(path=str(source), family="glyph")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlflow.artifacts
 import mlflow.pyfunc
 import pandas as pd
 import pytest
@@ -114,11 +115,20 @@ def test_the_policy_is_a_model_that_draws(workplace: Path, first: dict[str, Any]
     assert images[0] == images[2] != images[1]
 
 
-def test_again_gives_the_same_from_a_cached_base(first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_again_gives_the_same_bytes_from_a_cached_base(workplace: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first["seconds"]["base model"] > 0
     assert second["seconds"]["base model"] == 0
     assert second["after"] == first["after"]
     assert second["before"] == first["before"]
+    assert first["model_version"] != second["model_version"]
+    assert _commit(workplace, first) == _commit(workplace, second)
+
+
+def _commit(workplace: Path, finished: dict[str, Any]) -> str:
+    """The checksum over everything in the registered policy's folder."""
+    uri = _client(workplace).get_model_version_download_uri("ebbflow-tiny", finished["model_version"])
+    (commit,) = Path(mlflow.artifacts.download_artifacts(uri)).rglob("policy/COMMIT")
+    return commit.read_text()
 
 
 def test_a_champion_is_not_replaced_by_its_equal(workplace: Path, first: dict[str, Any], second: dict[str, Any]) -> None:

@@ -2,12 +2,14 @@ import warnings
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from reward_cases import as_prompt
 
-from ebbflow.recipe.recipe import RewardName, RewardTerm
+from ebbflow.recipe import RecipeError
+from ebbflow.recipe.recipe import REWARD_NAMES, RewardTerm
 from ebbflow.rewards import combine
 from ebbflow.rewards.base import RewardResult
-from ebbflow.rewards.combine import RewardError, Scorer, available_rewards, load_rewards, load_scorer, require_scored
+from ebbflow.rewards.combine import RewardError, Scorer, load_rewards, load_scorer, require_scored
 
 IMAGES = np.zeros((3, 8, 8, 3), np.uint8)
 PROMPTS = [as_prompt(index, "AB") for index in range(3)]
@@ -101,10 +103,46 @@ def test_a_trained_term_that_cannot_run_is_an_error(monkeypatch):
 
 
 def test_the_registry_is_what_the_recipe_accepts():
-    assert set(combine.REWARDS) == set(RewardName.__args__) == set(available_rewards())
+    for name in combine.REWARDS:
+        assert RewardTerm(name=name).name == name
     assert [reward.name for reward in load_rewards(list(combine.REWARDS))] == list(combine.REWARDS)
-    with pytest.raises(RewardError, match="no reward is called 'beauty'; there are ocr"):
+    with pytest.raises(
+        RewardError, match="no reward is called 'beauty'; there are ocr, .* or give package.module:Name of your own"
+    ):
         load_rewards(["beauty"])
+    with pytest.raises(ValidationError, match="take ocr, .* or give package.module:name of your own"):
+        RewardTerm(name="beauty")
+    assert list(combine.REWARDS) == list(REWARD_NAMES)
+
+
+def test_a_path_leads_to_a_reward_of_ones_own():
+    images = np.stack([np.zeros((8, 8, 3)), np.full((8, 8, 3), 255), np.full((8, 8, 3), 51)]).astype(np.uint8)
+    scorer = load_scorer([RewardTerm(name="reward_cases:Brightness", weight=3.0)], ["similarity"])
+    table = scorer(images, PROMPTS)
+    assert table.reward == pytest.approx([0, 3, 0.6])
+    assert list(table.metrics) == ["Brightness", "similarity"]
+    assert scorer.weights == {"Brightness": 3.0}
+
+
+def test_a_path_to_a_guard_that_cannot_run_here_leaves_it_out():
+    with pytest.warns(UserWarning, match="guards left out of this run: Absent: not on this machine"):
+        scorer = load_scorer([RewardTerm(name="ocr")], ["reward_cases:Absent"])
+    assert scorer.left_out == {"Absent": "not on this machine"}
+    with pytest.raises(RewardError, match="'Absent' is trained on and cannot run here: not on this machine"):
+        load_scorer([RewardTerm(name="reward_cases:Absent")], [])
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("reward_cases:as_nothing", RecipeError, "the module 'reward_cases' has no 'as_nothing'"),
+        ("no_such_package.rewards:Mine", RecipeError, "No module named 'no_such_package'.* put its folder on PYTHONPATH"),
+        ("collections:OrderedDict", RewardError, "collections:OrderedDict is no reward: it has no 'unavailable'"),
+    ],
+)
+def test_a_path_that_leads_to_no_reward_says_so(path, error, message):
+    with pytest.raises(error, match=message):
+        load_scorer([RewardTerm(name=path)], [])
 
 
 def test_real_rewards_on_clean_renderings(clean):

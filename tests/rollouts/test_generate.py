@@ -1,18 +1,67 @@
-"""The rollout engine against diffusers' own pipeline, and the records that training relies on."""
+"""The rollout engine against diffusers' own pipeline, the records that training relies on, and an exact flow."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 import torch
 
+from ebbflow.flow.dpm_solver import dpm_solver_step, shorter_schedule
 from ebbflow.flow.noise import noise
 from ebbflow.flow.transition import log_prob, sample, transition
+from ebbflow.flow.windows import Plan
+from ebbflow.models import Conditioning
 from ebbflow.recipe.stages import Sampler
 from ebbflow.rollouts.generate import SampleKeys, generate
 
 TEXTS = ["ABCD", "ABCD", "WXYZ", "WXYZ", "QQQQ", "QQQQ", "MNOP"]
 ODE, SDE = Sampler(name="ode", steps=5), Sampler(name="flow_sde", steps=5)
+STOCHASTIC = ["flow_sde", "dance_sde", "cps"]
+RECORDS = ["latents", "next_latents", "means", "log_probs"]
+DATA_MEAN, DATA_STD = 1.5, 0.5
+
+
+def window(*steps, tail=None):
+    return Plan(steps, steps, tail)
+
+
+class GaussianModel:
+    """The exact velocity of data N(m, s^2), on 64 independent elements; counts its evaluations."""
+
+    latent_shape = (1, 8, 8)
+
+    def __init__(self):
+        self.evaluated_at = []
+
+    def sigmas(self, steps):
+        return torch.linspace(1, 0, steps + 1)
+
+    def velocity(self, latents, sigma, conditioning):
+        self.evaluated_at.append(sigma[0].item())
+        return exact_velocity(latents, sigma[0])
+
+
+def exact_velocity(x, sigma):
+    """E[eps - x0 | x_sigma = x]."""
+    residual = (x - (1 - sigma) * DATA_MEAN) / spread(sigma) ** 2
+    return sigma * residual - (DATA_MEAN + (1 - sigma) * DATA_STD**2 * residual)
+
+
+def spread(sigma):
+    """Standard deviation of x_sigma."""
+    return ((1 - sigma) ** 2 * DATA_STD**2 + sigma**2) ** 0.5
+
+
+def nothing(count):
+    return Conditioning(torch.zeros(count, 1, 1), torch.zeros(count, 1))
+
+
+def euler(x, velocity, sigmas, steps):
+    for step in steps:
+        x = x + (sigmas[step + 1] - sigmas[step]) * velocity(x, step)
+    return x
 
 
 def test_the_ode_is_the_pipeline_of_diffusers(base_folder, open_pipeline, model, make_keys):
@@ -34,89 +83,223 @@ def test_the_ode_is_the_pipeline_of_diffusers(base_folder, open_pipeline, model,
         assert (ours - theirs).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("window", [None, range(1, 3)], ids=["no window", "window"])
-def test_micro_batches_order_and_company_do_not_change_a_sample(model, make_keys, window):
+@pytest.mark.parametrize("plan", [None, window(1, 2), window(1, tail=0.5), Plan((0, 1, 2, 3), (0, 3))], ids=str)
+def test_micro_batches_order_and_company_do_not_change_a_sample(model, make_keys, plan):
     conditioning, keys = model.encode(TEXTS), make_keys(7)
-    whole = generate(model, conditioning, keys, SDE, window, micro_batch=64)
+    whole = generate(model, conditioning, keys, SDE, plan, micro_batch=64)
     for size in (1, 3, 7):
-        parts = generate(model, conditioning, keys, SDE, window, micro_batch=size)
+        parts = generate(model, conditioning, keys, SDE, plan, micro_batch=size)
         assert torch.allclose(parts.latents, whole.latents, rtol=0, atol=1e-5)
-        if window:
-            assert torch.allclose(parts.trajectory.latents, whole.trajectory.latents, rtol=0, atol=1e-5)
-            assert torch.allclose(parts.trajectory.log_probs, whole.trajectory.log_probs, rtol=0, atol=1e-5)
+        if plan:
+            assert torch.equal(parts.trajectory.sigmas, whole.trajectory.sigmas)
+            assert torch.equal(parts.trajectory.steps, whole.trajectory.steps)
+            for name in RECORDS:
+                assert torch.allclose(getattr(parts.trajectory, name), getattr(whole.trajectory, name), rtol=0, atol=1e-5)
     order = [6, 2, 0]
-    some = generate(model, conditioning.rows(torch.tensor(order)), keys.take(np.array(order)), SDE, window)
+    some = generate(model, conditioning.rows(torch.tensor(order)), keys.take(np.array(order)), SDE, plan)
     assert torch.allclose(some.latents, whole.latents[order], rtol=0, atol=1e-5)
 
 
 def test_the_same_call_gives_the_same_bits_and_another_seed_other_ones(model, make_keys):
     conditioning = model.encode(TEXTS)
-    first, again = (generate(model, conditioning, make_keys(7), SDE, range(2)).latents for _ in range(2))
+    first, again = (generate(model, conditioning, make_keys(7), SDE, window(0, 1)).latents for _ in range(2))
     assert torch.equal(first, again)
-    other = generate(model, conditioning, make_keys(7, seed=4), SDE, range(2)).latents
+    other = generate(model, conditioning, make_keys(7, seed=4), SDE, window(0, 1)).latents
     assert (other - first).abs().flatten(1).max(1).values.min() > 0.1
 
 
-@pytest.mark.parametrize("name", ["flow_sde", "dance_sde", "cps"])
-@pytest.mark.parametrize("window", [range(1), range(1, 4), range(4)], ids=str)
-def test_the_window_records_the_steps_that_were_sampled(model, make_keys, name, window):
+@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize(
+    "plan", [window(0), window(1, 2, 3), window(0, 1, 2, 3), window(1, 3), Plan((0, 1, 2, 3), (1, 3))], ids=str
+)
+def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, name, plan):
     sampler = Sampler(name=name, steps=5)
     conditioning, keys = model.encode(TEXTS), make_keys(7)
-    rollouts = generate(model, conditioning, keys, sampler, window)
+    rollouts = generate(model, conditioning, keys, sampler, plan)
     record, sigmas = rollouts.trajectory, model.sigmas(5)
-    assert record.steps.tolist() == list(window)
+    assert record.steps.tolist() == list(plan.trained)
     assert torch.equal(record.sigmas, sigmas)
-    assert record.latents.shape == (7, len(window) + 1, *model.latent_shape)
-    assert record.log_probs.shape == (7, len(window))
-    assert record.latents.dtype == record.log_probs.dtype == torch.float32
-
-    def velocity(latents, step):
-        with torch.no_grad():
-            return model.velocity(latents, sigmas[step].expand(7), conditioning)
+    assert record.log_probs.shape == (7, len(plan.trained))
+    for place in RECORDS[:3]:
+        assert getattr(record, place).shape == (7, len(plan.trained), *model.latent_shape)
+    assert all(getattr(record, place).dtype == torch.float32 for place in RECORDS)
 
     latents = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples)
-    for step in range(window[0]):
-        latents = latents + (sigmas[step + 1] - sigmas[step]) * velocity(latents, step)
-    assert torch.allclose(record.latents[:, 0], latents, atol=1e-5)
-    for place, step in enumerate(window):
-        before, after = record.latents[:, place], record.latents[:, place + 1]
-        move = transition(name, before, velocity(before, step), sigmas, step)
+    for step in range(5):
+        with torch.no_grad():
+            velocity = model.velocity(latents, sigmas[step].expand(7), conditioning)
+        move = transition(name if step in plan.stochastic else "ode", latents, velocity, sigmas, step)
         z = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1)
-        assert torch.equal(sample(move, z), after)
-        assert torch.equal(log_prob(move, after), record.log_probs[:, place])
-    latents = record.latents[:, -1]
-    for step in range(window[-1] + 1, 5):
-        latents = latents + (sigmas[step + 1] - sigmas[step]) * velocity(latents, step)
-    assert torch.allclose(rollouts.latents, latents, atol=1e-5)
+        after = sample(move, z)
+        if step in plan.trained:
+            place = plan.trained.index(step)
+            assert torch.equal(record.latents[:, place], latents)
+            assert torch.equal(record.means[:, place], move.mean)
+            assert torch.equal(record.next_latents[:, place], after)
+            assert torch.equal(record.log_probs[:, place], log_prob(move, after))
+        latents = after
+    assert torch.equal(rollouts.latents, latents)
 
 
-@pytest.mark.parametrize("name", ["flow_sde", "dance_sde", "cps"])
-def test_without_a_window_all_steps_but_the_last_are_stochastic_and_nothing_is_recorded(model, make_keys, name):
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_without_a_plan_all_steps_but_the_last_are_stochastic_and_nothing_is_recorded(model, make_keys, name):
     conditioning, sampler = model.encode(TEXTS), Sampler(name=name, steps=5)
     rollouts = generate(model, conditioning, make_keys(7), sampler)
     assert rollouts.trajectory is None
-    assert torch.equal(rollouts.latents, generate(model, conditioning, make_keys(7), sampler, range(4)).latents)
+    assert torch.equal(rollouts.latents, generate(model, conditioning, make_keys(7), sampler, window(0, 1, 2, 3)).latents)
     assert not torch.allclose(rollouts.latents, generate(model, conditioning, make_keys(7), ODE).latents, atol=1e-2)
 
 
 def test_little_noise_is_nearly_the_ode(model, make_keys):
     conditioning = model.encode(TEXTS)
     ode = generate(model, conditioning, make_keys(7), ODE).latents
-    for name in ("flow_sde", "dance_sde", "cps"):
+    for name in STOCHASTIC:
         sampler = Sampler(name=name, steps=5, eta=1e-5)
-        assert torch.allclose(generate(model, conditioning, make_keys(7), sampler, range(4)).latents, ode, atol=1e-3)
+        assert torch.allclose(generate(model, conditioning, make_keys(7), sampler).latents, ode, atol=1e-3)
 
 
-def test_a_window_of_a_deterministic_sampler_is_an_error(model, make_keys):
-    with pytest.raises(ValueError, match="no log-probability"):
-        generate(model, model.encode(TEXTS), make_keys(7), ODE, range(1, 2))
+@pytest.mark.parametrize("name", ["ode", "dpm_solver"])
+def test_a_plan_for_a_deterministic_sampler_is_an_error(model, make_keys, name):
+    with pytest.raises(ValueError, match=f"{name}' has no log-probability"):
+        generate(model, model.encode(TEXTS), make_keys(7), Sampler(name=name, steps=5), window(1))
 
 
 def test_nothing_needs_a_gradient(model, make_keys):
     model.transformer.requires_grad_(True)
-    rollouts = generate(model, model.encode(TEXTS), make_keys(7), SDE, range(2))
+    rollouts = generate(model, model.encode(TEXTS), make_keys(7), SDE, window(0, 1))
     assert not rollouts.latents.requires_grad
-    assert not rollouts.trajectory.log_probs.requires_grad
+    assert not any(getattr(rollouts.trajectory, name).requires_grad for name in RECORDS)
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_images_of_the_whole_path_have_the_exact_moments_on_gaussian_data(name):
+    count, model, sampler = 1500, GaussianModel(), Sampler(name=name, steps=6)
+    keys = SampleKeys(3, list(range(count)), [0] * count)
+    images = generate(model, nothing(count), keys, sampler, micro_batch=500).latents
+    # The mean follows the data's under every sampler; the variance by x' = slope x + b z + offset.
+    sigmas, variance = model.sigmas(6).double(), 1.0
+    points = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    for step in range(6):
+        move = transition(name if step < 5 else "ode", points, exact_velocity(points, sigmas[step]), sigmas, step)
+        variance = (move.mean[1] - move.mean[0]).item() ** 2 * variance + move.std.item() ** 2
+    elements = images.numel()
+    assert abs(images.mean().item() - DATA_MEAN) < 4 * math.sqrt(variance / elements)
+    assert abs(images.var().item() - variance) < 4 * variance * math.sqrt(2 / elements)
+
+
+def test_dpm_solver_takes_every_step_and_needs_no_noise(model, make_keys):
+    conditioning, keys, sigmas = model.encode(TEXTS), make_keys(7), model.sigmas(6)
+    rollouts = generate(model, conditioning, keys, Sampler(name="dpm_solver", steps=6))
+    assert rollouts.trajectory is None
+    latents, clean = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples), None
+    for step in range(6):
+        with torch.no_grad():
+            velocity = model.velocity(latents, sigmas[step].expand(7), conditioning)
+        latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
+    assert torch.equal(rollouts.latents, latents)
+
+
+def test_dpm_solver_ends_nearer_to_the_exact_flow_than_the_ode_with_as_many_evaluations(make_keys):
+    keys = make_keys(40)
+    exact = DATA_MEAN + DATA_STD * noise(GaussianModel.latent_shape, keys.seed, keys.prompt_ids, keys.samples)
+
+    def error(name):
+        model = GaussianModel()
+        images = generate(model, nothing(40), keys, Sampler(name=name, steps=10)).latents
+        assert len(model.evaluated_at) == 10
+        return (images - exact).pow(2).mean().sqrt()
+
+    assert error("dpm_solver") < error("ode") / 1.3
+
+
+@pytest.mark.parametrize(
+    ("plan", "tail_steps"),
+    [
+        (window(0, 1, 2, 3, tail=0.4), 9),  # MixGRPO-Flash: 21 steps are left, .4 of them are 8.4
+        (window(0, 1, 2, 3, tail=0.2), 5),  # Flash*
+        (window(9, 10, tail=0.5), 7),
+        (window(0, tail=0.001), 1),
+        (window(22, 23, tail=0.9), 1),
+    ],
+    ids=str,
+)
+def test_a_tail_is_shorter_and_leaves_the_window_as_it_is(make_keys, plan, tail_steps):
+    sampler, keys, end = Sampler(name="flow_sde", steps=25), make_keys(6), plan.stochastic[-1] + 1
+    slow, fast = GaussianModel(), GaussianModel()
+    full = generate(slow, nothing(6), keys, sampler, window(*plan.trained))
+    short = generate(fast, nothing(6), keys, sampler, plan)
+    for name in ("steps", *RECORDS):
+        assert torch.equal(getattr(short.trajectory, name), getattr(full.trajectory, name))
+    sigmas = slow.sigmas(25)
+    assert torch.equal(short.trajectory.sigmas, torch.cat([sigmas[:end], shorter_schedule(sigmas[end:], plan.tail)]))
+    assert torch.equal(short.trajectory.sigmas[1], sigmas[1])
+    assert fast.evaluated_at == short.trajectory.sigmas[:-1].tolist()
+    assert len(slow.evaluated_at) == 25
+    assert len(fast.evaluated_at) == end + tail_steps
+
+
+def test_after_the_window_the_tail_is_dpm_solver_from_its_first_order(model, make_keys):
+    conditioning, keys = model.encode(TEXTS), make_keys(7)
+    rollouts = generate(model, conditioning, keys, Sampler(name="cps", steps=12), window(1, 2, tail=0.5))
+    sigmas = rollouts.trajectory.sigmas
+    latents, clean = rollouts.trajectory.next_latents[:, -1], None
+    for step in range(3, len(sigmas) - 1):
+        with torch.no_grad():
+            velocity = model.velocity(latents, sigmas[step].expand(7), conditioning)
+        latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
+    assert torch.equal(rollouts.latents, latents)
+
+
+@pytest.mark.parametrize("tail", [0.4, 0.2])
+def test_a_tail_ends_close_to_where_all_the_steps_end(make_keys, tail):
+    sampler, keys, model = Sampler(name="flow_sde", steps=25), make_keys(40), GaussianModel()
+    full = generate(model, nothing(40), keys, sampler, window(0, 1, 2, 3)).latents
+    short = generate(model, nothing(40), keys, sampler, window(0, 1, 2, 3, tail=tail))
+    sigmas, entry = short.trajectory.sigmas, short.trajectory.next_latents[:, -1]
+    exact = DATA_MEAN + DATA_STD * (entry - (1 - sigmas[4]) * DATA_MEAN) / spread(sigmas[4])
+
+    def far(images, goal):
+        return (images - goal).pow(2).mean().sqrt()
+
+    assert far(short.latents, full) < 0.1 * DATA_STD
+    by_euler = euler(entry, lambda x, step: exact_velocity(x, sigmas[step]), sigmas, range(4, len(sigmas) - 1))
+    assert far(short.latents, exact) < far(by_euler, exact) / 2
+
+
+def test_a_tail_changes_the_images_of_the_network_little(model, make_keys):
+    sampler, conditioning, keys = Sampler(name="flow_sde", steps=25), model.encode(TEXTS), make_keys(7)
+    full = generate(model, conditioning, keys, sampler, window(0, 1, 2, 3)).latents
+    short = generate(model, conditioning, keys, sampler, window(0, 1, 2, 3, tail=0.4)).latents
+    assert 0 < (short - full).abs().max() < 0.1 * full.std()
+
+
+def test_bfloat16_is_the_networks_alone_and_moves_log_probs_a_little(model, make_keys):
+    conditioning, keys, sigmas = model.encode(TEXTS), make_keys(7), model.sigmas(5)
+    rollouts = generate(model, conditioning, keys, SDE, window(0, 1, 2, 3), precision="bfloat16")
+    record = rollouts.trajectory
+    assert rollouts.latents.dtype == torch.float32
+    assert all(getattr(record, name).dtype == torch.float32 for name in RECORDS)
+    assert all(weight.dtype == torch.float32 for weight in model.transformer.parameters())
+    for place, step in enumerate(record.steps.tolist()):
+        before, after = record.latents[:, place], record.next_latents[:, place]
+        with torch.no_grad():
+            velocity = model.velocity(before, sigmas[step].expand(7), conditioning)
+        move = transition("flow_sde", before, velocity, sigmas, step)
+        # The record is consistent in itself: its log-prob is the density of its own mean, not of the float32 one.
+        z = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1)
+        assert torch.equal(record.means[:, place] + move.std * z, after)
+        own = torch.distributions.Normal(record.means[:, place], move.std).log_prob(after).flatten(1).mean(1)
+        assert torch.allclose(record.log_probs[:, place], own, rtol=0, atol=1e-5)
+        assert 0 < (record.means[:, place] - move.mean).abs().max() < 0.02
+        difference = (record.log_probs[:, place] - log_prob(move, after)).abs()
+        assert 0 < difference.max() < 2e-3
+
+
+def test_bfloat16_images_are_close_to_those_of_float32(model, make_keys):
+    conditioning, keys = model.encode(TEXTS), make_keys(7)
+    for sampler in (ODE, SDE, Sampler(name="dpm_solver", steps=5)):
+        full, low = (generate(model, conditioning, keys, sampler, precision=name).latents for name in ("float32", "bfloat16"))
+        assert 0 < (full - low).abs().max() < 0.05
 
 
 def test_keys_by_slice_and_by_position():

@@ -10,13 +10,18 @@ from pathlib import Path
 import mlflow.pyfunc
 import pandas as pd
 import pytest
+import torch
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from ebbflow.artifacts import ArtifactError, new_folder, verify
+from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.records import Comparison, Verdict
-from ebbflow.tracking.registry import Registration, RegistryError, download_champion, find_champion, register
+from ebbflow.tracking.registry import Registration, RegistryError, download_champion, find_champion, register, served_folder
 from ebbflow.tracking.runs import TrackedRun, connect, start_run
+from ebbflow.training.policy import ITERATE, STATISTICS, Policy, PolicyCard, read_card
 
 TARGET = Comparison(metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128)
 
@@ -41,10 +46,15 @@ def name() -> str:
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
     folder = tmp_path / "some-policy"
-    folder.mkdir()
-    (folder / "policy.json").write_text('{"step": 7}')
-    (folder / "weights.safetensors").write_bytes(b"\0" * 64)
+    card = PolicyCard(base_digest="b" * 64, recipe_digest="r" * 64, config=PolicyConfig(), version=7)
+    with new_folder(folder) as unfinished:
+        (unfinished / "policy.json").write_text(card.model_dump_json())
+        (unfinished / "weights.safetensors").write_bytes(b"\0" * 64)
     return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -176,10 +186,70 @@ def test_the_champion_comes_back_as_it_was_registered(
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
     data = download_champion(champion, tmp_path / "champion")
-    assert (data / "policy" / "weights.safetensors").read_bytes() == (policy / "weights.safetensors").read_bytes()
+    assert contents(data / "policy") == contents(policy)
     assert (data / "base" / "model_index.json").is_file()
     assert not (data / "policy").is_symlink()
     assert not [path for path in tmp_path.joinpath("champion").rglob("*") if path.suffix in {".pkl", ".pickle"}]
+
+
+CONFIGS = {"full": PolicyConfig(ema={}), "lora": PolicyConfig(train="lora", rank=4, alpha=8, ema={})}
+
+
+def in_training(base_folder: Path, folder: Path, config: PolicyConfig) -> Path:
+    """A policy folder as a stage leaves it behind for the next one: three sets of parameters that differ, and statistics."""
+    policy = Policy(load_model(base_folder), config, seed=0)
+    for name in ("old", "ema"):
+        policy.snapshot(name)
+        with torch.no_grad():
+            for value in policy.parameters.values():
+                value += 0.01
+    card = PolicyCard(base_digest="b" * 64, recipe_digest="r" * 64, config=config, version=3, copies=("old", ITERATE))
+    policy.save(folder, card, statistics={"of": "prompts"})
+    return folder
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_what_only_training_reads_is_not_registered(
+    recipe: Recipe, name: str, base_folder: Path, tmp_path: Path, config: PolicyConfig
+) -> None:
+    trained = in_training(base_folder, tmp_path / "trained", config)
+    before = contents(trained)
+    tracked = new_run(recipe)
+    register(tracked, trained, None, verdict(True), {}, model_name=name, expected_champion=None)
+    champion = find_champion(tracked.tracking_uri, name)
+    assert champion is not None
+    served = download_champion(champion, tmp_path / "champion") / "policy"
+    verify(served)
+    assert read_card(served) == read_card(trained).model_copy(update={"copies": ()})
+    found = contents(served)
+    dropped = {STATISTICS, "old/parameters.safetensors", f"{ITERATE}/parameters.safetensors"}
+    assert found.keys() == before.keys() - dropped
+    made_anew = {"policy.json", "manifest.json", "COMMIT"}
+    assert {path: found[path] for path in found.keys() - made_anew} == {path: before[path] for path in found.keys() - made_anew}
+    assert not [path for path in served.rglob("*") if path.is_symlink()]
+    assert contents(trained) == before
+
+    loaded, expected = (Policy(load_model(base_folder), config, seed=0) for _ in range(2))
+    loaded.load(served)
+    expected.load(trained)
+    for key, value in expected.parameters.items():
+        assert torch.equal(loaded.parameters[key], value)
+
+
+def test_the_same_policy_is_served_with_the_same_commit(base_folder: Path, tmp_path: Path) -> None:
+    for place in ("one", "other"):
+        trained = in_training(base_folder, tmp_path / place, CONFIGS["full"])
+        served_folder(trained, tmp_path / f"{place}-served")
+    assert verify(tmp_path / "one-served") == verify(tmp_path / "other-served")
+
+
+def test_a_damaged_policy_gets_no_new_commit(recipe: Recipe, name: str, base_folder: Path, tmp_path: Path) -> None:
+    trained = in_training(base_folder, tmp_path / "trained", CONFIGS["lora"])
+    (trained / "old" / "parameters.safetensors").write_bytes(b"")
+    with pytest.raises(ArtifactError, match="does not fit its manifest"):
+        served_folder(trained, tmp_path / "served")
+    with pytest.raises(RegistryError, match="does not fit its manifest"):
+        register(new_run(recipe), trained, None, verdict(True), {}, model_name=name, expected_champion=None)
 
 
 def test_the_registered_model_renders_with_seeds(

@@ -199,6 +199,16 @@ def test_a_run_that_was_not_promoted_says_so(inputs: ReportInputs, tmp_path: Pat
     assert "Not registered" in written(replace(inputs, registration=None), tmp_path / "report.html")
 
 
+def test_an_alarm_stands_above_the_pictures_and_beside_its_curves(inputs: ReportInputs, tmp_path: Path) -> None:
+    quiet = written(inputs, tmp_path / "quiet.html")
+    (record, steps), *rest = inputs.stages
+    alarmed = record.model_copy(update={"alarms": ["velocity drift 1.9 above drift_alarm = 1 after 12 optimiser steps"]})
+    page = written(replace(inputs, stages=[(alarmed, steps), *rest]), tmp_path / "loud.html")
+    assert "velocity drift 1.9" not in quiet
+    assert page.count("velocity drift 1.9") == 2
+    assert page.index("1.1 online: velocity drift 1.9") < page.index("Same prompts, same noise")
+
+
 def test_many_rounds_and_large_pictures_stay_small(inputs: ReportInputs, tmp_path: Path) -> None:
     large = tmp_path / "large.parquet"
     table = samples(large, 0.9, prompts=20, size=(512, 256))

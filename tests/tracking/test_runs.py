@@ -64,7 +64,7 @@ def test_the_parent_run_carries_the_recipe(recipe: Recipe, tracked: TrackedRun, 
     assert run.data.params["stages.1.algorithm.name"] == "diffusion_nft"
     assert run.data.params["rewards.guards.0"] == "tesseract"
     assert run.data.tags["ebbflow.recipe_digest"] == recipe.digest == tracked.recipe_digest
-    assert "online flow_grpo" in run.data.tags["mlflow.note.content"]
+    assert "online mix_grpo" in run.data.tags["mlflow.note.content"]
     [logged] = Path(recipe.output, "mlartifacts").rglob(f"{tracked.run_id}/artifacts/recipe.yaml")
     assert Recipe.model_validate(yaml.safe_load(logged.read_text())) == recipe
     assert Path(tracked.folder).parent == Path(recipe.output)

@@ -174,7 +174,7 @@ def test_a_saved_policy_comes_back_exactly(base_folder, model, predict, tmp_path
     again = load_model(base_folder)
     loaded = Policy(again, config, seed=99)
     reference = values(loaded)
-    assert loaded.load(tmp_path / "policy") == written == read_card(tmp_path / "policy")
+    assert loaded.load(tmp_path / "policy", to_train=True) == written == read_card(tmp_path / "policy")
     assert same(values(loaded), trained)
     assert same(loaded.copies["old"], old)
     assert torch.equal(predict(again), predict(model))
@@ -186,6 +186,10 @@ def test_a_saved_policy_comes_back_exactly(base_folder, model, predict, tmp_path
     kept = loaded.copies["old"]
     loaded.ensure("old")
     assert loaded.copies["old"] is kept
+    served = Policy(load_model(base_folder), config, seed=99)
+    served.load(tmp_path / "policy")
+    assert same(values(served), trained)
+    assert served.copies.keys() == {"reference"}
 
 
 @BOTH

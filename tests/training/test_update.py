@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import socket
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,242 +15,370 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from training_cases import (
+    ALONE,
+    FULL,
+    GROUPS,
+    LORA,
+    NFT,
+    PAIRS,
+    farthest,
+    forward_terms,
+    learner_of,
+    move,
+    moved,
+    quietly,
+    same,
+    sgd,
+    stage_of,
+    trajectory_terms,
+    values,
+)
 
-from ebbflow.algorithms import diffusion_nft, flow_grpo
-from ebbflow.algorithms.base import Algorithm, ForwardTerms
+from ebbflow.algorithms import diffusion_nft
+from ebbflow.algorithms.base import Algorithm, per_term, rows
 from ebbflow.artifacts import verify
 from ebbflow.models import Conditioning, load_model
-from ebbflow.recipe.algorithms import DiffusionNFT, FlowGRPO
+from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.recipe.stages import Optimizer, Sampler
-from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.rollouts.generate import SampleKeys
 from ebbflow.training import distributed
-from ebbflow.training.batches import ForwardBatch, Points, forward_batch, trajectory_batch
+from ebbflow.training.batches import ForwardBatch, Points
 from ebbflow.training.distributed import Ranks, process_group
 from ebbflow.training.policy import Policy, PolicyCard
-from ebbflow.training.update import TrainingError, make_optimizer, micro_batches, optimise
+from ebbflow.training.update import Learner, TrainingError, make_optimizer
 
-FREE = Optimizer(max_grad_norm=1e9)
-NFT = DiffusionNFT(beta=0.5, reference_weight=0.1)
-FULL, LORA = PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4, alpha=8)
-
-
-def sgd(policy, lr=0.1):
-    """Plain gradient descent: Adam's first step is a sign, which turns rounding into full steps."""
-    return torch.optim.SGD(policy.parameters.values(), lr=lr)
+NAN, INF = float("nan"), float("inf")
+UNITS = {"diffusion_nft": ALONE, "dgpo": GROUPS, "crd": GROUPS, "diffusion_dpo": PAIRS}
 
 
-def some_terms(model, start=0, stop=6):
-    """Rows ``start`` to ``stop`` of a fixed batch of six forward-process terms."""
-    prompt_ids = list(range(start, stop))
-    keys = SampleKeys(1, prompt_ids, [0] * len(prompt_ids))
-    clean = torch.stack([torch.randn(model.latent_shape, generator=torch.Generator().manual_seed(i)) for i in prompt_ids])
-    advantage = torch.tensor([-2.0, -1.0, 0.5, 1.0, 2.0, 3.0])[start:stop]
-    conditioning = model.encode(["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"][start:stop])
-    return forward_batch(clean, conditioning, advantage, keys, draws=1, visit=0)
+class Own(ForwardConfig):
+    """An algorithm of this file."""
 
 
-def with_old(policy):
-    policy.ensure("old")
-    return policy
+def root_of_nothing(terms, config):
+    """Backwards 0 / 0, in the rows whose clean latent is 0."""
+    there = (terms.clean.flatten(1)[:, 0] != 0).float()
+    return (terms.velocity.flatten(1).abs().sum(1) * there).sqrt(), {}
 
 
-def parameters(policy):
-    return {name: value.detach().clone() for name, value in policy.parameters.items()}
+ROOT = Algorithm(Own, root_of_nothing)
+INFINITE = Algorithm(Own, lambda terms, config: (per_term(terms.velocity) + INF, {}))
+LINEAR = Algorithm(Own, lambda terms, config: ((terms.velocity * terms.noise).sum(1), {}))
 
 
-def farthest(one, other):
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+def own(name):
+    return {"name": "custom", "path": f"{__name__}:{name}"}
 
 
-def test_micro_batches_do_not_change_the_step(base_folder):
+@pytest.mark.parametrize("algorithm", UNITS)
+def test_micro_batches_do_not_change_the_step(base_folder, algorithm):
+    """Nor do they tear pairs and groups apart: a part of a group would have another loss."""
     results = []
-    for passes in (1, 4, 6):
-        model = load_model(base_folder)
-        policy = with_old(Policy(model, FULL, 0))
-        start = parameters(policy)
-        optimizer = sgd(policy)
-        metrics = optimise(policy, optimizer, diffusion_nft.ALGORITHM, NFT, some_terms(model), FREE, passes)
-        optimise(policy, optimizer, diffusion_nft.ALGORITHM, NFT, some_terms(model), FREE, passes)
-        results.append((parameters(policy), metrics))
-        assert farthest(start, parameters(policy)) > 1e-3
-    for values, metrics in results[1:]:
-        assert farthest(values, results[0][0]) < 1e-5
-        assert {name: value for name, value in metrics.items() if name != "grad_variance"} == pytest.approx(
-            results[0][1], rel=1e-4, abs=1e-7
-        )
+    for passes in (1, 2, 3):
+        learner = learner_of(load_model(base_folder), algorithm, lr=1e-2, reference={"weight": 0.1})
+        move(learner.policy)
+        start = values(learner.policy)
+        batch = forward_terms(learner.policy.model, learner.stage, UNITS[algorithm])
+        metrics = [learner.update(batch, passes) for _ in range(2)]
+        assert farthest(start, values(learner.policy)) > 1e-4
+        results.append((values(learner.policy), metrics))
+    for after, metrics in results[1:]:
+        assert farthest(after, results[0][0]) < 1e-5
+        for found, expected in zip(metrics, results[0][1], strict=True):
+            assert found.pop("grad_variance")
+            # The drift is measured on the first part, and is one for all passes only where that is everything.
+            found, expected = ({**m, "velocity_drift": 0} for m in (found, expected))
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_metrics_are_means_over_the_terms(model):
-    policy = with_old(Policy(model, FULL, 0))
-    batch = some_terms(model)
+    learner = learner_of(model, NFT, reference={"weight": 0.1})
+    learner.optimizer = make_optimizer(learner.policy, learner.stage.optimizer.model_copy(update={"lr": 1e-4}))
+    batch = forward_terms(model, learner.stage)
     with torch.no_grad():
         velocity = model.velocity(batch.points.latents, batch.points.sigma, batch.points.conditioning)
-        loss, expected = diffusion_nft.loss(batch.terms(slice(0, 6), velocity, {"old": velocity, "reference": velocity}), NFT)
-    metrics = optimise(policy, make_optimizer(policy, Optimizer(lr=1e-4)), diffusion_nft.ALGORITHM, NFT, batch, FREE, 4)
-    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert metrics["nft/better_error"] == pytest.approx(expected["nft/better_error"].item(), rel=1e-5)
+        loss, expected = diffusion_nft.loss(batch.terms(slice(0, 6), velocity, {"old": velocity}), learner.hyper)
+    metrics = learner.update(batch, 4)
+    assert metrics["loss"] == pytest.approx(loss.mean().item(), rel=1e-5)
+    assert metrics["nft/better_error"] == pytest.approx(expected["nft/better_error"].mean().item(), rel=1e-5)
     assert metrics["velocity_drift"] == pytest.approx(0, abs=1e-10)
     assert metrics["lr"] == 1e-4
     assert {"loss", "grad_norm", "grad_variance", "kl/reference", "nft/old_deviation", "nft/worse_error"} <= metrics.keys()
+    assert learner.updates == 1
 
 
-@pytest.mark.parametrize(("place", "wrong"), [("clean", float("nan")), ("clean", float("inf")), ("advantage", float("nan"))])
-def test_nonsense_stops_the_step_before_the_parameters_change(model, place, wrong):
-    policy = with_old(Policy(model, FULL, 0))
-    optimizer = make_optimizer(policy, Optimizer())
-    batch = some_terms(model)
-    values = getattr(batch, place).clone()
-    values[2] = wrong
-    before = parameters(policy)
-    config = NFT.model_copy(update={"reference_weight": 0.0})
-    with pytest.raises(TrainingError, match=r"not finite: .*loss.*step was not taken.*optimizer\.lr"):
-        optimise(policy, optimizer, diffusion_nft.ALGORITHM, config, dataclasses.replace(batch, **{place: values}), FREE, 3)
-    assert all(torch.equal(value, before[name]) for name, value in policy.parameters.items())
-    assert not optimizer.state
+# The reference penalty stands beside the algorithm and is the same for all of them.
 
 
-def test_a_gradient_that_alone_is_not_finite_stops_the_step(model):
-    def loss(terms, config):
-        return (terms.velocity * 0).abs().sqrt().mean(), {}  # 0 / 0 backwards
+def penalty_by_hand(penalty, policy, batch):
+    """The mean penalty of a trajectory batch, from what both policies predict."""
 
-    policy = Policy(model, FULL, 0)
-    before = parameters(policy)
-    algorithm = Algorithm("root of nothing", ForwardTerms, loss, lambda config: frozenset())
-    with pytest.raises(TrainingError, match="the gradient alone"):
-        optimise(policy, sgd(policy), algorithm, None, some_terms(model), FREE, 1)
-    assert all(torch.equal(value, before[name]) for name, value in policy.parameters.items())
+    @torch.no_grad()
+    def predicted():
+        velocity = policy.model.velocity(*batch.points.at(slice(None)))
+        return velocity, batch.transition(slice(None), velocity)
+
+    velocity, step = predicted()
+    with policy.using("reference"):
+        base_velocity, base = predicted()
+    if penalty == "velocity":
+        return ((velocity - base_velocity) ** 2).mean().item()
+    scale = step.std if penalty == "kl" else step.scale
+    return (((step.mean - base.mean) / rows(scale, step.mean)) ** 2).mean().item() / 2
+
+
+@pytest.mark.parametrize("penalty", ["kl", "kl_without_dt", "velocity"])
+def test_the_reference_penalty_is_added_with_its_weight(model, penalty):
+    learner = learner_of(model, "mix_grpo", lr=0, reference={"weight": 5, "penalty": penalty})
+    policy = learner.policy
+    batch = trajectory_terms(model, learner.stage)
+    move(policy, 0.005)
+    without = Learner(policy, stage_of("mix_grpo", reference={"weight": 0}), optimizer=sgd(policy, 0)).update(batch, 2)
+    metrics = learner.update(batch, 2)
+    expected = penalty_by_hand(penalty, policy, batch)
+    assert expected > 1e-6
+    assert metrics["kl/reference"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["loss"] - without["loss"] == pytest.approx(5 * expected, rel=1e-3)
+    assert metrics["grad_norm"] != pytest.approx(without["grad_norm"], rel=1e-4)
+    assert "kl/reference" not in without
+
+
+# Nonsense in one row: the step is not taken, and the row is named.
+
+
+def state(learner):
+    """Everything that a step changes."""
+    policy = learner.policy
+    copies = {f"{name} {key}": value.clone() for name, copy in policy.copies.items() for key, value in copy.items()}
+    momenta = {
+        f"{i} {key}": torch.as_tensor(value).clone()
+        for i, of in learner.optimizer.state_dict()["state"].items()
+        for key, value in of.items()
+    }
+    return values(policy) | copies | momenta | {"updates": torch.tensor(learner.updates)}
+
+
+def refused(learner, batch, passes=3):
+    """The message of a step that is not taken."""
+    before = state(learner)
+    with pytest.raises(TrainingError) as error:
+        learner.update(batch, passes)
+    assert same(state(learner), before)
+    text = str(error.value)
+    assert "the step was not taken" in text
+    assert "optimizer.lr" in text
+    return text
+
+
+def with_adam(learner, batch):
+    """The learner after a first good step, so that its optimiser and its copies have something to lose."""
+    learner.optimizer = make_optimizer(learner.policy, learner.stage.optimizer)
+    learner.update(batch, 1)
+    return learner
+
+
+def spoilt(batch, place, row, wrong):
+    changed = getattr(batch, place).clone()
+    changed[row] = wrong
+    return dataclasses.replace(batch, **{place: changed})
+
+
+@pytest.mark.parametrize("row", [0, 3, 5])
+@pytest.mark.parametrize(("place", "wrong"), [("clean", NAN), ("clean", INF), ("advantage", NAN), ("noise", -INF)])
+def test_nonsense_in_a_sample_names_it_and_stops_the_step(model, place, wrong, row):
+    learner = learner_of(model, NFT, PolicyConfig(ema={"most": 0.5}))
+    batch = forward_terms(model, learner.stage)
+    text = refused(with_adam(learner, batch), spoilt(batch, place, row, wrong))
+    assert f"of prompt {row}, sample 7, noised to sigma {batch.points.sigma[row].item():.4f}" in text
+    assert "not finite: " in text
+    assert "loss" in text.split(" of prompt")[0]
+
+
+@pytest.mark.parametrize("wrong", [NAN, INF])
+@pytest.mark.parametrize("place", ["old_log_prob", "next_latents", "advantage"])
+def test_nonsense_in_a_step_of_a_trajectory_names_sample_and_step(model, place, wrong):
+    learner = learner_of(model, "mix_grpo")
+    batch = trajectory_terms(model, learner.stage)
+    text = refused(with_adam(learner, batch), spoilt(batch, place, 10, wrong))  # three steps a sample: the second of the fourth
+    assert f"of prompt 3, sample 7, denoising step 1 (sigma {batch.points.sigma[10].item():.4f})" in text
+
+
+def test_what_is_wrong_with_a_term_is_said_by_its_metrics(model):
+    learner = learner_of(model, "mix_grpo")
+    batch = trajectory_terms(model, learner.stage)
+    named = refused(learner, spoilt(batch, "old_log_prob", 4, NAN)).split("not finite: ")[1].split(" of prompt")[0].split(", ")
+    assert {"loss", "ratio/mean", "kl/old", "the gradient"} <= set(named)
+    assert not {"velocity_drift", "kl/reference"} & set(named)
+
+
+@pytest.mark.parametrize("algorithm", ["dgpo", "crd", "diffusion_dpo"])
+def test_nonsense_in_a_group_names_the_group(model, algorithm):
+    """What is wrong with one sample of a group is wrong with all of them: the first is named."""
+    learner = learner_of(model, algorithm)
+    unit = UNITS[algorithm]
+    batch = forward_terms(model, learner.stage, unit)
+    text = refused(learner, spoilt(batch, "clean", 4, NAN), passes=2)
+    wrong = unit[batch.keys.prompt_ids[4]]
+    members = [f"prompt {row}," for row in range(6) if unit[row] == wrong]
+    assert any(member in text for member in members)
+
+
+def test_a_gradient_that_alone_is_not_finite_names_its_sample(model):
+    learner = learner_of(model, own("ROOT"))
+    batch = spoilt(forward_terms(model, stage_of(NFT)), "clean", 2, 0.0)
+    text = refused(learner, batch)
+    assert f"not finite: the gradient of prompt 2, sample 7, noised to sigma {batch.points.sigma[2].item():.4f}" in text
+
+
+def test_a_gradient_that_overflows_on_its_way_back_names_the_parameter(model):
+    learner = learner_of(model, NFT)
+    name = sorted(learner.policy.parameters)[3]
+    hook = learner.policy.parameters[name].register_hook(lambda gradient: gradient * INF)
+    assert f"the gradient of {name} and" in refused(learner, forward_terms(model, learner.stage))
+    hook.remove()
+    assert np.isfinite(learner.update(forward_terms(model, learner.stage), 1)["grad_norm"])
 
 
 def test_a_loss_that_alone_is_not_finite_stops_the_step(model):
-    def loss(terms, config):
-        return terms.velocity.mean() + float("inf"), {}
-
-    policy = Policy(model, FULL, 0)
-    before = parameters(policy)
-    algorithm = Algorithm("an infinite constant", ForwardTerms, loss, lambda config: frozenset())
-    with pytest.raises(TrainingError, match="not finite: loss"):
-        optimise(policy, sgd(policy), algorithm, None, some_terms(model), FREE, 1)
-    assert all(torch.equal(value, before[name]) for name, value in policy.parameters.items())
+    learner = learner_of(model, own("INFINITE"))
+    assert "not finite: loss of prompt 0" in refused(learner, forward_terms(model, stage_of(NFT)))
 
 
 @pytest.mark.parametrize("share", [0.25, 4.0])
 def test_the_gradient_is_clipped_to_its_norm_and_never_scaled_up(model, share):
-    policy = with_old(Policy(model, FULL, 0))
-    before = parameters(policy)
-    norm = optimise(policy, sgd(policy, lr=0), diffusion_nft.ALGORITHM, NFT, some_terms(model), FREE, 2)["grad_norm"]
-    limit = Optimizer(max_grad_norm=share * norm)
-    metrics = optimise(policy, sgd(policy, lr=1), diffusion_nft.ALGORITHM, NFT, some_terms(model), limit, 2)
-    moved = sum(((value - before[name]) ** 2).sum() for name, value in policy.parameters.items()) ** 0.5
+    still = learner_of(model, NFT, lr=0)
+    norm = still.update(forward_terms(model, still.stage), 2)["grad_norm"]
+    learner = learner_of(model, NFT, lr=1, optimizer={"max_grad_norm": share * norm})
+    before = values(learner.policy)
+    metrics = learner.update(forward_terms(model, learner.stage), 2)
+    moved = sum(((value - before[name]) ** 2).sum() for name, value in learner.policy.parameters.items()) ** 0.5
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert moved.item() == pytest.approx(min(1, share) * norm, rel=1e-3)
 
 
-def rollout(model, policy, sampler, window=range(3), samples=6):
-    conditioning = model.encode(["ABCD", "WXYZ"] * (samples // 2))
-    keys = SampleKeys(2, [0, 1] * (samples // 2), list(range(samples)))
-    trajectory = generate(model, conditioning, keys, sampler, window, micro_batch=4).trajectory
-    advantage = torch.linspace(-2, 2, samples)
-    return lambda rows: trajectory_batch(trajectory, conditioning, advantage, sampler, rows)
+# Trajectories: what was rolled out is what is trained on.
+
+TRAJECTORY = ["flow_grpo", "flow_grpo_fast", "mix_grpo", "dance_grpo", "grpo_guard", "flow_dppo", "distillation"]
+ON_SAMPLERS = [(a, s) for a in TRAJECTORY for s in ("flow_sde", "dance_sde", "cps") if (a, s) != ("grpo_guard", "cps")]
+
+
+def keys_of(name):
+    return {"name": name} | ({"teacher": "t"} if name == "distillation" else {})
+
+
+@pytest.mark.parametrize(("algorithm", "sampler"), ON_SAMPLERS)
+def test_the_first_ratio_after_a_rollout_is_one(model, algorithm, sampler):
+    learner = learner_of(model, keys_of(algorithm), sampler={"name": sampler, "steps": 5}, reference={"weight": 0.1})
+    move(learner.policy)
+    metrics = learner.update(trajectory_terms(model, learner.stage, (0, 1, 3)), 3)
+    assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
+    assert metrics["ratio/deviation"] < 1e-6
+    assert metrics["kl/old"] == pytest.approx(0, abs=1e-9)
+    assert metrics["kl/reference"] > 1e-6
 
 
 @pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("name", ["flow_sde", "dance_sde", "cps"])
-def test_the_first_ratio_after_a_rollout_is_one(model, name, config):
-    policy = Policy(model, config, 0)
-    batch = rollout(model, policy, Sampler(name=name, steps=5), range(4))(torch.tensor([5, 0, 3, 1]))
-    metrics = optimise(policy, make_optimizer(policy, Optimizer()), flow_grpo.ALGORITHM, FlowGRPO(), batch, FREE, 3)
-    assert len(batch.points) == 16
-    assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
-    assert metrics["ratio/deviation"] < 1e-6
-    assert metrics["kl/reference"] == pytest.approx(0, abs=1e-9)
-    again = optimise(policy, make_optimizer(policy, Optimizer(lr=1e-3)), flow_grpo.ALGORITHM, FlowGRPO(), batch, FREE, 3)
-    assert again["ratio/deviation"] > 1e-6
+def test_the_ratio_leaves_one_with_the_first_update(model, config):
+    learner = learner_of(model, "mix_grpo", config, lr=1.0)
+    batch = trajectory_terms(model, learner.stage)
+    assert learner.update(batch, 2)["ratio/deviation"] < 1e-6
+    assert learner.update(batch, 2)["ratio/deviation"] > 1e-6
 
 
-def test_without_a_learning_rate_the_ratio_stays_one(model):
-    policy = Policy(model, FULL, 0)
-    before = parameters(policy)
-    optimizer = make_optimizer(policy, Optimizer(lr=0))
-    batches = rollout(model, policy, Sampler(name="flow_sde", steps=4))
-    for _ in range(8):
-        metrics = optimise(policy, optimizer, flow_grpo.ALGORITHM, FlowGRPO(), batches(torch.arange(6)), FREE, 2)
+@pytest.mark.parametrize("algorithm", TRAJECTORY)
+def test_without_a_learning_rate_the_ratio_stays_one(model, algorithm):
+    learner = learner_of(model, keys_of(algorithm))
+    before = values(learner.policy)
+    learner.policy.copies["teacher"] = moved(learner.policy)
+    learner.optimizer = make_optimizer(learner.policy, learner.stage.optimizer.model_copy(update={"lr": 0.0}))
+    batch = trajectory_terms(model, learner.stage)
+    for passes in (1, 2, 3, 2):
+        metrics = learner.update(batch, passes)
         assert metrics["ratio/deviation"] < 1e-6
         assert metrics["velocity_drift"] == pytest.approx(0, abs=1e-10)
         assert metrics["grad_norm"] > 0
-    assert all(torch.equal(value, before[name]) for name, value in policy.parameters.items())
+    assert same(values(learner.policy), before)
 
 
-def test_a_window_becomes_a_term_for_each_sample_and_step(model):
-    policy = Policy(model, FULL, 0)
-    conditioning, keys = model.encode(["ABCD", "WXYZ", "QQQQ"]), SampleKeys(2, [0, 1, 2], [0, 0, 0])
-    sampler = Sampler(name="flow_sde", steps=5)
-    trajectory = generate(model, conditioning, keys, sampler, range(1, 3)).trajectory
-    batch = trajectory_batch(trajectory, conditioning, torch.tensor([1.0, 2.0, 3.0]), sampler, torch.tensor([2, 0]))
-    assert batch.advantage.tolist() == [3, 3, 1, 1]
-    assert batch.steps.tolist() == [1, 2, 1, 2]
-    assert torch.equal(batch.points.sigma, model.sigmas(5)[[1, 2, 1, 2]])
-    for term, (sample, place) in enumerate([(2, 0), (2, 1), (0, 0), (0, 1)]):
-        assert torch.equal(batch.points.latents[term], trajectory.latents[sample, place])
-        assert torch.equal(batch.next_latents[term], trajectory.latents[sample, place + 1])
-        assert torch.equal(batch.old_log_prob[term], trajectory.log_probs[sample, place])
-        assert torch.equal(batch.points.conditioning.embeds[term], conditioning.embeds[sample])
-    assert policy.parameters
+def test_a_policy_that_is_its_teacher_has_nothing_to_learn(model):
+    learner = learner_of(model, keys_of("distillation"))
+    metrics = learner.update(trajectory_terms(model, learner.stage), 2)
+    assert metrics["loss"] == pytest.approx(0, abs=1e-12)
+    assert metrics["kl/teacher"] == pytest.approx(0, abs=1e-12)
 
 
-def test_forward_terms_are_stratified_and_belong_to_their_sample(model, make_keys):
-    clean = torch.randn(6, *model.latent_shape)
-    conditioning = model.encode(["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"])
-    advantage = torch.arange(6.0)
-    batch = forward_batch(clean, conditioning, advantage, make_keys(6), draws=3, visit=0)
-    sigma = batch.points.sigma.view(3, 6)
-    for draw in range(3):
-        assert ((sigma[draw] >= draw / 3) & (sigma[draw] <= (draw + 1) / 3)).all()
-    share = batch.points.sigma.view(-1, 1, 1, 1)
-    assert torch.allclose(batch.points.latents, (1 - share) * batch.clean + share * batch.noise)
-    for row in range(18):
-        assert torch.equal(batch.clean[row], clean[row % 6])
-        assert batch.advantage[row] == row % 6
-        assert torch.equal(batch.points.conditioning.pooled[row], conditioning.pooled[row % 6])
-    assert len({tuple(row.flatten()[:4].tolist()) for row in batch.noise}) == 18
-    later = forward_batch(clean, conditioning, advantage, make_keys(6), draws=3, visit=1)
-    assert not (later.noise == batch.noise).flatten(1).all(1).any()
-    # A sample's draws are its own: they do not depend on who else is in the batch.
-    alone = forward_batch(clean[4:5], conditioning.rows(slice(4, 5)), advantage[4:5], make_keys(6).rows(slice(4, 5)), 3, 0)
-    assert torch.equal(alone.noise, batch.noise[4::6])
-    assert torch.equal(alone.points.sigma, batch.points.sigma[4::6])
+def test_a_policy_comes_closer_to_its_teacher(model):
+    learner = learner_of(model, keys_of("distillation"), lr=3.0)
+    learner.policy.copies["teacher"] = moved(learner.policy, 0.01)
+    batch = trajectory_terms(model, learner.stage)
+    losses = [learner.update(batch, 1)["loss"] for _ in range(8)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.5 * losses[0]
 
 
-def test_micro_batches_hold_at_most_their_size(model):
-    assert [micro_batches(some_terms(model), size) for size in (1, 4, 6, 100)] == [6, 2, 1, 1]
+# The drift alarm.
 
 
-# Gradient variance, on a policy whose per-term gradients are given: v = w, loss = mean over the terms of <w, g_i>.
+def test_the_drift_alarm_warns_once_and_stays_on(model):
+    learner = learner_of(model, NFT, lr=0.05, drift_alarm=1e-9)
+    batch = forward_terms(model, learner.stage)
+    assert quietly(learner.update, batch, 2)["alarm/velocity_drift"] == 0
+    assert not learner.alarms
+    with pytest.warns(UserWarning, match=r"velocity drift .* above drift_alarm = 1e-09 after 2 .*reference\.weight") as warned:
+        assert learner.update(batch, 2)["alarm/velocity_drift"] == 1
+    assert len(warned) == 1
+    assert quietly(learner.update, batch, 2)["alarm/velocity_drift"] == 1
+    assert len(learner.alarms) == 1
+    assert "above drift_alarm = 1e-09 after 2 optimiser steps" in learner.alarms[0]
+
+
+def test_a_policy_that_stays_near_the_base_raises_no_alarm(model):
+    learner = learner_of(model, NFT, lr=1e-3)
+    for _ in range(3):
+        assert quietly(learner.update, forward_terms(model, learner.stage), 2)["alarm/velocity_drift"] == 0
+    assert not learner.alarms
+
+
+# Weights and gradient variance, on a policy whose per-term gradients are given: v = w, loss of a term = <w, g_i>.
 
 
 def linear_policy(elements):
     weight = torch.nn.Parameter(torch.zeros(elements))
     model = SimpleNamespace(velocity=lambda latents, sigma, conditioning: weight.expand(len(latents), elements))
-    return SimpleNamespace(parameters={"weight": weight}, model=model)
+    return SimpleNamespace(
+        parameters={"weight": weight}, model=model, copies={}, using=lambda name: nullcontext(), config=PolicyConfig()
+    )
 
 
-def given_gradients(gradients):
+def given_gradients(gradients, weight=None):
     count = len(gradients)
-    points = Points(gradients, torch.zeros(count), Conditioning(gradients, gradients))
-    return ForwardBatch(points, gradients, gradients, torch.zeros(count))
+    points = Points(gradients, torch.zeros(count), Conditioning(gradients, gradients), torch.arange(count))
+    weight, unit = torch.ones(count) if weight is None else weight, torch.arange(count)
+    keys = SampleKeys(0, unit.tolist(), unit.tolist())
+    return ForwardBatch(points, weight, unit, gradients, gradients, torch.zeros(count), keys)
 
 
-LINEAR = Algorithm(
-    "linear in the velocity",
-    ForwardTerms,
-    lambda terms, config: ((terms.velocity * terms.noise).sum(1).mean(), {}),
-    lambda config: frozenset(),
-)
+def linear_learner(elements, lr=0.1):
+    policy = linear_policy(elements)
+    return Learner(policy, stage_of(own("LINEAR")), optimizer=sgd(policy, lr))
 
 
 def gradient_metrics(gradients, passes):
-    policy = linear_policy(gradients.shape[1])
-    return optimise(policy, sgd(policy), LINEAR, None, given_gradients(gradients), FREE, passes)
+    return linear_learner(gradients.shape[1]).update(given_gradients(gradients), passes)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_the_weight_of_a_term_scales_its_loss_and_leaves_the_denominator(passes):
+    gradients = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
+    weight = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.25, 0.0, 1.0])
+    learner = linear_learner(5, lr=1.0)
+    metrics = learner.update(given_gradients(gradients, weight), passes)
+    mean = (weight[:, None] * gradients).sum(0) / 7
+    torch.testing.assert_close(learner.policy.parameters["weight"].detach(), -mean)
+    assert metrics["grad_norm"] == pytest.approx(mean.norm().item(), rel=1e-5)
+    learner.policy.parameters["weight"].data.fill_(1.0)
+    assert learner.update(given_gradients(gradients, weight), passes)["loss"] == pytest.approx(mean.sum().item(), rel=1e-4)
 
 
 def test_gradient_norm_and_variance_of_known_gradients():
@@ -275,34 +404,47 @@ def test_equal_gradients_have_no_variance():
     assert gradient_metrics(torch.ones(8, 3), passes=4)["grad_variance"] == pytest.approx(0, abs=1e-5)
 
 
-# Two processes with FSDP2. Six terms go to them unevenly; what comes out is what one process computes.
+# Two processes with FSDP2. What they are dealt is uneven: four samples and two, two groups and one; what comes out is what one
+# process computes.
 
-CLIPPED = Optimizer(max_grad_norm=0.01)
+CASES = {"full": (NFT, FULL, ALONE, 4), "lora": (NFT, LORA, ALONE, 4), "groups": ({"name": "dgpo"}, FULL, GROUPS, 5)}
 
 
-def two_steps(base: Path, config: PolicyConfig, folder: Path, ranks: Ranks) -> list[dict[str, float]]:
-    """Two steps on this rank's share, with the old policy moved between them; rank 0 writes the policy."""
+def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[str, float]]:
+    """Two steps on this rank's share, and with them the copies; rank 0 writes the policy."""
+    algorithm, config, unit, first = CASES[case]
+    config = config.model_copy(update={"ema": PolicyConfig(ema={"most": 0.5}).ema})
     model = load_model(base)
-    policy = with_old(Policy(model, config, 0, shard=ranks.world > 1))
-    start, stop = (0, 6) if ranks.world == 1 else [(0, 4), (4, 6)][ranks.rank]
-    optimizer = sgd(policy, lr=0.5)
-    metrics = []
-    for _ in range(2):
-        batch = some_terms(model, start, stop)
-        metrics.append(optimise(policy, optimizer, diffusion_nft.ALGORITHM, NFT, batch, CLIPPED, 2, total_terms=6))
-        policy.blend("old", 0.5)
-    card = PolicyCard(base_digest="b", recipe_digest="r", config=config, version=2, copies=("old",))
+    policy = Policy(model, config, 0, shard=ranks.world > 1)
+    policy.ensure("old")
+    policy.ensure("ema")
+    stage = stage_of(algorithm, reference={"weight": 0.1}, optimizer={"max_grad_norm": 0.01})
+    learner = Learner(policy, stage, optimizer=sgd(policy, lr=0.5))
+    start, stop = (0, 6) if ranks.world == 1 else [(0, first), (first, 6)][ranks.rank]
+    metrics = [learner.update(forward_terms(model, stage, unit, start, stop), passes=2) for _ in range(2)]
+    card = PolicyCard(base_digest="b", recipe_digest="r", config=config, version=2, copies=("old", "iterate"))
     policy.save(folder, card, write=ranks.rank == 0)
     return metrics
 
 
+def refused_together(base: Path, ranks: Ranks) -> str:
+    """What a process says of a step that is not finite on the second process alone."""
+    policy = Policy(load_model(base), FULL, 0, shard=True)
+    policy.ensure("old")
+    learner = Learner(policy, stage_of(NFT), optimizer=sgd(policy))
+    batch = forward_terms(policy.model, learner.stage, ALONE, *[(0, 3), (3, 6)][ranks.rank])
+    with pytest.raises(TrainingError) as error:
+        learner.update(spoilt(batch, "advantage", 1, NAN) if ranks.rank == 1 else batch, 1)
+    return str(error.value)
+
+
 def train_as_a_rank(base: Path, output: Path) -> None:
-    """Join the group that the environment announces, train both kinds of policy, and save an untrained one."""
+    """Join the group that the environment announces, train every case, and save an untrained policy."""
     with process_group() as ranks:
         assert ranks == Ranks(int(os.environ["RANK"]), 2)
-        metrics = {config.train: two_steps(base, config, output / config.train, ranks) for config in (FULL, LORA)}
+        said = {case: two_steps(base, case, output / case, ranks) for case in CASES} | {"error": refused_together(base, ranks)}
     assert Ranks.current() == Ranks(0, 1)
-    (output / f"metrics-{ranks.rank}.json").write_text(json.dumps(metrics))
+    (output / f"said-{ranks.rank}.json").write_text(json.dumps(said))
     untrained = PolicyCard(base_digest="b", recipe_digest="r", config=LORA, version=1)
     Policy(load_model(base), LORA, 0).save(output / f"untrained-{ranks.rank}", untrained)
 
@@ -333,43 +475,43 @@ def two_processes(base_folder, tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
-def test_two_processes_take_the_step_of_one(base_folder, two_processes, tmp_path, config):
-    alone = two_steps(base_folder, config, tmp_path / "alone", Ranks(0, 1))
-    together = [json.loads((two_processes / f"metrics-{rank}.json").read_text())[config.train] for rank in range(2)]
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_take_the_step_of_one(base_folder, two_processes, tmp_path, case):
+    alone = two_steps(base_folder, case, tmp_path / "alone", Ranks(0, 1))
+    together = [json.loads((two_processes / f"said-{rank}.json").read_text())[case] for rank in range(2)]
     assert together[0] == together[1]
     for one, other in zip(alone, together[0], strict=True):
-        # The first micro-batch has other terms when there are two processes, so its variance estimate differs.
-        assert {**other, "grad_variance": 0} == pytest.approx({**one, "grad_variance": 0}, rel=1e-3, abs=1e-6)
+        # The first part has other terms when there are two processes: what is measured on it alone differs.
+        of_the_first_part = {"grad_variance": 0, "velocity_drift": 0}
+        assert other | of_the_first_part == pytest.approx(one | of_the_first_part, rel=1e-3, abs=1e-6)
     assert alone[1]["kl/reference"] > 0
-    assert alone[0]["grad_norm"] > CLIPPED.max_grad_norm
+    assert alone[0]["grad_norm"] > 0.01  # it is clipped
     files = {path.relative_to(tmp_path / "alone") for path in (tmp_path / "alone").rglob("*.safetensors")}
-    assert len(files) == 2
+    assert len(files) == 3  # what is served, what training goes on from, and the old copy
     for file in files:
-        expected, found = load_file(tmp_path / "alone" / file), load_file(two_processes / config.train / file)
-        assert expected.keys() == found.keys()
+        expected, found = load_file(tmp_path / "alone" / file), load_file(two_processes / case / file)
         assert farthest(expected, found) < 1e-5
+
+
+def test_two_processes_stop_together(two_processes):
+    errors = [json.loads((two_processes / f"said-{rank}.json").read_text())["error"] for rank in range(2)]
+    assert "not finite: a term of another process (" in errors[0]
+    assert "of prompt 4, sample 7, noised to sigma" in errors[1]
 
 
 def test_two_processes_save_the_same_adapters_as_the_same_bytes(two_processes):
     assert verify(two_processes / "untrained-0") == verify(two_processes / "untrained-1")
 
 
-def test_copies_are_swapped_in_in_the_same_order_on_every_process(model, monkeypatch):
+@pytest.mark.parametrize("names", [["old", "teacher", "reference"], ["reference", "teacher", "old"]])
+def test_copies_are_swapped_in_in_the_same_order_on_every_process(model, monkeypatch, names):
     # A set of names has another order in every process: their gathered weights would be a mix of two copies.
-    policy, orders = with_old(Policy(model, FULL, 0)), []
-    using = policy.using
-
-    def watch(name):
-        orders[-1].append(name)
-        return using(name)
-
-    monkeypatch.setattr(policy, "using", watch)
-    for names in (["old", "reference"], ["reference", "old"]):
-        orders.append([])
-        algorithm = dataclasses.replace(diffusion_nft.ALGORITHM, copies=lambda config, names=names: names)
-        optimise(policy, sgd(policy, lr=0), algorithm, NFT, some_terms(model), FREE, 1)
-    assert orders[0] == orders[1]
+    learner, order = learner_of(model, NFT, lr=0), []
+    using = learner.policy.using
+    monkeypatch.setattr(learner.policy, "using", lambda name: order.append(name) or using(name))
+    learner.algorithm = dataclasses.replace(diffusion_nft.ALGORITHM, copies=lambda config: names)
+    learner.update(forward_terms(model, learner.stage), 1)
+    assert order == ["old", "reference", "teacher"]
 
 
 def test_one_process_needs_no_group(monkeypatch):

@@ -1,0 +1,211 @@
+"""Every algorithm on the glyph task: ``python -m benchmarks.algorithms [--seeds 0 1 2] [--seconds 40] [--only NAME ...]``.
+
+All start from the same base model with the same prompts and get the same CPU-seconds, in which rollouts, OCR and updates count
+and evaluations do not. The entries are in ``algorithms.yaml`` beside this file. A run whose result is there already is not
+repeated unless asked for by ``--again``; results go to ``benchmarks/results/algorithms.json``, the table and the plot beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from benchmarks.algorithms_report import write_report
+from benchmarks.machine import machine
+from ebbflow.artifacts import verify
+from ebbflow.data.prepare import prepare
+from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.data.schema import PROMPTS
+from ebbflow.data.tables import write_table
+from ebbflow.evaluation.evaluate import evaluate
+from ebbflow.models import Model
+from ebbflow.models.prepare import train_base
+from ebbflow.offline.shards import generate_shard, score_shard
+from ebbflow.offline.training import train_epochs, write_advantages
+from ebbflow.online.loop import run_online_stage
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.recipe import GlyphTraining, RewardTerm
+from ebbflow.records import StageRecord
+from ebbflow.rewards.combine import Scorer, load_scorer
+from ebbflow.stage import Log, Place, open_model, open_policy, save_policy
+from ebbflow.training.policy import Policy, PolicyCard, write_base_policy
+from ebbflow.training.update import Learner, TrainingError
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "runs" / "benchmarks"
+ENTRIES = Path(__file__).with_suffix(".yaml")
+RESULTS = ROOT / "benchmarks" / "results" / "algorithms.json"
+EVALUATE_EVERY = 8.0
+"""CPU-seconds of training between evaluations."""
+
+
+class OutOfTime(Exception):
+    """The run has had its CPU-seconds."""
+
+
+def main() -> None:
+    entries = {
+        name: (kind, settings) for kind, group in yaml.safe_load(ENTRIES.read_text()).items() for name, settings in group.items()
+    }
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seconds", type=float, default=45.0, help="CPU-seconds of every run")
+    parser.add_argument("--only", nargs="+", choices=entries, metavar="NAME", default=list(entries), help=", ".join(entries))
+    parser.add_argument("--again", action="store_true", help="repeat runs whose results are there")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
+    for seed in arguments.seeds:
+        for name in tqdm(arguments.only, desc=f"seed {seed}", unit="run"):
+            kind, settings = entries[name]
+            asked = {"name": name, "kind": kind, "seed": seed, "cpu_seconds": arguments.seconds, "settings": settings}
+            found = [run for run in results["runs"] if asked.items() <= run.items()]
+            if found and not arguments.again:
+                continue
+            done = asked | run(asked)
+            tqdm.write(f"{name} {seed}: {done['before']['ocr']:.2f} -> {done['after']['ocr']:.2f}, drift {done['drift']:.3f}")
+            order = list(entries)
+            kept = [run for run in results["runs"] if run["name"] in order and (run["name"], run["seed"]) != (name, seed)]
+            runs = sorted([*kept, done], key=lambda run: (order.index(run["name"]), run["seed"]))
+            results = {"machine": machine(), "runs": runs}
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    write_report(RESULTS)
+
+
+def run(asked: dict[str, Any]) -> dict[str, Any]:
+    """Train one entry with one seed; held-out scores over its CPU-seconds, guards and drift at the end."""
+    recipe = recipe_of(asked)
+    base, policy_folder, table = prepared(recipe)
+    prompts = read_prompts(table, "train")
+    held_out = read_prompts(table, "held_out")
+    place, model = Place(recipe, 0, 0), open_model(recipe, base)
+    policy, card = open_policy(place, model, policy_folder, teacher_of(place))
+    learner, scorer = Learner(policy, place.config, card), load_scorer(recipe.rewards.terms, ())
+    curve: list[dict[str, float]] = []
+    training: list[dict[str, float]] = []
+    start, spent_evaluating = time.process_time(), 0.0
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        nonlocal spent_evaluating
+        spent = time.process_time() - start - spent_evaluating
+        training.append({"cpu_seconds": spent, **metrics})
+        if spent >= EVALUATE_EVERY * len(curve):
+            before = time.process_time()
+            curve.append({"cpu_seconds": spent, "steps": step + 1, **score(recipe, model, policy, held_out, ())})
+            spent_evaluating += time.process_time() - before
+        if spent >= asked["cpu_seconds"]:
+            raise OutOfTime
+
+    before = score(recipe, model, policy, held_out, GUARDS)
+    curve.append({"cpu_seconds": 0.0, "steps": 0, **before})
+    stopped = ""
+    start = time.process_time()
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        try:
+            train(place, model, learner, scorer, prompts, log)
+        except OutOfTime:
+            pass
+        except TrainingError as error:
+            stopped = str(error)
+    after = score(recipe, model, policy, held_out, GUARDS)
+    first, last = (training[0], training[-1]) if training else ({}, {})  # its very first update may stop a run
+    curve.append({"cpu_seconds": last.get("cpu_seconds", 0.0), "steps": len(training), **after})
+    keep(place, learner, card, asked)
+    return {
+        "before": before,
+        "after": after,
+        "drift": after["velocity_drift"],
+        "steps": len(training),
+        "updates": learner.updates,
+        "alarms": learner.alarms,
+        "warnings": sorted({str(warning.message) for warning in raised} - set(learner.alarms)),
+        "stopped": stopped,
+        "curve": curve,
+        "first_metrics": first,
+        "last_metrics": last,
+    }
+
+
+GUARDS = ("tesseract", "similarity")
+
+
+def recipe_of(asked: dict[str, Any]) -> Recipe:
+    """The recipe of one run: the entry is its only stage, with steps or epochs enough for any number of seconds."""
+    settings = dict(asked["settings"])
+    rewards = settings.pop("rewards", {"terms": [{"name": "ocr"}]})
+    kind = settings.get("kind", "online")
+    stage = {"kind": kind, "steps" if kind == "online" else "epochs": 100_000} | settings
+    prompts = {"validation": 1, "held_out": 96}
+    return Recipe.model_validate(
+        {"name": asked["name"], "seed": asked["seed"], "prompts": prompts, "rewards": {"guards": []} | rewards, "stages": [stage]}
+    )
+
+
+def train(place: Place, model: Model, learner: Learner, scorer: Scorer, prompts: list[Prompt], log: Log) -> None:
+    """The stage of an entry, all of it in this process."""
+    if place.config.kind == "online":
+        run_online_stage(place, model, learner, scorer, prompts, log)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rollouts, scores, advantages = (Path(folder) / f"{name}.parquet" for name in ("rollouts", "scores", "advantages"))
+        generate_shard(place, model, learner.policy, 0, prompts, 0, rollouts)
+        score_shard(place, scorer, prompts, rollouts, scores)
+        write_advantages(place, [scores], advantages)
+        train_epochs(place, model, learner, prompts, [rollouts], advantages, log)
+
+
+def score(recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], guards: tuple[str, ...]) -> dict[str, float]:
+    """Held-out means of the OCR and of the guards, and the velocity drift from the base model."""
+    scorer = load_scorer([RewardTerm(name="ocr")], guards)
+    with tempfile.TemporaryDirectory() as folder:
+        found = evaluate(recipe, model, policy, 0, scorer, prompts, recipe.name, Path(folder) / "samples.parquet")
+    return {**found.held_out, "velocity_drift": found.velocity_drift}
+
+
+def prepared(recipe: Recipe) -> tuple[Path, Path, Path]:
+    """(base model, untouched policy, prompt table); the base model is trained once and shared by all runs."""
+    base = WORK / "base"
+    if not base.exists():
+        train_base(GlyphTraining(), recipe.threads, base)
+    policy = WORK / "untouched"
+    if not policy.exists():
+        write_base_policy(policy, verify(base), "", recipe.policy)
+    prompts = WORK / "prompts.parquet"
+    if not prompts.exists():
+        table, _ = prepare(recipe.model_copy(update={"seed": 0}), None)
+        write_table(prompts, PROMPTS, table.to_batches(), {})
+    return base, policy, prompts
+
+
+def keep(place: Place, learner: Learner, card: PolicyCard, asked: dict[str, Any]) -> None:
+    """Leave the trained policy where a later entry finds its teacher."""
+    record = StageRecord(label=asked["name"], algorithm=asked["name"], samples=0, optimizer_steps=learner.updates, seconds={})
+    folder = WORK / "policies" / f"{asked['name']}-{asked['seed']}"
+    shutil.rmtree(folder, ignore_errors=True)
+    save_policy(place, learner, card, record, folder)
+
+
+def teacher_of(place: Place) -> Path | None:
+    """The policy that an earlier entry left behind for the same seed."""
+    if not place.teacher:
+        return None
+    folder, seed = WORK / "policies" / f"{place.teacher}-{place.recipe.seed}", place.recipe.seed
+    if not folder.exists():
+        raise SystemExit(
+            f"{place.recipe.name} learns from the policy of {place.teacher} with seed {seed}, and there is none in {folder}; "
+            f"make it: python -m benchmarks.algorithms --only {place.teacher} --seeds {seed} --again"
+        )
+    return folder
+
+
+if __name__ == "__main__":
+    main()

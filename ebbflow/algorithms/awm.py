@@ -1,0 +1,45 @@
+r"""Advantage-weighted matching (2509.25050): the flow-matching error stands in for the log-probability of a whole sample.
+
+    l = mean((v - u)^2),   u = eps - x0
+    s = -(sigma / q) ((l + 1e-10)^q - (1e-10)^q)      surrogate log-prob (also -l, -sigma l, -sigma^2 l)
+    L = mean[-(A / 5) s] + w mean((v - v_old)^2)       A is clamped to +-advantages.clip, 5 by default
+
+The published ratio exp(s - sg s) is 1 wherever it is taken on-policy and has the gradient of s, so the loss is written with s.
+v_old is the published EMA, a copy that follows closely: min(.3, .001 n). Without the reference penalty the policy drifts far from
+the base while the training reward still rises.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ebbflow.algorithms.base import Algorithm, CopyName, ForwardTerms, Rows, flow_matching_error, per_term
+from ebbflow.recipe.algorithms import AWM
+
+TINY = 1e-10
+
+
+def loss(terms: ForwardTerms, config: AWM) -> tuple[Tensor, Rows]:
+    """Loss and metrics of each term, [M]."""
+    error = flow_matching_error(terms, terms.velocity)
+    total = -terms.advantage / 5 * surrogate(error, terms.sigma, config)
+    metrics = {"awm/error": error}
+    if config.old_weight > 0:
+        deviation = per_term((terms.velocity - terms.copies["old"]) ** 2)
+        total = total + config.old_weight * deviation
+        metrics["awm/old_deviation"] = deviation
+    return total, metrics
+
+
+def surrogate(error: Tensor, sigma: Tensor, config: AWM) -> Tensor:
+    """s of each term, [M]."""
+    if config.surrogate == "power":
+        return -sigma / config.power * ((error + TINY) ** config.power - TINY**config.power)
+    return -error * sigma ** {"plain": 0, "sigma": 1, "sigma_squared": 2}[config.surrogate]
+
+
+def copies(config: AWM) -> frozenset[CopyName]:
+    return frozenset({"old"} if config.old_weight > 0 else ())
+
+
+ALGORITHM = Algorithm(AWM, loss, copies=copies, old_decay=lambda config, optimizer_step: config.old.decay(optimizer_step))

@@ -1,0 +1,130 @@
+r"""What is done about rollouts that another policy made than the one that trains. With S samples of W trained steps,
+
+    delta = log_prob_train - log_prob_rollout                    [S, W], log-probs are MEANS over the D elements of a latent
+    x     = delta (unit "mean") or D delta (unit "sum")
+    w     = exp(x) at every step, or exp(sum_W x) of the trajectory at each of its steps
+    truncated: min(w, high)       masked: w where low <= w <= high, the term dropped elsewhere
+    k1 = |x|,  k2 = x^2 / 2,  k3 = exp(x) - 1 - x                a term is dropped where it, or its mean, sum or largest over the
+                                                                 sample's steps, is above the threshold
+
+The unit matters. Only D delta is the logarithm of a ratio of densities: over rollouts, E[exp(D delta)] = 1 and
+E[k3(D delta)] = KL(rollout || train). With kappa = |mu_train - mu_rollout|^2 / b^2, D delta ~ N(-kappa / 2, kappa), so
+E[exp(delta)] = exp(-kappa (1 - 1 / D) / (2 D)) < 1, and the standard deviation of delta is sqrt(kappa) / D: 2e-4 for a bf16
+rollout of D = 512. A threshold on the mean unit is of that size, or it never triggers.
+
+Everything is computed in float64 without gradient. Exponents are clamped to +-20 (5e8), so that no ratio overflows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ebbflow.recipe.stages import Correction
+
+LARGEST_EXPONENT = 20.0
+
+
+def correct(delta: Tensor, dims: int, config: Correction) -> tuple[Tensor, Tensor]:
+    """Importance weights, and which terms stay.
+
+    Args:
+        delta: [S, W] of the whole batch: normalised weights have mean 1 over its kept terms.
+        dims: D, the elements of a latent.
+
+    Returns:
+        weights [S, W] in delta's type, 0 where a term is dropped; keep, bool [S, W]. Dropped terms count in no denominator.
+        A delta that is not a number keeps its term and its NaN, for the update's own guard to find.
+    """
+    weights = torch.ones_like(delta, dtype=torch.float64)
+    keep = ~_rejected(delta, dims, config)
+    if config.weights != "none":
+        weights = _ratio(delta, dims, config)
+    if config.weights == "truncated":
+        weights = weights.clamp_max(config.high)
+    if config.weights == "masked":
+        keep &= ~((weights < config.low) | (weights > config.high))
+    weights = weights.where(keep, 0.0)
+    if config.normalise and keep.any():
+        weights = weights / weights[keep].mean()
+    return weights.to(delta.dtype), keep
+
+
+def correction_metrics(delta: Tensor, dims: int, config: Correction) -> dict[str, Tensor]:
+    """Shares of the terms that ``high`` capped or dropped, that ``low`` dropped, and that were rejected; scalars."""
+    ratio = _ratio(delta, dims, config)
+    above, below = (ratio > config.high).double(), (ratio < config.low).double()
+    return {
+        "rollout/clipped_up": above.mean() * (config.weights != "none"),
+        "rollout/clipped_down": below.mean() * (config.weights == "masked"),
+        "rollout/rejected": _rejected(delta, dims, config).double().mean(),
+    }
+
+
+def diagnostics(delta: Tensor, steps: Tensor, dims: int) -> dict[str, Tensor]:
+    """How far the rollouts are from the training policy; scalars, all 0 and the ratios 1 where the two agree.
+
+    ``rollout/k3``, ``rollout/chi2`` = mean(w^2) - 1 and ``rollout/ratio_*`` are of w = exp(delta), on the mean unit of the clip
+    ranges. There chi2 is no divergence: it is about 2 mean(delta), and negative where the rollout policy made the samples.
+    ``rollout/chi2_sum`` is of w = exp(D delta) and estimates the divergence, exp(kappa) - 1; up to about 1 it can be trusted, and
+    beyond it only says that the policies are far apart (a few samples carry the mean, and exponents are clamped).
+
+    Args:
+        delta: [S, W].
+        steps: the denoising step of each column, integer [W].
+        dims: D, the elements of a latent.
+    """
+    delta = delta.detach().double()
+    magnitude, ratio = delta.abs(), _exp(delta)
+    metrics = {
+        "rollout/delta_mean": magnitude.mean(),
+        "rollout/delta_max": magnitude.max(),
+        "rollout/k3": _divergence(delta, "k3").mean(),
+        "rollout/chi2": (ratio**2).mean() - 1,
+        "rollout/chi2_sum": (_exp(dims * delta) ** 2).mean() - 1,
+        "rollout/ratio_mean": ratio.mean(),
+        "rollout/ratio_max": ratio.max(),
+    }
+    by_step = zip(steps.tolist(), magnitude.mean(0), strict=True)
+    return metrics | {f"rollout/delta_step_{step}": mean for step, mean in by_step}
+
+
+def _scaled(delta: Tensor, dims: int, config: Correction) -> Tensor:
+    """x, float64 [S, W]."""
+    return delta.detach().double() * (dims if config.unit == "sum" else 1)
+
+
+def _ratio(delta: Tensor, dims: int, config: Correction) -> Tensor:
+    """w before any threshold, [S, W]."""
+    exponent = _scaled(delta, dims, config)
+    if config.level == "trajectory":
+        exponent = exponent.sum(1, keepdim=True).expand_as(exponent)
+    return _exp(exponent)
+
+
+def _rejected(delta: Tensor, dims: int, config: Correction) -> Tensor:
+    """Which terms their divergence drops, bool [S, W]; all steps of a sample alike on the sequence levels."""
+    if config.reject == "none":
+        return torch.zeros_like(delta, dtype=torch.bool)
+    divergence = _divergence(_scaled(delta, dims, config), config.reject)
+    if config.reject_level == "sequence_mean":
+        divergence = divergence.mean(1, keepdim=True)
+    elif config.reject_level == "sequence_sum":
+        divergence = divergence.sum(1, keepdim=True)
+    elif config.reject_level == "sequence_max":
+        divergence = divergence.amax(1, keepdim=True)
+    return (divergence > config.reject_above).expand_as(delta)
+
+
+def _divergence(x: Tensor, kind: str) -> Tensor:
+    """The estimates k1, k2 and k3 of http://joschu.net/blog/kl-approx.html, k1 by its magnitude."""
+    if kind == "k1":
+        return x.abs()
+    if kind == "k2":
+        return x**2 / 2
+    # At |x| ~ 1e-5 the result is 1e-10 of the 1 that exp(x) - 1 would cancel.
+    return torch.expm1(x.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)) - x
+
+
+def _exp(exponent: Tensor) -> Tensor:
+    return exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).exp()

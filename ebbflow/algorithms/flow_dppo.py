@@ -1,0 +1,30 @@
+r"""Flow-DPPO: instead of a clipped ratio, a limit on the divergence of each step.
+
+    D_kl = mean((mu - mu_old)^2) / (2 b^2)
+    L    = mean -A rho,   without the terms that are at the limit and move further away:
+           D_kl >= tau and ((rho > 1 and A > 0) or (rho < 1 and A < 0))
+
+A dropped term counts as 0 in the mean, as a clipped one has no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ebbflow.algorithms.base import Algorithm, Rows, TrajectoryTerms, gaussian_kl
+from ebbflow.algorithms.policy_gradient import ratio_metrics
+from ebbflow.recipe.algorithms import FlowDPPO
+
+
+def loss(terms: TrajectoryTerms, config: FlowDPPO) -> tuple[Tensor, Rows]:
+    """Loss and metrics of each term, [M]."""
+    ratio = torch.exp(terms.log_prob - terms.old_log_prob)
+    divergence = gaussian_kl(terms.transition, terms.old_mean)
+    away = torch.where(terms.advantage > 0, ratio > 1, ratio < 1) & (terms.advantage != 0)
+    dropped = away & (divergence >= config.divergence_limit)
+    metrics = ratio_metrics(terms) | {"dppo/divergence": divergence, "dppo/dropped": dropped.float()}
+    return torch.where(dropped, 0.0, -terms.advantage * ratio), metrics
+
+
+ALGORITHM = Algorithm(FlowDPPO, loss)

@@ -1,0 +1,32 @@
+r"""GRPO-Guard (2510.22319): the ratio of a step is centred at 1 and as wide at every step, so that the clip bites at all of them.
+
+    c    = s sqrt|dt|  (= b, the step's standard deviation)
+    bias = mean((mu - mu_old)^2) / (2 c^2)                            of each sample and step by itself
+    rho  = exp[(log_prob - old_log_prob + bias) c] = exp(mean(z (mu - mu_old)))     z: the noise of the rollout
+    L    = mean max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) / |dt|
+
+Two published implementations differ from the paper, which we follow: one averages the bias over the whole batch, another leaves
+out the division by |dt|.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ebbflow.algorithms.base import Algorithm, Rows, TrajectoryTerms, gaussian_kl
+from ebbflow.algorithms.policy_gradient import clip_metrics, clipped, ratio_metrics
+from ebbflow.recipe.algorithms import GRPOGuard
+
+
+def loss(terms: TrajectoryTerms, config: GRPOGuard) -> tuple[Tensor, Rows]:
+    """Loss and metrics of each term, [M]."""
+    step = terms.transition
+    bias = gaussian_kl(step, terms.old_mean)
+    regulated = torch.exp((terms.log_prob - terms.old_log_prob + bias) * step.std)
+    metrics = ratio_metrics(terms) | clip_metrics(regulated, terms.advantage, config.clip_range)
+    metrics |= {"guard/ratio_deviation": (regulated - 1).abs(), "guard/bias": bias}
+    return clipped(regulated, terms.advantage, config.clip_range) / step.dt.abs(), metrics
+
+
+ALGORITHM = Algorithm(GRPOGuard, loss)

@@ -1,0 +1,31 @@
+"""What the clipped policy gradients share.
+
+rho = exp(log_prob - old_log_prob),   clipped loss = max(-A rho, -A clip(rho, 1 - eps, 1 + eps))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ebbflow.algorithms.base import Rows, TrajectoryTerms
+
+
+def clipped(ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
+    """The clipped loss of each term, [M] (PPO, 1707.06347)."""
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range))
+
+
+def clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> Rows:
+    """Which terms have no gradient because their ratio went far enough already: up for good samples, down for bad ones."""
+    return {
+        "clip/up": ((ratio > 1 + clip_range) & (advantage > 0)).float(),
+        "clip/down": ((ratio < 1 - clip_range) & (advantage < 0)).float(),
+    }
+
+
+def ratio_metrics(terms: TrajectoryTerms) -> Rows:
+    """How far the policy has moved from the one that the ratio is against."""
+    difference = terms.log_prob - terms.old_log_prob
+    ratio = difference.exp()
+    return {"ratio/mean": ratio, "ratio/deviation": (ratio - 1).abs(), "kl/old": 0.5 * difference**2}

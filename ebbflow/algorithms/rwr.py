@@ -1,0 +1,21 @@
+r"""Reward-weighted regression (2302.12192): L = mean[exp(A / temperature) mean((v - u)^2)], u = eps - x0.
+
+Every sample is imitated, the better the more. The advantage, centred in its group and clamped, stands in for the raw reward, so
+that hard prompts count as much as easy ones.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ebbflow.algorithms.base import Algorithm, ForwardTerms, Rows, flow_matching_error
+from ebbflow.recipe.algorithms import RWR
+
+
+def loss(terms: ForwardTerms, config: RWR) -> tuple[Tensor, Rows]:
+    """Loss and metrics of each term, [M]."""
+    weight = (terms.advantage / config.temperature).exp()
+    return weight * flow_matching_error(terms, terms.velocity), {"rwr/weight": weight}
+
+
+ALGORITHM = Algorithm(RWR, loss)

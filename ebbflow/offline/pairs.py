@@ -1,0 +1,187 @@
+"""A file of preference pairs as the tables that an offline stage trains on: rollouts that somebody else made and judged.
+
+Every pair is a group of its own: its row in the file is the prompt_id, sample 0 is the chosen side with advantage +1 and sample 1
+the rejected one with advantage -1.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Set
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ebbflow.data.pairs import LATENTS, Pair, PairError, read_pair_prompts, read_pairs
+from ebbflow.data.prompts import read_prompts
+from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema
+from ebbflow.data.tables import new_table, read_column, row_count, write_table
+from ebbflow.models import Model
+from ebbflow.models.base import default_device
+from ebbflow.rollouts.images import encode_png
+from ebbflow.stage import Place, open_model
+from ebbflow.timing import Clock
+
+NOT_OURS = -1
+"""The policy version of samples that no version of this policy generated."""
+PROMPTS_AT_ONCE = 1024
+TIES = "with the same chosen and rejected side"
+EVALUATED = "on prompts that the run is evaluated on"
+
+
+@dataclass(frozen=True)
+class ImportedPairs:
+    """The tables of a stage, and what became of the file's rows."""
+
+    prompts: Path
+    rollouts: list[Path]
+    advantages: Path
+    source: str
+    pairs: int
+    ties: int
+    """Pairs left out because both sides are the same."""
+    evaluated: int
+    """Pairs left out because the run is evaluated on their prompts."""
+    ignored: list[str]
+    """Columns that were not read."""
+
+    def __str__(self) -> str:
+        ignored = f"; ignored columns: {', '.join(self.ignored)}" if self.ignored else ""
+        left_out = f"left out: ties {self.ties}, on prompts of the evaluation {self.evaluated}"
+        return f"{self.source}: pairs to train on: {self.pairs}; {left_out}{ignored}"
+
+
+def import_pairs(place: Place, model: Model, source: Path, folder: Path, evaluated: Set[str] = frozenset()) -> ImportedPairs:
+    """Write the prompts, rollout shards and advantages of a pairs file into ``folder``, reading its images once.
+
+    Pairs that say nothing, and those on ``evaluated`` prompts, which no training may see, are left out, counted and warned of.
+
+    Pair i goes into shard i modulo their number, so that a file in some order is not trained on in that order. Images are encoded
+    by the model; of latents the images are decoded. Memory is bounded by a micro-batch for every shard.
+
+    Raises:
+        PairError: the file or a row cannot be used or does not fit the model, or nothing is left.
+    """
+    clock, ignored, left_out = Clock(), set[str](), Counter[str]()
+    prompts, advantages = folder / "prompts.parquet", folder / "advantages.parquet"
+    about = {"recipe_digest": place.recipe.digest, "stage": place.label, "source": source.name}
+    write_table(prompts, PROMPTS, _prompts(source, ignored), about)
+    rows = row_count(prompts)
+    shards = min(place.offline.shards, rows)
+    rollouts = [folder / f"rollouts-{shard}.parquet" for shard in range(shards)]
+    with clock.phase("import"), tqdm(total=rows, desc=f"{place.label} pairs", unit="pair", disable=None) as progress:
+        usable = _usable(read_pairs(source), evaluated, left_out, progress)
+        # Nothing was rolled out; the time that importing took stands once, with the advantages.
+        _write_rollouts(place, model, usable, rollouts, about | {"seconds": {"rollout": 0.0}})
+    pairs = sum(row_count(path) for path in rollouts) // 2
+    _check_left_out(source, pairs, left_out)
+    write_table(advantages, ADVANTAGES, map(_advantages, rollouts), about | {"seconds": clock.seconds})
+    return ImportedPairs(prompts, rollouts, advantages, source.name, pairs, left_out[TIES], left_out[EVALUATED], sorted(ignored))
+
+
+def import_pairs_from_folder(place: Place, base: Path, prompts: Path, source: Path, folder: Path) -> ImportedPairs:
+    """``import_pairs`` with the base model of a folder, beside the run's prompt table."""
+    evaluated = {prompt.prompt for prompt in read_prompts(prompts) if prompt.split != "train"}
+    return import_pairs(place, open_model(place.recipe, base), source, folder, evaluated)
+
+
+def _prompts(source: Path, ignored: set[str]) -> Iterator[pa.RecordBatch]:
+    rest = {"negative_prompt": "", "target": None, "source": source.name, "split": "train", "metadata": "{}"}
+    numbered = read_pair_prompts(source, ignored)
+    while rows := list(islice(numbered, PROMPTS_AT_ONCE)):
+        yield pa.RecordBatch.from_pylist([{"prompt_id": number, "prompt": text, **rest} for number, text in rows], PROMPTS)
+
+
+def _usable(pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], progress: tqdm) -> Iterator[Pair]:
+    for pair in pairs:
+        progress.update()
+        if pair.prompt in evaluated:
+            left_out[EVALUATED] += 1
+        elif pair.tie:
+            left_out[TIES] += 1
+        else:
+            yield pair
+
+
+def _write_rollouts(place: Place, model: Model, pairs: Iterator[Pair], paths: list[Path], about: dict[str, Any]) -> None:
+    """All shards in one pass; none appears before the last pair is written."""
+    picture = model.decode(torch.zeros(1, *model.latent_shape, device=default_device())).shape[1:]
+    schema = rollout_schema(model.latent_shape)
+    with ExitStack() as tables:
+        writers = [tables.enter_context(new_table(path, schema, about | {"shard": i})) for i, path in enumerate(paths)]
+        for shard, batch in _dealt(pairs, len(paths), max(1, place.config.micro_batch // 2)):
+            for pair in batch:
+                _check_sizes(pair, model.latent_shape, picture)
+            writers[shard](_batch(model, batch, schema))
+
+
+def _dealt(pairs: Iterator[Pair], shards: int, size: int) -> Iterator[tuple[int, list[Pair]]]:
+    """A shard and the next pairs for it, ``size`` at once."""
+    waiting: list[list[Pair]] = [[] for _ in range(shards)]
+    for pair in pairs:
+        shard = pair.number % shards
+        waiting[shard].append(pair)
+        if len(waiting[shard]) == size:
+            yield shard, waiting[shard]
+            waiting[shard] = []
+    yield from ((shard, rest) for shard, rest in enumerate(waiting) if rest)
+
+
+def _batch(model: Model, pairs: list[Pair], schema: pa.Schema) -> pa.RecordBatch:
+    latents, images = _latents_and_images(model, pairs)
+    return pa.record_batch(
+        [
+            pa.array([pair.number for pair in pairs for _ in range(2)], pa.int64()),
+            pa.array([0, 1] * len(pairs), pa.int64()),
+            pa.array([NOT_OURS] * len(images), pa.int64()),
+            pa.FixedShapeTensorArray.from_numpy_ndarray(latents.float().cpu().numpy()),
+            pa.array(encode_png(images), pa.binary()),
+        ],
+        schema=schema,
+    )
+
+
+def _latents_and_images(model: Model, pairs: list[Pair]) -> tuple[Tensor, np.ndarray]:
+    """Of both sides of every pair, chosen first; all pairs of a file are of one kind."""
+    sides = np.stack([side for pair in pairs for side in (pair.chosen, pair.rejected)])
+    if pairs[0].columns == LATENTS:
+        latents = torch.from_numpy(sides).reshape(-1, *model.latent_shape).to(default_device())
+        return latents, model.decode(latents)
+    return model.encode_images(sides), sides
+
+
+def _check_sizes(pair: Pair, latent: tuple[int, ...], picture: tuple[int, ...]) -> None:
+    for column, side in zip(pair.columns, (pair.chosen, pair.rejected), strict=True):
+        if pair.columns == LATENTS and side.size != np.prod(latent):
+            raise PairError(
+                f"{pair.place}: {column} has {side.size} numbers, and a latent of this model {np.prod(latent)}, shape {latent}; "
+                "give its latents, or images"
+            )
+        if pair.columns != LATENTS and side.shape != picture:
+            raise PairError(
+                f"{pair.place}: {column} is {side.shape[1]} pixels wide and {side.shape[0]} high, and this model draws images of "
+                f"{picture[1]} by {picture[0]}; resize it"
+            )
+
+
+def _check_left_out(source: Path, pairs: int, left_out: Counter[str]) -> None:
+    listed = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+    if not pairs:
+        raise PairError(f"{source}: no pair is left to learn from: {listed}")
+    if left_out:
+        warnings.warn(f"{source}: of {pairs + left_out.total()} pairs left out: {listed}", stacklevel=3)
+
+
+def _advantages(rollouts: Path) -> pa.RecordBatch:
+    prompt_ids, samples = (read_column(rollouts, name).to_numpy() for name in ("prompt_id", "sample"))
+    advantage = np.where(samples == 0, np.float32(1), np.float32(-1))
+    return pa.record_batch([pa.array(prompt_ids), pa.array(samples), pa.array(advantage)], schema=ADVANTAGES)

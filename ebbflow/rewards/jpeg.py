@@ -1,0 +1,57 @@
+"""``jpeg_compressibility`` and ``jpeg_incompressibility``: how large an image is as a JPEG file (DDPO, 2305.13301).
+
+Both rewards look at the image alone. They say nothing about its worth: they are the classic check that a pipeline can move a
+policy either way, and a guard against grain.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.rewards.base import RewardResult
+
+QUALITY = 95
+KILOBYTE = 1000
+SCALE = 500
+"""Kilobytes that are worth 1."""
+
+
+class JpegCompressibility:
+    """-kB / 500 of the image as a JPEG of quality 95, below 0: plain images score higher."""
+
+    name = "jpeg_compressibility"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        return RewardResult(-kilobytes(images) / SCALE)
+
+
+class JpegIncompressibility:
+    """kB / 500 of the image as a JPEG of quality 95, above 0: images full of detail score higher."""
+
+    name = "jpeg_incompressibility"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        return RewardResult(kilobytes(images) / SCALE)
+
+
+def kilobytes(images: np.ndarray) -> np.ndarray:
+    """Sizes in units of 1000 bytes, float64 [N], of uint8 RGB images [N, height, width, 3] as JPEG files."""
+    return np.array([_size(image) for image in images], np.float64) / KILOBYTE
+
+
+def _size(image: np.ndarray) -> int:
+    """Bytes of one image as a JPEG file."""
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "JPEG", quality=QUALITY)
+    return len(file.getvalue())

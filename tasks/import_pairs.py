@@ -1,0 +1,48 @@
+"""A file of preference pairs instead of an offline stage's rollouts, scores and advantages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flytekit import task
+from flytekit.types.file import FlyteFile
+
+from ebbflow.recipe import Recipe
+from ebbflow.records import TrackedRun
+from tasks.files import fetch, scratch
+from tasks.resources import accelerated
+from tasks.types import BaseModelArtifact
+
+
+class PairTables(NamedTuple):
+    """What the stage trains on."""
+
+    prompts: FlyteFile
+    rollouts: list[FlyteFile]
+    advantages: FlyteFile
+
+
+@task(**accelerated())
+def import_pairs(
+    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, prompts: FlyteFile, round: int, stage: int
+) -> PairTables:
+    """The pairs as prompts (``PROMPTS``), rollout shards (``rollout_schema``) and advantages (``ADVANTAGES``)."""
+    from ebbflow.data.tables import read_table
+    from ebbflow.offline.pairs import import_pairs_from_folder
+    from ebbflow.stage import Place
+    from ebbflow.tracking.runs import node_run
+
+    place = Place(recipe, round, stage)
+    pairs = place.offline.pairs
+    assert pairs
+    with node_run(run, f"{place.label} pairs") as node:
+        source = fetch(FlyteFile(pairs))
+        imported = import_pairs_from_folder(place, fetch(base.folder), fetch(prompts), source, scratch("pairs"))
+        print(imported)
+        node.log_dataset("pairs", read_table(imported.prompts), context="training", source=pairs)
+        node.log_metrics({"pairs": imported.pairs, "ties": imported.ties, "on_evaluated_prompts": imported.evaluated}, step=0)
+    return PairTables(
+        FlyteFile(str(imported.prompts)),
+        [FlyteFile(str(shard)) for shard in imported.rollouts],
+        FlyteFile(str(imported.advantages)),
+    )

@@ -1,0 +1,116 @@
+"""Terms in float64 that every loss is compared on: random ones, and rollouts of one policy scored under another."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ebbflow.algorithms.base import ForwardTerms, TrajectoryTerms
+from ebbflow.flow.transition import Transition, log_prob, sample, transition
+
+SHAPE = (2, 3)
+ELEMENTS = 6
+SIGMAS = torch.tensor([1.0, 0.9, 0.77, 0.6, 0.41, 0.2, 0.0], dtype=torch.float64)
+DENSITIES = ["flow_sde", "dance_sde"]
+STOCHASTIC = [*DENSITIES, "cps"]
+
+
+def doubles(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def mean_square(values):
+    """[M] of [M, 2, 3]."""
+    return (values**2).mean((1, 2))
+
+
+def wide(values):
+    """[M] against [M, 2, 3]."""
+    return values[:, None, None]
+
+
+def gradient(algorithm, terms, config, at):
+    """Of the sum of the losses; a row of it is that of the row's own loss wherever rows do not share a unit."""
+    loss, _ = algorithm.loss(terms, config)
+    return torch.autograd.grad(loss.sum(), at, retain_graph=True)[0]
+
+
+# Forward-process terms
+
+
+def forward_terms(advantage, unit=None, seed=0):
+    """Random terms with a velocity that is a leaf, all copies, and sigma and noise shared inside a unit."""
+    rows = len(advantage)
+    unit = torch.arange(rows) if unit is None else torch.tensor(unit)
+    fresh = [normal(rows, *SHAPE, seed=10 * seed + index) for index in range(6)]
+    sigma = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 0.9 + 0.05
+    return ForwardTerms(
+        clean=fresh[0],
+        noise=fresh[1][unit],
+        sigma=sigma[unit],
+        velocity=fresh[2].requires_grad_(),
+        copies={"old": fresh[3], "reference": fresh[4], "teacher": fresh[5]},
+        advantage=doubles(advantage),
+        unit=unit,
+    )
+
+
+def at_velocity(terms, velocity):
+    """The same terms under another policy, whose velocity is a leaf."""
+    return replace(terms, velocity=velocity.detach().clone().requires_grad_())
+
+
+def target(terms):
+    """u."""
+    return terms.noise - terms.clean
+
+
+# Trajectory terms
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Steps that the velocity ``old`` made with ``noise``."""
+
+    sampler: str
+    latents: torch.Tensor
+    old: torch.Tensor
+    noise: torch.Tensor
+    steps: torch.Tensor
+    advantage: torch.Tensor
+
+    def step(self, velocity) -> Transition:
+        return transition(self.sampler, self.latents, velocity, SIGMAS, self.steps)
+
+    def terms(self, velocity, **copies):
+        """Its terms under a policy that predicts ``velocity``; ``copies`` by their velocities."""
+        old, step = self.step(self.old), self.step(velocity)
+        after = sample(old, self.noise)
+        copies = {name: self.step(value) for name, value in copies.items()}
+        return TrajectoryTerms(step, log_prob(step, after), old.mean, log_prob(old, after), copies, self.advantage)
+
+
+def rollout(sampler="flow_sde", rows=10, seed=0):
+    """Random samples at each of the five stochastic steps in turn."""
+    latents, old, noise = (normal(rows, *SHAPE, seed=10 * seed + index) for index in range(3))
+    return Rollout(sampler, latents, old, noise, torch.arange(rows) % 5, normal(rows, seed=10 * seed + 3))
+
+
+def moved(made, by=0.05, seed=7):
+    """A leaf: the velocity of a policy that is some way from the one that sampled."""
+    return (made.old + by * normal(*made.old.shape, seed=seed)).requires_grad_()
+
+
+def gaussian(mean, std, dt=-0.1):
+    """A step with that mean, [M, ...], standard deviation and dt, both the same in every row."""
+    std, dt = torch.full((len(mean),), std, dtype=torch.float64), torch.full((len(mean),), dt, dtype=torch.float64)
+    return Transition("flow_sde", mean, std, std / dt.abs().sqrt(), dt)
+
+
+def kl_per_element(step, other):
+    """KL(step | other) of two diagonal Gaussians by torch, per latent element, [M]."""
+    first, second = (torch.distributions.Normal(each.mean, wide(each.std)) for each in (step, other))
+    return torch.distributions.kl_divergence(first, second).mean((1, 2))

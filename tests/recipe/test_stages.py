@@ -1,0 +1,487 @@
+"""The choices of a stage: each has its own key, the algorithm sets what is left open, and what cannot be is explained."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbflow.algorithms import units
+from ebbflow.algorithms.base import Algorithm
+from ebbflow.recipe import Recipe, RecipeError
+from ebbflow.recipe.algorithms import BUILT_IN, Following, ForwardConfig, TrajectoryConfig, import_path
+from ebbflow.recipe.stages import (
+    WINDOW_KEYS,
+    Advantages,
+    Correction,
+    OfflineStage,
+    OnlineStage,
+    Optimizer,
+    Reference,
+    Sampler,
+    Window,
+)
+
+CONFIGS = {config.model_fields["name"].default: config for config in BUILT_IN}
+TRAJECTORY = [name for name, config in CONFIGS.items() if config.kind == "trajectory"]
+FORWARD = [name for name, config in CONFIGS.items() if config.kind == "forward"]
+STOCHASTIC = ["flow_sde", "dance_sde", "cps"]
+BYPASS = {"mode": "bypass", "weights": "none"}
+
+
+def keys_of(name, **rest):
+    """The recipe's keys of an algorithm, with those that it cannot do without."""
+    return {"name": name, **({"teacher": "elsewhere"} if name == "distillation" else {}), **rest}
+
+
+def online(name="mix_grpo", **stage):
+    return {"kind": "online", "algorithm": keys_of(name), **stage}
+
+
+def offline(name="diffusion_nft", **stage):
+    return {"kind": "offline", "algorithm": keys_of(name), **stage}
+
+
+def resolved(stage):
+    return Recipe.model_validate({"stages": [stage]}).stages[0]
+
+
+def problem(stage):
+    """What is wrong with a stage, in the recipe's own words."""
+    with pytest.raises(RecipeError) as error:
+        resolved(stage)
+    return str(error.value)
+
+
+# Refusals: each says what does not fit and what would.
+
+REFUSED = [
+    *((online(name, sampler={"name": s}), name, f"'{s}' has none", "flow_sde, dance_sde or cps", "diffusion_nft")
+      for name in TRAJECTORY for s in ("ode", "dpm_solver")),
+    *((online(name, window={"kind": "all"}), name, "final latents alone", "leave 'window' out", "mix_grpo") for name in FORWARD),
+    *((offline(name, correction={}), name, "no log-probs", "leave 'correction' out", "mix_grpo") for name in FORWARD),
+    *((online(name, reference={"penalty": p}), name, f"'{p}' compares the steps of a trajectory", "take velocity")
+      for name in FORWARD for p in ("kl", "kl_without_dt")),
+    *((offline(name), name, "needs fresh trajectories", "online stage", "diffusion_nft") for name in TRAJECTORY),
+    *((online(name, window=None), name, "trains on a window", "leave 'window' out") for name in TRAJECTORY),
+    (online("grpo_guard", sampler={"name": "cps"}), "grpo_guard needs log-probs that are densities", "1 / (2 b^2)",
+     "flow_sde or dance_sde", "mix_grpo"),
+    (online(sampler={"name": "cps"}, correction={}), "correction.weights = 'truncated'", "log-probs of cps are none", "to none"),
+    *((online(sampler={"name": "cps"}, correction={"weights": "none", "reject": r}), f"correction.reject = '{r}'", "are none",
+       "correction.reject to none") for r in ("k1", "k2", "k3")),
+    *((online(correction={"mode": "bypass", "weights": w}), "bypass", f"weights = '{w}'", "weights: none, or mode: decoupled")
+      for w in ("truncated", "masked")),
+    (offline(advantages={"running": True}), "advantages.running", "an offline stage generates once", "leave it out"),
+    *((online(window={"kind": kind, "tail": 0.4}), f"kind '{kind}' does not use tail = 0.4", "for fixed, random, progressive,",
+       "leave it out") for kind in ("all", "share")),
+    (online("flow_grpo", window={"size": 2}), "kind 'all' does not use size = 2 (for fixed, random, progressive, decaying)"),
+    (online(window={"decay": 0.3}), "kind 'progressive' does not use decay = 0.3 (for decaying)"),
+    (online(window={"kind": "random", "roll_over": False, "share": 0.3}), "roll_over = False (for progressive, decaying)",
+     "share = 0.3 (for share)"),
+    *((online(window={"kind": kind, "size": 1, "start": 3}), f"a {kind} window would never move", "start = 3 must be below",
+       "limit * sampler.steps = 3;", "raise limit, or take kind fixed") for kind in ("random", "progressive")),
+    (online(window={"kind": "decaying", "size": 1, "start": 2, "limit": 0.3}), "would never move", "limit * sampler.steps = 1.8"),
+    *((online("diffusion_nft", sampler={"name": s, "eta": 0.5}), s, "deterministic and has no eta", "flow_sde, dance_sde, cps")
+      for s in ("ode", "dpm_solver")),
+    (online(sampler={"name": "cps", "eta": 1.5}), "eta = 1.5", "cps", "1 or less"),
+    (online(advantages={"running": True, "trim": 0.1}), "trim", "running", "take one of them"),
+    (online("distillation", algorithm={"name": "distillation"}), "algorithm.distillation.teacher", "Field required"),
+    (online(sampler={"steps": 3}), "start + size = 3", "sampler.steps = 3", "smaller window or more steps"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "parts"), [(stage, parts) for stage, *parts in REFUSED])
+def test_what_cannot_be_says_why_and_what_can(stage, parts):
+    text = problem(stage)
+    assert text.startswith("this recipe cannot be run:\nstages.0.")
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        online(sampler={"name": "cps", "eta": 1.0}),
+        online(sampler={"name": "cps"}, correction={"weights": "none"}),
+        online(sampler={"name": "cps"}, correction={"mode": "bypass"}),
+        online(sampler={"name": "cps"}, correction=BYPASS),
+        online(correction=BYPASS),
+        online(window={"kind": "fixed", "tail": 0.2}),
+        online(window={"kind": "fixed", "size": 1, "start": 3}),
+        online(window={"size": 1, "start": 2}),
+        online(window={"size": 1, "start": 3, "limit": 0.6}),
+        online(window={"kind": "decaying", "size": 1, "start": 4}),
+        online("flow_grpo", window={"kind": "all", "size": 3, "limit": 0.5}),
+        online(advantages={"running": True, "std": "group"}),
+        online(advantages={"trim": 0.1, "keep_extremes": 2}),
+        online("diffusion_nft", sampler={"name": "flow_sde", "eta": 0.5}),
+        online("diffusion_nft", sampler={"name": "dpm_solver"}),
+        online("diffusion_nft", window=None, correction=None),
+        online("flow_grpo", reference={"penalty": "velocity"}),
+        offline("awm", advantages={"trim": 0.1}),
+        *(online(name, sampler={"name": s}) for name in TRAJECTORY for s in STOCHASTIC if (name, s) != ("grpo_guard", "cps")),
+    ],
+)
+def test_what_can_be_is_resolved(stage):
+    resolved(stage)
+
+
+# Defaults follow the algorithm.
+
+
+def test_the_default_of_an_online_stage_is_mix_grpo():
+    stage = resolved({"kind": "online"})
+    assert stage == resolved(online("mix_grpo"))
+    assert (stage.algorithm.name, stage.sampler.name, stage.window.kind) == ("mix_grpo", "flow_sde", "progressive")
+    assert resolved({"kind": "offline"}) == resolved(offline("diffusion_nft"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_algorithm_sets_what_the_recipe_leaves_open(name):
+    """Down to single keys, and nothing beyond what it declares."""
+    stage, declared = resolved(online(name)), CONFIGS[name].stage_defaults
+    trajectory = name in TRAJECTORY
+    assert stage.sampler == Sampler(**declared.get("sampler", {}))
+    assert stage.window == (Window(**declared["window"]) if trajectory else None)
+    assert stage.advantages == Advantages(**declared.get("advantages", {}))
+    assert stage.reference == Reference(**{"penalty": "kl" if trajectory else "velocity", **declared.get("reference", {})})
+    assert stage.correction is None
+    assert stage.optimizer == Optimizer()
+
+
+@pytest.mark.parametrize(
+    ("name", "sampler", "window", "std", "weight", "penalty"),
+    [
+        ("flow_grpo", "flow_sde", "all", "global", 0.02, "kl"),
+        ("flow_grpo_fast", "flow_sde", "random", "global", 0, "kl"),
+        ("mix_grpo", "flow_sde", "progressive", "global", 0.02, "kl"),
+        ("dance_grpo", "dance_sde", "share", "group", 0, "kl"),
+        ("grpo_guard", "flow_sde", "all", "global", 0, "kl"),
+        ("flow_dppo", "flow_sde", "progressive", "global", 0, "kl"),
+        ("diffusion_nft", "ode", None, "global", 1e-4, "velocity"),
+        ("awm", "ode", None, "global", 0.1, "velocity"),
+        ("sft", "ode", None, "global", 0, "velocity"),
+    ],
+)
+def test_the_published_choices(name, sampler, window, std, weight, penalty):
+    stage = resolved(online(name))
+    assert stage.sampler.name == sampler
+    assert (stage.window.kind if stage.window else None) == window
+    assert stage.advantages.std == std
+    assert (stage.reference.weight, stage.reference.penalty) == (weight, penalty)
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (online("dance_grpo", sampler={"steps": 9}), {"sampler": Sampler(name="dance_sde", steps=9)}),
+        (online("dance_grpo", window={"share": 0.2}), {"window": Window(kind="share", share=0.2)}),
+        (online("dance_grpo", window={"kind": "share"}), {"window": Window(kind="share", share=0.6)}),
+        (online("dance_grpo", sampler={"name": "dance_sde", "eta": 1}), {"sampler": Sampler(name="dance_sde", eta=1)}),
+        (online("dance_grpo", advantages={"clip": 2}), {"advantages": Advantages(std="group", clip=2)}),
+        (online("dance_grpo", advantages={"std": "none"}), {"advantages": Advantages(std="none")}),
+        (online("flow_grpo_fast", window={"start": 1}), {"window": Window(kind="random", size=2, start=1)}),
+        (online("flow_grpo", reference={"penalty": "velocity"}), {"reference": Reference(weight=0.02, penalty="velocity")}),
+        (online("flow_grpo", reference={"weight": 0}), {"reference": Reference(weight=0, penalty="kl")}),
+        (online("crd", reference={"weight": 0.5}), {"reference": Reference(weight=0.5, penalty="velocity")}),
+        (online("mix_grpo", window={"tail": 0.4}), {"window": Window(kind="progressive", tail=0.4)}),
+        (offline("awm", sampler={"steps": 9}), {"sampler": Sampler(name="ode", steps=9)}),
+    ],
+)  # fmt: skip
+def test_a_single_given_key_keeps_the_rest_of_the_defaults(stage, expected):
+    found = resolved(stage)
+    assert {key: getattr(found, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("kind", WINDOW_KEYS)
+@pytest.mark.parametrize("name", TRAJECTORY)
+def test_another_kind_of_window_has_its_own_defaults(name, kind):
+    declared = CONFIGS[name].stage_defaults["window"]
+    own = declared if declared["kind"] == kind else {"kind": kind}
+    stage = resolved(online(name, window={"kind": kind}))
+    assert stage.window == Window(**own)
+    assert resolved(stage.model_dump(mode="json")) == stage
+    assert OnlineStage(algorithm=keys_of(name), window=Window(kind=kind)).window == Window(**own)
+
+
+OTHER_VALUES = {
+    "size": 2, "start": 1, "limit": 0.75, "stride": 2, "steps_per_window": 3, "decay": 0.5, "decay_after": 1, "roll_over": False,
+    "share": 0.3, "tail": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OTHER_VALUES)
+@pytest.mark.parametrize("kind", WINDOW_KEYS)
+def test_a_kind_of_window_takes_the_keys_that_it_uses_and_no_others(kind, key):
+    assert OTHER_VALUES.keys() == Window.model_fields.keys() - {"kind"}
+    stage = online(window={"kind": kind, key: OTHER_VALUES[key]})
+    if key in WINDOW_KEYS[kind]:
+        assert getattr(resolved(stage).window, key) == OTHER_VALUES[key]
+    else:
+        assert f"a window of kind {kind!r} does not use {key} = {OTHER_VALUES[key]!r}" in problem(stage)
+
+
+def test_parts_of_a_stage_may_be_given_as_objects():
+    given_as_objects = OnlineStage(
+        algorithm=CONFIGS["dance_grpo"](clip_range=0.01), sampler=Sampler(steps=9), advantages=Advantages(clip=2)
+    )
+    as_keys = online(
+        "dance_grpo", algorithm={"name": "dance_grpo", "clip_range": 0.01}, sampler={"steps": 9}, advantages={"clip": 2}
+    )
+    assert given_as_objects == resolved(as_keys)
+    assert OfflineStage(algorithm=CONFIGS["crd"]()) == resolved(offline("crd"))
+
+
+@pytest.mark.parametrize("kind", ["online", "offline"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_resolved_recipe_reloads_to_itself(name, kind):
+    if kind not in CONFIGS[name].stages:
+        assert name in problem({"kind": kind, "algorithm": keys_of(name)})
+        return
+    recipe = Recipe.model_validate({"stages": [{"kind": kind, "algorithm": keys_of(name)}]})
+    again = Recipe.model_validate_json(recipe.model_dump_json())
+    assert again == recipe == Recipe.model_validate(recipe.model_dump())
+    assert again.digest == recipe.digest
+    assert type(again.stages[0].hyper) is CONFIGS[name]
+
+
+stages = st.fixed_dictionaries(
+    {"name": st.sampled_from(sorted(CONFIGS)), "kind": st.sampled_from(["online", "offline"])},
+    optional={
+        "sampler": st.fixed_dictionaries(
+            {},
+            optional={
+                "name": st.sampled_from(["ode", "dpm_solver", *STOCHASTIC]),
+                "steps": st.integers(2, 12),
+                "eta": st.floats(0.1, 2),
+            },
+        ),
+        "window": st.none() | st.fixed_dictionaries(
+            {},
+            optional={
+                "kind": st.sampled_from(["all", "fixed", "random", "progressive", "decaying", "share"]),
+                "size": st.integers(1, 4),
+                "tail": st.floats(0.1, 0.9),
+            },
+        ),
+        "reference": st.fixed_dictionaries(
+            {}, optional={"weight": st.floats(0, 1), "penalty": st.sampled_from(["kl", "kl_without_dt", "velocity"])}
+        ),
+        "correction": st.none() | st.fixed_dictionaries(
+            {},
+            optional={
+                "mode": st.sampled_from(["bypass", "decoupled"]),
+                "unit": st.sampled_from(["mean", "sum"]),
+                "weights": st.sampled_from(["none", "truncated", "masked"]),
+                "reject": st.sampled_from(["none", "k1", "k2", "k3"]),
+            },
+        ),
+        "advantages": st.fixed_dictionaries({}, optional={"running": st.booleans(), "trim": st.sampled_from([0.0, 0.2])}),
+    },
+)  # fmt: skip
+
+
+@given(stages)
+def test_every_choice_is_a_stage_that_reloads_to_itself_or_explained(choice):
+    """And a stage that is taken keeps every key that was given."""
+    data = {**{key: value for key, value in choice.items() if key != "name"}, "algorithm": keys_of(choice["name"])}
+    try:
+        stage = resolved(data)
+    except RecipeError:
+        assert problem(data).startswith("this recipe cannot be run:\nstages.0.")
+        return
+    assert resolved(stage.model_dump()) == resolved(stage.model_dump(mode="json")) == stage
+    assert (stage.window is not None) == (choice["name"] in TRAJECTORY)
+    assert choice["name"] in FORWARD or stage.sampler.name in STOCHASTIC
+    for part in ("sampler", "window", "reference", "correction", "advantages"):
+        for key, value in (choice.get(part) or {}).items():
+            assert getattr(getattr(stage, part), key) == value
+
+
+# The defaults of a correction.
+
+
+@pytest.mark.parametrize(("mode", "weights"), [("bypass", "none"), ("decoupled", "truncated")])
+def test_weights_follow_the_mode_unless_given(mode, weights):
+    correction = resolved(online(correction={"mode": mode})).correction
+    assert (correction.mode, correction.weights) == (mode, weights)
+    assert resolved(online(correction=correction.model_dump())).correction == correction
+    assert resolved(online(correction={"mode": mode, "weights": "none"})).correction.weights == "none"
+
+
+@pytest.mark.parametrize(
+    ("given_keys", "low", "high", "reject_above"),
+    [
+        ({}, 0.8, 1.25, 0.25),
+        ({"unit": "sum", "reject": "k1"}, 0.8, 1.25, 0.25),
+        ({"reject": "k2"}, 0.8, 1.25, 0.03),
+        ({"reject": "k3"}, 0.8, 1.25, 0.03),
+        ({"unit": "mean"}, 0.9995, 1.0005, 5e-4),
+        ({"unit": "mean", "reject": "k1"}, 0.9995, 1.0005, 5e-4),
+        ({"unit": "mean", "reject": "k2"}, 0.9995, 1.0005, 1.25e-7),
+        ({"unit": "mean", "reject": "k3"}, 0.9995, 1.0005, 1.25e-7),
+        ({"unit": "mean", "high": 1.5}, 0.9995, 1.5, 5e-4),
+        ({"unit": "mean", "reject": "k3", "reject_above": 1e-3}, 0.9995, 1.0005, 1e-3),
+    ],
+)
+def test_thresholds_follow_the_unit_unless_given(given_keys, low, high, reject_above):
+    correction = Correction(**given_keys)
+    assert (correction.low, correction.high, correction.reject_above) == (low, high, reject_above)
+    assert resolved(online(correction=given_keys)).correction == correction
+    assert Correction.model_validate(correction.model_dump()) == correction
+
+
+@pytest.mark.parametrize("unit", ["mean", "sum"])
+@pytest.mark.parametrize("squared", ["k2", "k3"])
+def test_the_default_thresholds_agree_with_each_other(unit, squared):
+    """k2 and k3 of a difference are about its square over 2."""
+    plain, square = (Correction(unit=unit, reject=reject).reject_above for reject in ("k1", squared))
+    assert square == pytest.approx(plain**2 / 2, rel=0.05)
+
+
+# Copies that follow.
+
+
+@given(st.integers(0, 10), st.floats(0, 1), st.floats(0, 0.99), st.integers(1, 40))
+def test_a_following_copy_lags_ever_more_up_to_a_limit(flat, slope, most, step):
+    following = Following(flat=flat, slope=slope, most=most)
+    assert 0 <= following.decay(step) <= following.decay(step + 1) <= most
+    if step <= flat:
+        assert following.decay(step) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"most": 0}, {1: 0, 50: 0}),
+        ({"slope": 0.001, "most": 0.5}, {1: 0.001, 100: 0.1, 500: 0.5, 900: 0.5}),
+        ({"flat": 75, "slope": 0.0075, "most": 0.999}, {75: 0, 76: 0.0075, 175: 0.75, 300: 0.999}),
+    ],
+)
+def test_the_published_schedules(keys, expected):
+    assert {step: Following(**keys).decay(step) for step in expected} == pytest.approx(expected)
+
+
+# A user's own algorithm.
+
+
+class OwnForward(ForwardConfig):
+    """Mine."""
+
+    stage_defaults = {"reference": {"weight": 0.3}, "sampler": {"steps": 8}}
+    strength: float = 1.0
+
+
+class OwnTrajectory(TrajectoryConfig):
+    """Mine, on trajectories."""
+
+    stage_defaults = {"sampler": {"name": "cps"}, "window": {"kind": "random"}}
+
+
+class Everywhere(OwnTrajectory):
+    """Mine, on trajectories that offline stages do not store."""
+
+    stages = ("online", "offline")
+
+
+class OfDensities(OwnTrajectory):
+    """Mine, on log-probs that must be densities."""
+
+    needs_density = True
+
+
+class Taught(OwnTrajectory):
+    """Mine, with a teacher."""
+
+    teacher: str
+
+
+class Defaults(TrajectoryConfig):
+    """Mine, with keys of a window and a sampler without their kind and name."""
+
+    stage_defaults = {"sampler": {"name": "flow_sde", "steps": 9}, "window": {"size": 2}}
+
+
+FORWARD_ONE = Algorithm(OwnForward, lambda terms, config: (None, {}), select=units.groups)
+TRAJECTORY_ONE = Algorithm(OwnTrajectory, lambda terms, config: (None, {}))
+EVERYWHERE = Algorithm(Everywhere, lambda terms, config: (None, {}))
+OF_DENSITIES = Algorithm(OfDensities, lambda terms, config: (None, {}))
+TAUGHT = Algorithm(Taught, lambda terms, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
+UNTAUGHT = Algorithm(OwnTrajectory, lambda terms, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
+DEFAULTS = Algorithm(Defaults, lambda terms, config: (None, {}))
+HERE = __name__
+
+
+def own(name, **rest):
+    return {"name": "custom", "path": f"{HERE}:{name}", **rest}
+
+
+def test_a_users_own_algorithm_is_as_good_as_a_built_in_one():
+    stage = resolved({"kind": "offline", "algorithm": own("FORWARD_ONE", options={"strength": 2.0, "noise_levels": 3})})
+    assert stage.hyper == OwnForward(strength=2.0, noise_levels=3)
+    assert (stage.reference.weight, stage.reference.penalty, stage.sampler.steps) == (0.3, "velocity", 8)
+    assert stage.algorithm_name == f"{HERE}:FORWARD_ONE"
+    on_trajectories = resolved({"kind": "online", "algorithm": own("TRAJECTORY_ONE"), "window": {"size": 2}})
+    assert on_trajectories.sampler.name == "cps"
+    assert on_trajectories.window == Window(kind="random", size=2)
+    assert on_trajectories.reference.penalty == "kl"
+    for found in (stage, on_trajectories):
+        assert resolved(found.model_dump(mode="json")) == found
+
+
+def test_its_defaults_are_for_its_own_sampler_and_kind_of_window():
+    plain, other = (
+        resolved(online(algorithm=own("DEFAULTS"), **keys))
+        for keys in ({}, {"sampler": {"name": "dance_sde"}, "window": {"kind": "share"}})
+    )
+    assert (plain.sampler, plain.window) == (Sampler(name="flow_sde", steps=9), Window(kind="progressive", size=2))
+    assert (other.sampler, other.window) == (Sampler(name="dance_sde"), Window(kind="share"))
+
+
+def test_a_sampler_without_densities_is_refused_to_those_that_need_them():
+    assert resolved(online(algorithm=own("OF_DENSITIES"), sampler={"name": "flow_sde"})).sampler.name == "flow_sde"
+    assert f"{HERE}:OF_DENSITIES needs log-probs that are densities" in problem(online(algorithm=own("OF_DENSITIES")))
+
+
+def test_a_teacher_needs_a_key_that_says_where_it_is():
+    stage = resolved(online(algorithm=own("TAUGHT", options={"teacher": "s3://bucket/teacher"})))
+    assert stage.hyper == Taught(teacher="s3://bucket/teacher")
+    text = problem(online(algorithm=own("UNTAUGHT")))
+    assert f"{HERE}:UNTAUGHT asks for the copy 'teacher'" in text
+    assert "give OwnTrajectory a field 'teacher: str'" in text
+
+
+def test_what_goes_wrong_inside_a_users_module_comes_through(tmp_path, monkeypatch):
+    (tmp_path / "half_written.py").write_text("import math\n\nTURN = math.tau_of_two\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for imported in (import_path, lambda path: resolved(online(algorithm={"name": "custom", "path": path}))):
+        with pytest.raises(AttributeError, match="module 'math' has no attribute 'tau_of_two'"):
+            imported("half_written:TURN")
+
+
+@pytest.mark.parametrize(
+    ("stage", "parts"),
+    [
+        (online(algorithm={"name": "custom", "path": "no_such_package.mine:ALGORITHM"}),
+         ("no_such_package.mine:ALGORITHM cannot be imported", "PYTHONPATH")),
+        (online(algorithm=own("FORWARD_TWO")), (f"the module '{HERE}' has no 'FORWARD_TWO'; did you mean 'FORWARD_ONE'?",)),
+        (online(algorithm=own("zzzz")), ("has no 'zzzz'; name something that it defines",)),
+        (online(algorithm={**own("FORWARD_ONE"), "optons": {}}),
+         ("algorithm.custom.optons: unknown key; did you mean 'options'? Known keys here: name, options, path",)),
+        (online(algorithm=own("EVERYWHERE")), ("EVERYWHERE: offline stages store no trajectories", "Everywhere.stages")),
+        (online(algorithm=own("HERE")), ("HERE is a str, not an ebbflow.algorithms.base.Algorithm",)),
+        (online(algorithm=own("OwnForward")), ("OwnForward is a", "not an ebbflow.algorithms.base.Algorithm")),
+        (online(algorithm=own("FORWARD_ONE", options={"strenth": 2})),
+         ("options of", "strenth = 2: unknown key; did you mean 'strength'?")),
+        (online(algorithm=own("FORWARD_ONE", options={"strength": "much"})), ("options of", "strength = 'much'")),
+        (online(algorithm={"name": "custom", "path": "no colon"}), ("path = 'no colon'", "give package.module:name of your own")),
+        (online(algorithm={"name": "custom"}), ("path", "Field required")),
+        (offline(algorithm=own("TRAJECTORY_ONE")), ("TRAJECTORY_ONE needs fresh trajectories", "diffusion_nft")),
+        (online(algorithm=own("FORWARD_ONE"), window={}), ("FORWARD_ONE trains on final latents alone", "leave 'window' out")),
+        (online(algorithm=own("TRAJECTORY_ONE"), sampler={"name": "ode"}), ("TRAJECTORY_ONE needs the log-probabilities",)),
+    ],
+)  # fmt: skip
+def test_what_is_no_algorithm_of_ones_own_is_explained(stage, parts):
+    text = problem(stage)
+    for part in parts:
+        assert part in text

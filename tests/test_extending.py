@@ -1,0 +1,258 @@
+"""docs/extending.md: its code is that of examples/, its examples run, and its errors are those that appear."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from PIL import Image
+
+from ebbflow.algorithms.base import TrajectoryTerms
+from ebbflow.algorithms.registry import algorithm_of
+from ebbflow.data.prepare import prepare
+from ebbflow.data.prompts import PromptError
+from ebbflow.evaluation.serve import generate_images
+from ebbflow.models import load_model
+from ebbflow.models.glyph import to_latents
+from ebbflow.models.prepare import copy_base
+from ebbflow.online.loop import run_online_stage
+from ebbflow.preflight import check_recipe
+from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.recipe.algorithms import Custom
+from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.recipe import RewardTerm
+from ebbflow.recipe.stages import OnlineStage, Sampler
+from ebbflow.rewards.combine import RewardError, load_scorer
+from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.stage import Place
+from ebbflow.training.policy import Policy, write_base_policy
+from ebbflow.training.update import Learner
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+DOC = (ROOT / "docs" / "extending.md").read_text()
+REINFORCE = {"name": "custom", "path": "mine.reinforce:ALGORITHM"}
+CONTRAST, SHIFTED = "mine.contrast:Contrast", "mine.shifted:load"
+
+
+@pytest.fixture(autouse=True)
+def _on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+def test_the_code_of_the_page_is_that_of_the_examples():
+    shown = dict(re.findall(r"^`(examples/\S+)`\n\n```\w+\n(.*?)^```", DOC, re.DOTALL | re.MULTILINE))
+    files = [file for kind in ("*.py", "*.yaml") for file in EXAMPLES.rglob(kind) if file.name != "__init__.py"]
+    assert shown == {str(file.relative_to(ROOT)): file.read_text() for file in files}
+
+
+def test_the_links_of_the_page_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", DOC)
+    assert links
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
+def check(*, python_path: str) -> subprocess.CompletedProcess[str]:
+    """``ebbflow check`` on the example recipe, as a user of a shell runs it."""
+    command = [str(Path(sys.executable).with_name("ebbflow")), "check", "examples/recipe.yaml"]
+    environment = os.environ | {"PYTHONPATH": python_path}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_check_accepts_a_recipe_that_uses_all_three(tmp_path):
+    done = check(python_path="examples")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "resolved.yaml").write_text(done.stdout)
+    resolved = load_recipe(tmp_path / "resolved.yaml")
+    assert resolved == load_recipe(EXAMPLES / "recipe.yaml")
+    assert resolved.stages[0].window.kind == "random"  # which the algorithm asked for, not the recipe
+    assert resolved.stages[0].hyper.negatives == 0.5
+
+
+def test_check_says_what_to_do_when_the_package_is_not_on_the_path():
+    done = check(python_path="")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[1:] == [line for line in DOC.splitlines() if "No module named 'mine'" in line]
+
+
+def stage(kind="online", path=REINFORCE["path"], **options):
+    return {"stages": [{"kind": kind, "algorithm": {"name": "custom", "path": path, "options": options}}]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        stage(path="mine.reinforce:ALGORITM"),
+        stage(path="mine.reinforce:loss"),
+        stage(negative=0.5),
+        stage("offline"),
+        {"model": {"family": SHIFTED}},
+    ],
+    ids=["no such name", "no algorithm", "misspelt option", "wrong stage", "family without a path"],
+)
+def test_a_recipe_that_cannot_be_run_is_refused_as_the_page_shows(changes):
+    with pytest.raises(RecipeError) as refused:
+        Recipe.model_validate(changes)
+    assert str(refused.value).removeprefix("this recipe cannot be run:\n") + "\n" in DOC
+
+
+@pytest.mark.parametrize(
+    ("path", "error"), [("mine.contrast:Brightness", RecipeError), ("mine.reinforce:Reinforce", RewardError)]
+)
+def test_the_first_task_refuses_a_wrong_reward_as_the_page_shows(tmp_path, path, error):
+    recipe = Recipe.model_validate({"output": str(tmp_path), "rewards": {"terms": [{"name": path}]}})
+    with pytest.raises(error) as refused:
+        check_recipe(recipe, "https://mlflow.example", on_cluster=False)
+    assert str(refused.value) in DOC.splitlines()
+
+
+def test_the_first_task_refuses_a_wrong_family(tmp_path, base_folder):
+    def first_task(family):
+        recipe = Recipe.model_validate({"output": str(tmp_path), "model": {"family": family, "path": str(base_folder)}})
+        check_recipe(recipe, "https://mlflow.example", on_cluster=False)
+
+    first_task(SHIFTED)
+    with pytest.raises(RecipeError, match="the module 'mine.shifted' has no 'lod'; did you mean 'load'"):
+        first_task("mine.shifted:lod")
+
+
+@pytest.fixture
+def train(make_recipe, make_prompts, base_folder, scorer):
+    """Run an online stage of an algorithm; returns the learner, its parameters before, logged metrics and the record."""
+
+    def run(algorithm, judge=scorer, **online):
+        recipe = make_recipe(online={"algorithm": algorithm, "reference": {"weight": 0}, **online})
+        place, model, logged = Place(recipe, 0, 0), load_model(base_folder), []
+        learner = Learner(Policy(model, recipe.policy, 0), place.online)
+        before = {name: value.detach().clone() for name, value in learner.policy.parameters.items()}
+        record = run_online_stage(place, model, learner, judge, make_prompts(6), lambda metrics, step: logged.append(metrics))
+        return learner, before, logged, record
+
+    return run
+
+
+def test_an_online_stage_trains_with_the_algorithm(train):
+    learner, before, logged, record = train(REINFORCE)
+    assert any(not torch.equal(value, before[name]) for name, value in learner.policy.parameters.items())
+    assert (record.algorithm, record.optimizer_steps, len(logged)) == ("mine.reinforce:ALGORITHM", 2, 2)
+    for metrics in logged:
+        assert metrics.keys() >= {"loss", "reinforce/log_prob", "grad_norm", "reward/mean"}
+        assert all(np.isfinite(value) for value in metrics.values())
+
+
+def test_at_ratio_one_it_is_the_policy_gradient_of_flow_grpo(train):
+    """The gradient of A rho at rho = 1 is that of A log_prob, and the first update of fresh samples is there."""
+    same = {"steps": 1, "sampler": {"name": "flow_sde", "steps": 4}, "window": {"kind": "fixed", "size": 2}}
+    learners = [train(algorithm, **same)[0] for algorithm in (REINFORCE, {"name": "flow_grpo"})]
+    gradients = [torch.cat([value.grad.flatten() for value in learner.policy.parameters.values()]) for learner in learners]
+    assert gradients[0].norm() > 1e-3
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("negatives", [0.0, 0.25, 1.0])
+def test_its_option_reaches_the_loss(negatives):
+    given = Custom(path=REINFORCE["path"], options={"negatives": negatives})
+    algorithm, hyper = algorithm_of(given), given.load()[1]
+    log_prob = torch.tensor([-0.5, -0.25, 2.0], requires_grad=True)
+    advantage = torch.tensor([2.0, -1.0, 0.0])
+    nothing = torch.zeros(3)
+    terms = TrajectoryTerms(None, log_prob, nothing, nothing, {}, advantage)
+    loss, metrics = algorithm.loss(terms, hyper)
+    loss.sum().backward()
+    assert loss.tolist() == [1.0, -0.25 * negatives, 0.0]
+    assert log_prob.grad.tolist() == [-2.0, negatives, 0.0]
+    assert metrics["reinforce/log_prob"].tolist() == log_prob.tolist()
+
+
+def test_the_stage_gets_its_defaults_and_the_recipe_overrides_them():
+    plain = OnlineStage.model_validate({"algorithm": REINFORCE})
+    assert (plain.sampler.name, plain.window.kind, plain.window.size) == ("flow_sde", "random", 2)
+    changed = OnlineStage.model_validate({"algorithm": REINFORCE, "sampler": {"name": "dance_sde"}, "window": {"size": 1}})
+    assert (changed.sampler.name, changed.window.kind, changed.window.size) == ("dance_sde", "random", 1)
+
+
+def scored(images):
+    prompts = [None] * len(images)  # which this reward does not look at
+    return load_scorer([RewardTerm(name=CONTRAST, weight=0.5)], [])(np.asarray(images, np.uint8), prompts)
+
+
+def test_the_reward_has_the_scale_that_it_states():
+    halves = np.zeros((8, 8, 3))
+    halves[:, 4:] = 255
+    table = scored([np.full((8, 8, 3), 77), halves, halves / 5])
+    assert table.metrics["Contrast"] == pytest.approx([0, 1, 0.2], abs=1e-12)
+    assert table.metrics["brightness"] == pytest.approx([77 / 255, 0.5, 0.1])
+    assert np.array_equal(table.reward, 0.5 * table.metrics["Contrast"])
+
+
+def test_the_reward_is_of_the_image_alone():
+    images = np.random.default_rng(0).integers(0, 256, (5, 16, 32, 3))
+    together = scored(images).reward
+    assert together.tolist() == [scored(images[i : i + 1]).reward[0] for i in range(5)]
+    assert together.tolist() == scored(images[::-1]).reward[::-1].tolist()
+
+
+def test_a_stage_trains_on_the_reward(train):
+    logged = train({"name": "flow_grpo"}, judge=load_scorer([RewardTerm(name=CONTRAST)], []))[2]
+    assert all(metrics["score/Contrast"] == pytest.approx(metrics["reward/mean"]) for metrics in logged)
+    assert all(0 < metrics["score/Contrast"] < 1 for metrics in logged)
+
+
+def test_a_reward_that_reads_no_text_takes_prompts_without_one(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"a {colour} bird\n" for colour in ("red", "green", "blue", "white", "black", "grey", "pink")))
+    prompts = {"source": str(file), "validation": 2, "held_out": 2}
+    changes = {"model": {"family": SHIFTED, "path": "base"}, "prompts": prompts}
+    stages = [{"kind": "online", "prompts_per_step": 3}]
+    recipe = Recipe.model_validate(changes | {"stages": stages, "rewards": {"terms": [{"name": CONTRAST}]}})
+    table, _ = prepare(recipe, file)
+    assert table.num_rows == 7
+    with pytest.raises(PromptError):
+        prepare(Recipe.model_validate(changes | {"stages": stages}), file)  # the default reward is the OCR
+
+
+@pytest.fixture
+def shifted(base_folder):
+    return load_model(base_folder, SHIFTED)
+
+
+def draw(model, prompts, seed=0):
+    """Images of the deterministic sampler with the recipe's default number of steps."""
+    keys = SampleKeys(seed, [0] * len(prompts), [0] * len(prompts))
+    return model.decode(generate(model, model.encode(prompts), keys, Sampler(steps=Recipe().evaluation.steps)).latents)
+
+
+def test_the_family_has_the_schedule_of_diffusers_with_that_shift(shifted, model):
+    peer = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    for steps in (2, 7):
+        peer.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps).tolist())
+        torch.testing.assert_close(shifted.sigmas(steps), peer.sigmas)
+        assert (shifted.sigmas(steps)[1:-1] > model.sigmas(steps)[1:-1]).all()
+
+
+def test_the_family_rolls_out(shifted, model):
+    images = draw(shifted, ['"EBBS"', '"FLOW"'])
+    assert images.shape == (2, 16, 32, 3)
+    assert not np.array_equal(images, draw(model, ['"EBBS"', '"FLOW"']))
+    assert torch.equal(shifted.encode_images(images), to_latents(images[..., 0]))
+
+
+def test_a_copied_base_model_is_of_the_family(base_folder, tmp_path):
+    copy_base(base_folder, tmp_path / "copy", SHIFTED)
+    assert torch.equal(load_model(tmp_path / "copy", SHIFTED).sigmas(4), load_model(base_folder, SHIFTED).sigmas(4))
+
+
+def test_a_registered_policy_is_served_by_its_family(base_folder, tmp_path, shifted, model):
+    for family, drawn in ((SHIFTED, shifted), ("glyph", model)):
+        folder = tmp_path / family.replace(":", "-")
+        write_base_policy(folder, "base", "recipe", PolicyConfig(), family)
+        (png,) = generate_images(base_folder, folder, ['"EBBS"'], [7])
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), draw(drawn, ['"EBBS"'], seed=7)[0])

@@ -1,0 +1,318 @@
+"""The copies that follow the policy: the old one by its algorithm's schedule, the average that gets evaluated and served."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from training_cases import FULL, GROUPS, LORA, PAIRS, farthest, forward_terms, learner_of, move, same, sgd, stage_of, values
+
+from ebbflow.artifacts import verify
+from ebbflow.models import load_model
+from ebbflow.recipe.algorithms import Following
+from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.records import StageRecord
+from ebbflow.stage import Place, open_policy, save_policy
+from ebbflow.training.policy import Policy, PolicyCard, PolicyError, Progress, read_card, write_base_policy
+from ebbflow.training.update import Learner
+
+AVERAGED = Following(slope=0.25, most=0.8)
+BOTH = pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
+
+
+def averaged(config):
+    return PolicyConfig(**{**config.model_dump(), "ema": AVERAGED})
+
+
+def take_steps(learner, count, unit=None):
+    """The parameters after each of some steps of one update on the same samples."""
+    batch = forward_terms(learner.policy.model, learner.stage, *(() if unit is None else (unit,)))
+    seen = []
+    for _ in range(count):
+        learner.update(batch, 2)
+        learner.finish_step()
+        seen.append(values(learner.policy))
+    return seen
+
+
+def followed(start, seen, decays):
+    """copy <- d copy + (1 - d) theta, in float64."""
+    copy = {name: value.double() for name, value in start.items()}
+    for theta, d in zip(seen, decays, strict=True):
+        copy = {name: d * value + (1 - d) * theta[name].double() for name, value in copy.items()}
+    return {name: value.float() for name, value in copy.items()}
+
+
+@pytest.mark.parametrize("algorithm", ["diffusion_nft", "awm", "crd"])
+def test_the_old_copy_follows_by_its_schedule(model, algorithm):
+    keys = {"name": algorithm, "old": {"flat": 1, "slope": 0.4, "most": 0.5}}
+    learner = learner_of(model, keys, lr=0.05)
+    start = values(learner.policy)
+    seen = take_steps(learner, 4, GROUPS)
+    assert farthest(start, seen[-1]) > 1e-4
+    assert farthest(learner.policy.copies["old"], followed(start, seen, [0, 0.4, 0.5, 0.5])) < 1e-6
+    assert same(learner.policy.copies["reference"], start)
+
+
+@pytest.mark.parametrize(("algorithm", "stays"), [("diffusion_nft", True), ("crd", True), ("awm", False)])
+def test_an_old_copy_that_generates_stays_until_its_rollouts_are_learnt_from(model, algorithm, stays):
+    learner = learner_of(model, {"name": algorithm, "old": {"most": 0}})
+    start, batch = values(learner.policy), forward_terms(model, learner.stage, GROUPS)
+    for _ in range(2):
+        learner.update(batch, 1)
+        assert same(learner.policy.copies["old"], start) == stays
+    learner.finish_step()
+    assert same(learner.policy.copies["old"], values(learner.policy))
+    assert not same(values(learner.policy), start)
+
+
+def test_the_reference_of_pairs_is_refreshed_every_so_often(model):
+    learner = learner_of(model, {"name": "diffusion_dpo", "refresh_every": 2}, lr=1e-3)
+    start = values(learner.policy)
+    (after_one,) = take_steps(learner, 1, PAIRS)
+    assert same(learner.policy.copies["old"], start)
+    after_two, after_three, after_four = take_steps(learner, 1, PAIRS)[0], *take_steps(learner, 2, PAIRS)
+    assert not same(after_three, after_two)
+    assert same(learner.policy.copies["old"], after_four)
+    assert same(learner.policy.copies["reference"], start)
+    take_steps(learner, 1, PAIRS)
+    assert same(learner.policy.copies["old"], after_four)
+    assert not same(values(learner.policy), after_four)
+
+
+def test_pairs_that_are_just_refreshed_have_no_margin(model):
+    learner = learner_of(model, {"name": "diffusion_dpo", "refresh_every": 1}, lr=1e-3)
+    batch = forward_terms(model, learner.stage, PAIRS)
+    for _ in range(3):
+        assert learner.update(batch, 1)["dpo/margin"] == pytest.approx(0, abs=1e-5)
+    base = learner_of_same_policy(learner, {"name": "diffusion_dpo"})
+    assert abs(base.update(batch, 1)["dpo/margin"]) > 1e-4
+
+
+def learner_of_same_policy(learner, algorithm):
+    return Learner(learner.policy, stage_of(algorithm), optimizer=sgd(learner.policy, 0))
+
+
+def test_an_algorithm_without_an_old_copy_leaves_it_alone(model):
+    learner = learner_of(model, "sft")
+    start = values(learner.policy)
+    take_steps(learner, 2)
+    assert same(learner.policy.copies["old"], start)
+
+
+# The average.
+
+
+@BOTH
+@pytest.mark.parametrize("version", [0, 2])
+def test_the_average_follows_every_update_of_the_policy(model, config, version):
+    """Its schedule counts the updates since the base model, over all stages."""
+    learner = learner_of(model, "sft", averaged(config), lr=0.5, version=version)
+    start = values(learner.policy)
+    seen = take_steps(learner, 4)
+    decays = {0: [0.25, 0.5, 0.75, 0.8], 2: [0.75, 0.8, 0.8, 0.8]}[version]
+    assert farthest(start, seen[-1]) > 1e-3
+    assert farthest(learner.policy.copies["ema"], followed(start, seen, decays)) < 1e-6
+    assert farthest(learner.policy.copies["ema"], seen[-1]) > 1e-5
+
+
+@pytest.fixture
+def place(make_recipe):
+    def of(config=FULL, online=None, **rest):
+        return Place(make_recipe(online=online or {"algorithm": {"name": "sft"}}, policy=config.model_dump(), **rest), 0, 0)
+
+    return of
+
+
+@pytest.fixture
+def start(base_folder, tmp_path):
+    """The folder of the untouched base, for a kind of policy."""
+
+    def of(config):
+        write_base_policy(tmp_path / "start", verify(base_folder), "recipe", config)
+        return tmp_path / "start"
+
+    return of
+
+
+def train(place, base_folder, folder, trained, updates):
+    """Train a policy folder into another with plain gradient descent; returns (parameters, average) as they were left."""
+    model = load_model(base_folder)
+    policy, card = open_policy(place, model, folder)
+    learner = Learner(policy, place.online, card, sgd(policy, 0.5))
+    take_steps(learner, updates)
+    record = StageRecord(label="x", algorithm="sft", samples=0, optimizer_steps=learner.updates, seconds={})
+    save_policy(place, learner, card, record, trained)
+    return values(policy), policy.copies.get("ema")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"name": "diffusion_nft", "old": {"flat": 1, "slope": 0.3, "most": 0.8}},
+        {"name": "awm", "old": {"slope": 0.2, "most": 0.9}},
+        {"name": "diffusion_dpo", "refresh_every": 2},
+    ],
+    ids=lambda algorithm: algorithm["name"],
+)
+def test_a_schedule_goes_on_in_the_next_stage_of_the_algorithm(base_folder, start, place, tmp_path, algorithm):
+    """Three steps in one stage, or one and two in two: the old copy is the same, so its schedule did not start again."""
+    place, olds = place(online={"algorithm": algorithm}), []
+    for stages in ((3,), (1, 2)):
+        folder = start(FULL)
+        for number, steps in enumerate(stages):
+            policy, card = open_policy(place, load_model(base_folder), folder)
+            learner = Learner(policy, place.online, card, sgd(policy, 1e-3))
+            take_steps(learner, steps, PAIRS)
+            folder = tmp_path / f"{len(stages)}-{number}"
+            record = StageRecord(label="x", algorithm="x", samples=0, optimizer_steps=steps, seconds={})
+            save_policy(place, learner, card, record, folder)
+        olds.append(policy.copies["old"])
+        assert read_card(folder).progress == Progress(algorithm=algorithm["name"], steps=3, updates=3)
+        assert farthest(policy.copies["old"], values(policy)) > 1e-7
+    assert farthest(*olds) < 1e-7
+
+
+@BOTH
+def test_two_stages_of_one_update_are_one_stage_of_two(base_folder, start, place, tmp_path, config):
+    """Through a folder in between: training goes on from the parameters themselves, and the average where it was."""
+    config = averaged(config)
+    place, first = place(config), start(config)
+    whole = train(place, base_folder, first, tmp_path / "whole", 2)
+    train(place, base_folder, first, tmp_path / "half", 1)
+    halves = train(place, base_folder, tmp_path / "half", tmp_path / "halves", 1)
+    for one, other in zip(whole, halves, strict=True):
+        assert farthest(one, other) < 1e-7
+    assert farthest(*whole) > 1e-6
+    assert read_card(tmp_path / "halves").version == 2
+    assert read_card(tmp_path / "halves").copies == ("iterate",)
+
+
+@BOTH
+def test_what_is_served_is_the_average(base_folder, start, place, tmp_path, config):
+    config = averaged(config)
+    parameters, average = train(place(config), base_folder, start(config), tmp_path / "trained", 3)
+    served = Policy(load_model(base_folder), config, 0)
+    card = served.load(tmp_path / "trained")
+    assert same(values(served), average)
+    assert served.copies.keys() == {"reference"}
+    going_on = Policy(load_model(base_folder), config, 0)
+    assert going_on.load(tmp_path / "trained", to_train=True) == card
+    assert same(values(going_on), parameters)
+    assert same(going_on.copies["ema"], average)
+    assert going_on.copies.keys() == {"reference", "ema"}
+
+
+def test_a_policy_without_an_average_serves_its_parameters(base_folder, start, place, tmp_path):
+    parameters, average = train(place(), base_folder, start(FULL), tmp_path / "trained", 2)
+    assert average is None
+    served = Policy(load_model(base_folder), FULL, 0)
+    assert served.load(tmp_path / "trained").copies == ()
+    assert same(values(served), parameters)
+
+
+def test_an_average_of_a_stage_that_learnt_nothing_is_the_base(base_folder, start, place, tmp_path):
+    config = averaged(FULL)
+    train(place(config), base_folder, start(config), tmp_path / "trained", 0)
+    policy, card = open_policy(place(config), load_model(base_folder), tmp_path / "trained")
+    assert card.version == 0
+    assert same(values(policy), policy.copies["reference"])
+    assert same(policy.copies["ema"], policy.copies["reference"])
+
+
+# What a folder brings along.
+
+
+def save_with_old(folder, model, algorithm, config=FULL):
+    """A trained policy folder with an old copy that lags behind."""
+    policy = Policy(model, config, 0)
+    policy.snapshot("old")
+    move(policy)
+    old = dict(policy.copies["old"])
+    card = PolicyCard(base_digest="b", recipe_digest="r", config=config, version=3,
+                      progress=Progress(algorithm=algorithm), copies=("old",))  # fmt: skip
+    policy.save(folder, card)
+    return values(policy), old
+
+
+@pytest.mark.parametrize("algorithm", ["diffusion_nft", "awm", "crd"])
+def test_the_old_copy_of_the_same_algorithm_goes_on(base_folder, model, place, tmp_path, algorithm):
+    parameters, old = save_with_old(tmp_path / "policy", model, algorithm)
+    policy, _ = open_policy(place(online={"algorithm": {"name": algorithm}}), load_model(base_folder), tmp_path / "policy")
+    assert same(values(policy), parameters)
+    assert same(policy.copies["old"], old)
+
+
+@pytest.mark.parametrize("before", ["awm", "mix_grpo", ""])
+def test_the_old_copy_of_another_algorithm_is_dropped(base_folder, model, place, tmp_path, before):
+    parameters, old = save_with_old(tmp_path / "policy", model, before)
+    policy, _ = open_policy(place(online={"algorithm": {"name": "diffusion_nft"}}), load_model(base_folder), tmp_path / "policy")
+    assert same(policy.copies["old"], parameters)
+    assert not same(policy.copies["old"], old)
+    without, _ = open_policy(place(online={"algorithm": {"name": "sft"}}), load_model(base_folder), tmp_path / "policy")
+    assert "old" not in without.copies
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kept"),
+    [
+        ({"name": "diffusion_nft"}, ("old",)),
+        ({"name": "crd"}, ("old",)),
+        ({"name": "awm"}, ("old",)),
+        ({"name": "awm", "old_weight": 0}, ()),
+        ({"name": "diffusion_dpo"}, ()),
+        ({"name": "diffusion_dpo", "refresh_every": 3}, ("old",)),
+        ({"name": "mix_grpo"}, ()),
+        ({"name": "dgpo"}, ()),
+    ],
+    ids=str,
+)
+def test_a_stage_hands_on_the_old_copy_that_its_algorithm_keeps(base_folder, start, place, tmp_path, algorithm, kept):
+    stage = place(online={"algorithm": algorithm})
+    policy, card = open_policy(stage, load_model(base_folder), start(FULL))
+    record = StageRecord(label="1.1 online", algorithm="x", samples=0, optimizer_steps=4, seconds={})
+    learner = Learner(policy, stage.online, card)
+    learner.updates, learner.steps = 4, 2
+    save_policy(stage, learner, card, record, tmp_path / "trained")
+    written = read_card(tmp_path / "trained")
+    assert (written.copies, written.version) == (kept, 4)
+    assert written.progress == Progress(algorithm=algorithm["name"], steps=2, updates=4)
+    assert written.stages == ("1.1 online",)
+
+
+# Teachers.
+
+
+@BOTH
+def test_a_teacher_is_what_its_folder_serves(base_folder, model, start, place, tmp_path, config):
+    teacher = Policy(model, averaged(config), 0)
+    move(teacher)
+    teacher.snapshot("ema")
+    move(teacher, seed=1)
+    base = verify(base_folder)
+    card = PolicyCard(base_digest=base, recipe_digest="r", config=averaged(config), version=9, copies=("iterate",))
+    teacher.save(tmp_path / "teacher", card)
+    stage = place(averaged(config), online={"algorithm": {"name": "distillation", "teacher": "x"}})
+    policy, _ = open_policy(stage, load_model(base_folder), start(averaged(config)), teacher=tmp_path / "teacher")
+    assert same(policy.copies["teacher"], teacher.copies["ema"])
+    assert same(values(policy), policy.copies["reference"])
+    assert "iterate" not in policy.copies
+
+
+@pytest.mark.parametrize("other", [{"base_digest": "another"}, {"family": "mine.models:load"}])
+def test_a_teacher_of_another_base_is_refused(base_folder, model, start, place, tmp_path, other):
+    mine = {"base_digest": verify(base_folder), "recipe_digest": "r", "config": FULL, "version": 1}
+    Policy(model, FULL, 0).save(tmp_path / "teacher", PolicyCard(**(mine | other)))
+    stage = place(online={"algorithm": {"name": "distillation", "teacher": "x"}})
+    with pytest.raises(PolicyError, match=f"teacher in .*{next(iter(other.values()))}.* take a teacher of the same base"):
+        open_policy(stage, load_model(base_folder), start(FULL), teacher=tmp_path / "teacher")
+
+
+@BOTH
+def test_the_base_can_be_the_teacher_of_a_trained_policy(base_folder, model, start, config):
+    policy = Policy(model, config, 0)
+    move(policy)
+    trained = values(policy)
+    policy.load_copy("teacher", start(config))
+    assert same(policy.copies["teacher"], policy.copies["reference"])
+    assert same(values(policy), trained)
+    assert not torch.equal(next(iter(trained.values())), next(iter(policy.copies["teacher"].values())))

@@ -1,0 +1,100 @@
+"""What the tests of the training room share: a stage around an algorithm, a batch of six samples, plain gradient descent."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch
+
+from ebbflow.flow.windows import Plan
+from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.stages import OnlineStage
+from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.training.batches import Corrected, forward_batch, trajectory_batch
+from ebbflow.training.policy import Policy, PolicyCard
+from ebbflow.training.update import Learner
+
+FULL, LORA = PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4, alpha=8)
+TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"]
+ALONE, PAIRS, GROUPS = np.arange(6), np.array([0, 0, 1, 1, 2, 2]), np.array([0, 0, 0, 1, 1, 2])
+NFT = {"name": "diffusion_nft", "beta": 0.5, "noise_levels": 1}
+
+
+def stage_of(algorithm, **stage):
+    """An online stage that trains with an algorithm, given as its keys or its name; nothing is clipped unless asked for."""
+    algorithm = {"name": algorithm} if isinstance(algorithm, str) else algorithm
+    return OnlineStage.model_validate({"optimizer": {"max_grad_norm": 1e9}, **stage, "algorithm": algorithm})
+
+
+def sgd(policy, lr=0.1):
+    """Plain gradient descent: Adam's first step is a sign, which turns rounding into full steps."""
+    return torch.optim.SGD(policy.parameters.values(), lr=lr)
+
+
+def learner_of(model, algorithm, config=FULL, lr=0.1, version=0, **stage):
+    """A learner of a new policy with every copy that the algorithm may ask for, all of them the base model."""
+    policy = Policy(model, config, 0)
+    for name in ("old", "teacher", *(["ema"] if config.ema else [])):
+        policy.ensure(name)
+    card = PolicyCard(base_digest="b", recipe_digest="r", config=config, version=version)
+    return Learner(policy, stage_of(algorithm, **stage), card, sgd(policy, lr))
+
+
+def samples(model, start=0, stop=6):
+    """(clean latents, conditioning, advantages, keys) of rows ``start`` to ``stop`` of six fixed samples."""
+    prompt_ids = list(range(start, stop))
+    clean = torch.stack([torch.randn(model.latent_shape, generator=torch.Generator().manual_seed(i)) for i in prompt_ids])
+    advantage = torch.tensor([2.0, -1.0, -1.5, 1.0, -2.0, 3.0])[start:stop]
+    return clean, model.encode(TEXTS[start:stop]), advantage, SampleKeys(1, prompt_ids, [7] * len(prompt_ids))
+
+
+def forward_terms(model, stage, unit=ALONE, start=0, stop=6):
+    """The forward-process terms of those samples."""
+    return forward_batch(*samples(model, start, stop), unit[start:stop], stage.hyper, visit=0)
+
+
+def rollout(model, sampler, steps=(0, 1, 2), precision="float32", micro_batch=4):
+    """(trajectory, conditioning, keys) of the six samples under the policy as it is."""
+    conditioning, keys = model.encode(TEXTS), SampleKeys(2, list(range(6)), [7] * 6)
+    return generate(model, conditioning, keys, sampler, Plan(steps, steps), micro_batch, precision).trajectory, conditioning, keys
+
+
+def trajectory_terms(model, stage, steps=(0, 1, 2), corrected=None):
+    """The trajectory terms of a rollout of six samples under the policy as it is."""
+    trajectory, conditioning, keys = rollout(model, stage.sampler, steps)
+    corrected = corrected or Corrected.nothing(trajectory)
+    return trajectory_batch(corrected, conditioning, samples(model)[2], keys, stage.sampler)
+
+
+def move(policy, size=0.02, seed=0):
+    """Pretend to train: move every parameter."""
+    with torch.no_grad():
+        for name, value in moved(policy, size, seed).items():
+            policy.parameters[name].copy_(value)
+
+
+def moved(policy, size=0.02, seed=0):
+    """The parameters of another policy nearby."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: value + size * torch.randn(value.shape, generator=generator) for name, value in values(policy).items()}
+
+
+def values(policy):
+    return {name: value.detach().clone() for name, value in policy.parameters.items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def farthest(one, other):
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def quietly(call, *args, **kwargs):
+    """The result of a call that must not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return call(*args, **kwargs)
