@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ebbflow.algorithms.base import Algorithm, Rows, TrajectoryTerms
 from ebbflow.algorithms.policy_gradient import clip_metrics, clipped, ratio_metrics
-from ebbflow.recipe.algorithms import DanceGRPO, FlowGRPO, FlowGRPOFast, MixGRPO
+from ebbflow.recipe.algorithms import ClippedConfig, DanceGRPO, FlowGRPO, FlowGRPOFast, MixGRPO
 
 
-def loss(terms: TrajectoryTerms, config: FlowGRPO | FlowGRPOFast | MixGRPO | DanceGRPO) -> tuple[Tensor, Rows]:
+def loss(terms: TrajectoryTerms, config: ClippedConfig) -> tuple[Tensor, Rows]:
     """Loss and metrics of each term, [M]."""
     ratio = torch.exp(terms.log_prob - terms.old_log_prob)
     metrics = ratio_metrics(terms) | clip_metrics(ratio, terms.advantage, config.clip_range)

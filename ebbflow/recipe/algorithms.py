@@ -70,6 +70,13 @@ class TrajectoryConfig(AlgorithmConfig):
     stages: ClassVar = ("online",)
 
 
+class ClippedConfig(TrajectoryConfig):
+    """Policy gradients with a clipped ratio."""
+
+    clip_range: float = Field(1e-3, gt=0, lt=1)
+    """Clip of the ratio (published: 1e-4, and 1e-5 for Flow-GRPO-Fast)."""
+
+
 class ForwardConfig(AlgorithmConfig):
     """Algorithms on noised final latents: any sampler, no log-probs."""
 
@@ -81,40 +88,34 @@ class ForwardConfig(AlgorithmConfig):
     sigmas: Literal["uniform", "logit_normal"] = "uniform"
 
 
-class FlowGRPO(TrajectoryConfig):
+class FlowGRPO(ClippedConfig):
     """Clipped policy gradient on every stochastic denoising step."""
 
     paper: ClassVar = "2505.05470"
     stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "all"}, "reference": {"weight": 0.02}}
 
     name: Literal["flow_grpo"] = "flow_grpo"
-    clip_range: float = Field(1e-3, gt=0, lt=1)
-    """Clip of the ratio (published: 1e-4)."""
 
 
-class FlowGRPOFast(TrajectoryConfig):
+class FlowGRPOFast(ClippedConfig):
     """Flow-GRPO on a short window that starts anew at random in the first half; no reference penalty."""
 
     paper: ClassVar = "2505.05470"
     stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "random", "size": 2}}
 
     name: Literal["flow_grpo_fast"] = "flow_grpo_fast"
-    clip_range: float = Field(1e-3, gt=0, lt=1)
-    """Clip of the ratio (published: 1e-5)."""
 
 
-class MixGRPO(TrajectoryConfig):
+class MixGRPO(ClippedConfig):
     """Flow-GRPO on a window that moves from the first steps on; the steps outside are deterministic."""
 
     paper: ClassVar = "2507.21802"
     stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "progressive"}, "reference": {"weight": 0.02}}
 
     name: Literal["mix_grpo"] = "mix_grpo"
-    clip_range: float = Field(1e-3, gt=0, lt=1)
-    """Clip of the ratio (published: 1e-4)."""
 
 
-class DanceGRPO(TrajectoryConfig):
+class DanceGRPO(ClippedConfig):
     """Clipped policy gradient on Dance-SDE: each group by its own standard deviation, a random share of the steps."""
 
     paper: ClassVar = "2505.07818"
@@ -125,8 +126,6 @@ class DanceGRPO(TrajectoryConfig):
     }
 
     name: Literal["dance_grpo"] = "dance_grpo"
-    clip_range: float = Field(1e-3, gt=0, lt=1)
-    """Clip of the ratio (published: 1e-4)."""
 
 
 class GRPOGuard(TrajectoryConfig):
@@ -144,8 +143,6 @@ class GRPOGuard(TrajectoryConfig):
 class FlowDPPO(TrajectoryConfig):
     """Policy gradient that drops the terms which move further away than a divergence allows, instead of clipping a ratio."""
 
-    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "progressive"}}
-
     name: Literal["flow_dppo"] = "flow_dppo"
     divergence_limit: float = Field(1e-5, gt=0)
     """tau: the largest mean((mu - mu_old)^2) / (2 b^2) of a term that still moves away from the old policy."""
@@ -153,8 +150,6 @@ class FlowDPPO(TrajectoryConfig):
 
 class Distillation(TrajectoryConfig):
     """On-policy distillation: the policy's own steps are pulled to a teacher's; no reward is learnt from."""
-
-    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "progressive"}}
 
     name: Literal["distillation"] = "distillation"
     teacher: str = Field(min_length=1)

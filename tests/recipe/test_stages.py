@@ -396,6 +396,12 @@ class Taught(OwnTrajectory):
     teacher: str
 
 
+class TaughtForward(OwnForward):
+    """Mine, with a teacher, on final latents."""
+
+    teacher: str = "s3://bucket/teacher"
+
+
 class Defaults(TrajectoryConfig):
     """Mine, with keys of a window and a sampler without their kind and name."""
 
@@ -407,6 +413,7 @@ TRAJECTORY_ONE = Algorithm(OwnTrajectory, lambda terms, config: (None, {}))
 EVERYWHERE = Algorithm(Everywhere, lambda terms, config: (None, {}))
 OF_DENSITIES = Algorithm(OfDensities, lambda terms, config: (None, {}))
 TAUGHT = Algorithm(Taught, lambda terms, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
+TAUGHT_FORWARD = Algorithm(TaughtForward, lambda terms, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
 UNTAUGHT = Algorithm(OwnTrajectory, lambda terms, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
 DEFAULTS = Algorithm(Defaults, lambda terms, config: (None, {}))
 HERE = __name__
@@ -477,6 +484,7 @@ def test_what_goes_wrong_inside_a_users_module_comes_through(tmp_path, monkeypat
         (online(algorithm={"name": "custom", "path": "no colon"}), ("path = 'no colon'", "give package.module:name of your own")),
         (online(algorithm={"name": "custom"}), ("path", "Field required")),
         (offline(algorithm=own("TRAJECTORY_ONE")), ("TRAJECTORY_ONE needs fresh trajectories", "diffusion_nft")),
+        (offline(algorithm=own("TAUGHT_FORWARD")), ("TAUGHT_FORWARD learns from a teacher", "only online stages")),
         (online(algorithm=own("FORWARD_ONE"), window={}), ("FORWARD_ONE trains on final latents alone", "leave 'window' out")),
         (online(algorithm=own("TRAJECTORY_ONE"), sampler={"name": "ode"}), ("TRAJECTORY_ONE needs the log-probabilities",)),
     ],
