@@ -66,7 +66,8 @@ def main() -> None:
     for seed in arguments.seeds:
         for name in tqdm(arguments.only, desc=f"seed {seed}", unit="run"):
             kind, settings = entries[name]
-            asked = {"name": name, "kind": kind, "seed": seed, "cpu_seconds": arguments.seconds, "settings": settings}
+            seconds = settings.get("cpu_seconds", arguments.seconds)
+            asked = {"name": name, "kind": kind, "seed": seed, "cpu_seconds": seconds, "settings": settings}
             found = [run for run in results["runs"] if asked.items() <= run.items()]
             if found and not arguments.again:
                 continue
@@ -142,6 +143,7 @@ def recipe_of(asked: dict[str, Any]) -> Recipe:
     """The recipe of one run: the entry is its only stage, with steps or epochs enough for any number of seconds."""
     settings = dict(asked["settings"])
     rewards = settings.pop("rewards", {"terms": [{"name": "ocr"}]})
+    settings.pop("cpu_seconds", None)
     kind = settings.get("kind", "online")
     stage = {"kind": kind, "steps" if kind == "online" else "epochs": 100_000} | settings
     prompts = {"validation": 1, "held_out": 96}

@@ -18,10 +18,20 @@ GOAL = 0.90
 TITLES = {
     "policy_gradient": "Policy gradients: steps of a fresh trajectory",
     "forward_process": "Forward process: final samples only",
+    "distillation": "From a teacher: the policy of diffusion_nft with the same seed",
     "offline": "Offline: samples of the base model, generated and scored once",
+    "longer": "The same, given longer: those that had not passed .90",
     "collapse": "Meant to go wrong: what the guards and the drift alarm are for",
 }
-COLOURS = {"policy_gradient": "#2f6fdf", "forward_process": "#159a7a", "offline": "#a24fc4", "collapse": "#c8385a"}
+COLOURS = {
+    "policy_gradient": "#2f6fdf",
+    "forward_process": "#159a7a",
+    "distillation": "#e0791a",
+    "offline": "#a24fc4",
+    "longer": "#7a8a1f",
+    "collapse": "#c8385a",
+}
+COLUMNS = 6
 Runs = Sequence[dict[str, Any]]
 
 
@@ -52,7 +62,8 @@ def _page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> list[s
     ]
     for kind, names in groups.items():
         if names:
-            lines += ["", f"**{TITLES[kind]}**", "", *_table(names)]
+            seconds = max(run["cpu_seconds"] for each in names.values() for run in each)
+            lines += ["", f"**{TITLES[kind]}** ({seconds:.0f} CPU-seconds)", "", *_table(names)]
     return lines
 
 
@@ -92,20 +103,23 @@ def seconds_to(curve: Sequence[dict[str, float]], goal: float) -> float | None:
 
 
 def _figure(groups: dict[str, dict[str, Runs]]) -> Figure:
-    """A panel for every entry: held-out OCR over CPU-seconds, a line for every seed."""
-    panels = [(kind, name, runs) for kind, names in groups.items() for name, runs in names.items()]
-    columns = 6
-    rows = -(-len(panels) // columns)
+    """A panel for every entry, each group on rows of its own: held-out OCR over CPU-seconds, a line for every seed."""
+    lines = [(kind, names) for kind, group in groups.items() for names in _rows(list(group))]
     with matplotlib.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(columns * 2.1, rows * 1.75), layout="constrained", dpi=110)
-        axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
-        for place, (kind, name, runs) in zip(axes, panels, strict=False):
-            _panel(place, name, runs, COLOURS[kind])
-        for place in axes[len(panels) :]:
-            place.set_visible(False)
+        figure = Figure(figsize=(COLUMNS * 2.1, len(lines) * 1.75), layout="constrained", dpi=110)
+        axes = figure.subplots(len(lines), COLUMNS, sharex="row", sharey=True, squeeze=False)
+        for row, (kind, names) in zip(axes, lines, strict=True):
+            for place, name in zip(row, names, strict=False):
+                _panel(place, name, groups[kind][name], COLOURS[kind])
+            for place in row[len(names) :]:
+                place.set_visible(False)
         figure.supxlabel("CPU-seconds of rollouts, OCR and updates")
         figure.supylabel("held-out OCR score")
         return figure
+
+
+def _rows(names: list[str]) -> list[list[str]]:
+    return [names[start : start + COLUMNS] for start in range(0, len(names), COLUMNS)]
 
 
 def _panel(place: Axes, name: str, runs: Runs, colour: str) -> None:
