@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import BUILT_IN, import_path
-from ebbflow.recipe.stages import SAMPLERS, STOCHASTIC_SAMPLERS, WINDOWS
+from ebbflow.recipe.choices import SAMPLERS, STOCHASTIC_SAMPLERS, WINDOWS
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

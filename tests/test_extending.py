@@ -27,9 +27,10 @@ from ebbflow.online.loop import run_online_stage
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import Custom
+from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.recipe.recipe import RewardTerm
-from ebbflow.recipe.stages import OnlineStage, Sampler
+from ebbflow.recipe.stages import OnlineStage
 from ebbflow.rewards.combine import RewardError, load_scorer
 from ebbflow.rollouts.generate import SampleKeys, generate
 from ebbflow.stage import Place

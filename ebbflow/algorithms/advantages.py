@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ebbflow.recipe.stages import Advantages
+from ebbflow.recipe.choices import Advantages
 
 EPSILON = 1e-4
 

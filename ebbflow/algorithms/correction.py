@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.recipe.stages import Correction
+from ebbflow.recipe.choices import Correction
 
 LARGEST_EXPONENT = 20.0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ebbflow.algorithms.base import ForwardTerms, TrajectoryTerms, gaussian_kl, per_term
-from ebbflow.recipe.stages import Reference
+from ebbflow.recipe.choices import Reference
 
 
 def penalty(config: Reference, terms: TrajectoryTerms | ForwardTerms, velocity: Tensor, reference: Tensor) -> Tensor:

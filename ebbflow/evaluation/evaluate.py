@@ -16,7 +16,7 @@ from ebbflow.data.tables import nullable, write_table
 from ebbflow.flow.noise import Stream, derive_seed, noise
 from ebbflow.models import Conditioning, Model, load_model
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.stages import Sampler
+from ebbflow.recipe.choices import Sampler
 from ebbflow.records import Evaluation
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
 from ebbflow.rollouts.generate import SampleKeys, generate

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ebbflow.models import load_model
+from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.recipe import Evaluation
-from ebbflow.recipe.stages import Sampler
 from ebbflow.rollouts.generate import SampleKeys, generate
 from ebbflow.rollouts.images import encode_png
 from ebbflow.training.policy import Policy, read_card

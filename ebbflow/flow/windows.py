@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from ebbflow.flow.noise import Stream, generator
-from ebbflow.recipe.stages import Window
+from ebbflow.recipe.choices import Window
 
 
 @dataclass(frozen=True)

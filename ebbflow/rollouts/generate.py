@@ -15,7 +15,7 @@ from ebbflow.flow.dpm_solver import dpm_solver_step, shorter_schedule
 from ebbflow.flow.noise import noise
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, Model
-from ebbflow.recipe.stages import STOCHASTIC_SAMPLERS, Sampler
+from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, Sampler
 
 Precision = Literal["float32", "bfloat16"]
 Solver = flow.SamplerName | Literal["dpm_solver"]

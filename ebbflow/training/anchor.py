@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ebbflow.algorithms.correction import correct, correction_metrics, diagnostics
 from ebbflow.models.base import Conditioning
-from ebbflow.recipe.stages import Correction, Stage
+from ebbflow.recipe.choices import Correction
+from ebbflow.recipe.stages import Stage
 from ebbflow.rollouts.generate import SampleKeys, Trajectory
 from ebbflow.training.batches import Corrected, TrajectoryBatch, trajectory_batch
 from ebbflow.training.policy import Policy

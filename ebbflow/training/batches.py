@@ -16,7 +16,7 @@ from ebbflow.flow.noise import Stream, generator
 from ebbflow.flow.transition import Transition, log_prob, transition
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.algorithms import ForwardConfig
-from ebbflow.recipe.stages import Sampler
+from ebbflow.recipe.choices import Sampler
 from ebbflow.rollouts.generate import SampleKeys, Trajectory
 
 

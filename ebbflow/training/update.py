@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ebbflow.algorithms.base import CopyName, Rows, per_term
 from ebbflow.algorithms.reference import penalty
 from ebbflow.algorithms.registry import algorithm_of
-from ebbflow.recipe.stages import Optimizer as OptimizerConfig
+from ebbflow.recipe.choices import Optimizer as OptimizerConfig
 from ebbflow.recipe.stages import Stage
 from ebbflow.training.batches import Points, TermBatch, parts
 from ebbflow.training.policy import Policy, PolicyCard, Progress, progress_of

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.algorithms.advantages import PromptStatistics, compute_advantages
-from ebbflow.recipe.stages import Advantages
+from ebbflow.recipe.choices import Advantages
 
 MODES = ["global", "group", "none"]
 NAN = float("nan")

@@ -6,7 +6,7 @@ from torch import Tensor, tensor
 
 from ebbflow.algorithms.correction import LARGEST_EXPONENT, correct, correction_metrics, diagnostics
 from ebbflow.flow.transition import Transition, log_prob, sample
-from ebbflow.recipe.stages import Correction
+from ebbflow.recipe.choices import Correction
 
 DELTA = tensor([[0.001, -0.002, 0.003], [-0.004, 0.0, 0.0005]], dtype=torch.float64)
 DIMS = 8

@@ -13,7 +13,7 @@ from ebbflow.algorithms.flow_grpo import FLOW_GRPO
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.flow.transition import log_prob, sample
 from ebbflow.recipe.algorithms import DanceGRPO, FlowGRPO, FlowGRPOFast, MixGRPO
-from ebbflow.recipe.stages import Advantages
+from ebbflow.recipe.choices import Advantages
 
 FAMILY = [FlowGRPO, FlowGRPOFast, MixGRPO, DanceGRPO]
 WIDE = FlowGRPO(clip_range=0.99)

@@ -19,7 +19,7 @@ from algorithm_terms import (
 
 from ebbflow.algorithms.reference import penalty
 from ebbflow.flow.transition import DEFAULT_ETA
-from ebbflow.recipe.stages import Reference
+from ebbflow.recipe.choices import Reference
 
 KL, WITHOUT_DT, VELOCITY = (Reference(penalty=name) for name in ("kl", "kl_without_dt", "velocity"))
 

@@ -13,8 +13,8 @@ from ebbflow.data.tables import about_table, read_table, write_table
 from ebbflow.evaluation.evaluate import evaluate, evaluate_folder, evaluation_keys
 from ebbflow.flow.noise import noise
 from ebbflow.models import load_model
+from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.recipe.stages import Sampler
 from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.images import decode_png
 from ebbflow.training.policy import Policy, write_base_policy

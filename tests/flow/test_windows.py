@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.flow.windows import Plan, plan
-from ebbflow.recipe.stages import WINDOW_KEYS, OnlineStage, Sampler, Window
+from ebbflow.recipe.choices import WINDOW_KEYS, Sampler, Window
+from ebbflow.recipe.stages import OnlineStage
 
 KINDS = tuple(WINDOW_KEYS)
 CONTIGUOUS = ("fixed", "random", "progressive", "decaying")

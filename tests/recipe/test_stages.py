@@ -10,17 +10,8 @@ from ebbflow.algorithms import units
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import BUILT_IN, Following, ForwardConfig, TrajectoryConfig, import_path
-from ebbflow.recipe.stages import (
-    WINDOW_KEYS,
-    Advantages,
-    Correction,
-    OfflineStage,
-    OnlineStage,
-    Optimizer,
-    Reference,
-    Sampler,
-    Window,
-)
+from ebbflow.recipe.choices import WINDOW_KEYS, Advantages, Correction, Optimizer, Reference, Sampler, Window
+from ebbflow.recipe.stages import OfflineStage, OnlineStage
 
 CONFIGS = {config.model_fields["name"].default: config for config in BUILT_IN}
 TRAJECTORY = [name for name, config in CONFIGS.items() if config.kind == "trajectory"]

@@ -13,7 +13,7 @@ from ebbflow.flow.noise import noise
 from ebbflow.flow.transition import log_prob, sample, transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning
-from ebbflow.recipe.stages import Sampler
+from ebbflow.recipe.choices import Sampler
 from ebbflow.rollouts.generate import SampleKeys, generate
 
 TEXTS = ["ABCD", "ABCD", "WXYZ", "WXYZ", "QQQQ", "QQQQ", "MNOP"]

@@ -1,0 +1,203 @@
+"""What a stage chooses beside its algorithm: sampler, window, advantages, reference penalty, correction and optimiser."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from ebbflow.recipe.base import Strict
+
+SAMPLERS = {
+    "ode": "deterministic Euler steps",
+    "flow_sde": "noise that follows the schedule (Flow-GRPO, 2505.05470); eta .7",
+    "dance_sde": "the same noise at every step (DanceGRPO, 2505.07818); eta .3",
+    "cps": "keeps the noise level of the path, so that no grain is left (2509.05952); eta .8",
+    "dpm_solver": "deterministic second-order DPM-Solver++ (2211.01095): closer to the exact path in few steps",
+}
+STOCHASTIC_SAMPLERS = ("flow_sde", "dance_sde", "cps")
+
+
+WINDOWS = {
+    "all": "every step but the last, which is always deterministic (Flow-GRPO)",
+    "fixed": "from 'start' on, always the same",
+    "random": "a new start at every optimisation step (Flow-GRPO-Fast)",
+    "progressive": "moves by 'stride' every 'steps_per_window' optimisation steps (MixGRPO)",
+    "decaying": "moves in ever shorter intervals (MixGRPO)",
+    "share": "all steps but the last are stochastic, a random 'share' of them is trained (DanceGRPO)",
+}
+WINDOW_KEYS: dict[str, tuple[str, ...]] = {
+    "all": (),
+    "fixed": ("size", "start", "tail"),
+    "random": ("size", "start", "tail", "limit", "stride"),
+    "progressive": ("size", "start", "tail", "limit", "stride", "steps_per_window", "roll_over"),
+    "decaying": ("size", "start", "tail", "limit", "stride", "steps_per_window", "roll_over", "decay", "decay_after"),
+    "share": ("share",),
+}
+"""The keys that each kind of window uses beside ``kind``."""
+
+
+def _listed(choices: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {text}" for name, text in choices.items()) + "."
+
+
+class Sampler(Strict):
+    """How latents are denoised; the steps are in ``ebbflow.flow``."""
+
+    name: Literal["ode", "flow_sde", "dance_sde", "cps", "dpm_solver"] = Field("ode", description=_listed(SAMPLERS))
+    steps: int = Field(6, ge=2, le=1000)
+    eta: float | None = Field(None, gt=0, le=2)
+    """Noise level; left out: the published default of the sampler (.7, .3, .8)."""
+
+    @model_validator(mode="after")
+    def _cps_turns_at_one(self) -> Sampler:
+        if self.name == "cps" and self.eta is not None and self.eta > 1:
+            raise ValueError(f"eta = {self.eta}: the noise of cps, sin(eta * 90 degrees), falls again above 1; take 1 or less")
+        return self
+
+    @model_validator(mode="after")
+    def _only_stochastic_samplers_have_noise(self) -> Sampler:
+        if self.eta is not None and self.name not in STOCHASTIC_SAMPLERS:
+            raise ValueError(
+                f"{self.name} is deterministic and has no eta; leave it out, or take {', '.join(STOCHASTIC_SAMPLERS)}"
+            )
+        return self
+
+
+class Window(Strict):
+    """Which denoising steps are stochastic and trained; one draw per optimisation step for all samples.
+
+    A key that the kind does not use is an error.
+    """
+
+    kind: Literal["all", "fixed", "random", "progressive", "decaying", "share"] = Field(
+        "progressive", description=_listed(WINDOWS)
+    )
+    size: int = Field(3, ge=1)
+    start: int = Field(0, ge=0)
+    limit: float = Field(0.5, gt=0, le=1)
+    """Windows start within this share of the denoising steps: late steps carry mostly noise. ``decaying`` hurries through them
+    instead, and its default is 1."""
+    stride: int = Field(1, ge=1)
+    steps_per_window: int = Field(10, ge=1)
+    decay: float = Field(0.1, ge=0)
+    """``decaying``: a window at start t stays for ceil(steps_per_window exp(-decay max(t - decay_after, 0))) steps ..."""
+    decay_after: int | None = Field(None, ge=0)
+    """... left out: half of the denoising steps, rounded up (published: 13 of 25)."""
+    roll_over: bool = True
+    """Begin again at ``start`` after the last window; without it the last window stays."""
+    share: float = Field(0.6, gt=0, le=1)
+    tail: float | None = Field(None, gt=0, lt=1)
+    """After the window, DPM-Solver++ takes this share of the remaining steps: .4 is MixGRPO-Flash, and .2 with a ``fixed``
+    window at 0 is Flash*."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _decaying_windows_reach_the_end(cls, data: Any) -> Any:
+        return {"limit": 1.0} | data if isinstance(data, dict) and data.get("kind") == "decaying" else data
+
+    @model_validator(mode="after")
+    def _every_key_is_used(self) -> Window:
+        """A key at its default counts as left out: a resolved recipe spells out all of them."""
+        unused = []
+        for key, field in Window.model_fields.items():
+            value = getattr(self, key)
+            if key not in ("kind", *WINDOW_KEYS[self.kind]) and value != field.default:
+                unused.append(f"{key} = {value!r} (for {', '.join(kind for kind, keys in WINDOW_KEYS.items() if key in keys)})")
+        if unused:
+            raise ValueError(
+                f"a window of kind {self.kind!r} does not use {' and '.join(unused)}; leave it out, or take a kind that does"
+            )
+        return self
+
+
+class Advantages(Strict):
+    """A = (R - baseline) / (std + 1e-4) inside the group of a prompt, clamped."""
+
+    std: Literal["global", "group", "none"] = "global"
+    """Of the whole batch (Flow-GRPO), of the group (DanceGRPO), or 1 (Dr. GRPO)."""
+    clip: float = Field(5.0, gt=0)
+    combine: Literal["per_reward", "sum"] = "per_reward"
+    """Several rewards: each normalised by itself, then averaged with the weights; or their weighted sum, then normalised."""
+    trim: float = Field(0.0, ge=0, lt=0.5)
+    """Share of a group left out at either end of its rewards when its baseline, their mean, is taken."""
+    keep_extremes: int | None = Field(None, ge=1)
+    """Train on this many best and as many worst samples of each group only."""
+    running: bool = False
+    """Baseline and standard deviation of a prompt over all its samples of the stage so far, not of this step alone."""
+
+    @model_validator(mode="after")
+    def _one_baseline(self) -> Advantages:
+        if self.trim and self.running:
+            raise ValueError("trim leaves out samples of this step and running averages over earlier ones too; take one of them")
+        return self
+
+
+class Reference(Strict):
+    """The pull back to the base model."""
+
+    weight: float = Field(0.0, ge=0)
+    """Its weight in the loss; every algorithm has its own default."""
+    penalty: Literal["kl", "kl_without_dt", "velocity"] = "velocity"
+    """``kl``: mean((mu - mu_ref)^2) / (2 b^2) with the true standard deviation b of the step; ``kl_without_dt``: over 2 s^2, as
+    Flow-GRPO's code has it; ``velocity``: mean((v - v_ref)^2). Default: ``kl`` on trajectories, ``velocity`` otherwise."""
+
+
+class Correction(Strict):
+    """What is done about rollouts that another policy made than the one that trains: another engine, precision or version.
+
+    Everything is a function of delta = log-prob under the training policy - log-prob of the rollout, of a sample at a step.
+    """
+
+    mode: Literal["bypass", "decoupled"] = "decoupled"
+    """Two policies: the ratio is against the rollout's log-probs. Three: it is against the training policy before the updates of
+    this step (one more forward pass), and the rollout is corrected by importance weights."""
+    unit: Literal["mean", "sum"] = "sum"
+    """Scale of delta in weights and thresholds: the sum over the latent's D elements, the true log-density; or their mean, like
+    every log-prob here and in published code, which is D times as small, so that 1e-4 is much."""
+    weights: Literal["none", "truncated", "masked"] = "truncated"
+    """exp(delta), at most ``high``; or exp(delta) where it lies within [``low``, ``high``] and the term dropped elsewhere. Left
+    out in mode ``bypass``: none."""
+    level: Literal["step", "trajectory"] = "step"
+    """One weight per step, or one per sample from the sum of its deltas."""
+    low: float = Field(0.8, gt=0, lt=1)
+    high: float = Field(1.25, gt=1)
+    """Bounds of the weights; left out with unit ``mean``: .9995 and 1.0005."""
+    normalise: bool = False
+    """Divide the weights by their mean over the batch."""
+    reject: Literal["none", "k1", "k2", "k3"] = "none"
+    """Drop terms by an estimate of the divergence: |delta|, delta^2 / 2, or exp(delta) - 1 - delta."""
+    reject_level: Literal["step", "sequence_mean", "sequence_sum", "sequence_max"] = "step"
+    """What is compared with the threshold: the step's own, or the mean, sum or largest over the sample's steps."""
+    reject_above: float = Field(0.25, gt=0)
+    """Threshold, on the scale of ``unit``; left out: .25 for k1 and .03 for k2 and k3, with unit ``mean`` 5e-4 and 1.25e-7."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weights_follow_the_mode_and_thresholds_the_unit(cls, data: Any) -> Any:
+        """Defaults that catch a stale rollout in every unit: a threshold on the wrong scale never does anything."""
+        if not isinstance(data, dict):
+            return data
+        if data.get("mode") == "bypass":
+            data = {"weights": "none"} | data
+        squared = data.get("reject") in ("k2", "k3")
+        if data.get("unit") == "mean":
+            return {"low": 0.9995, "high": 1.0005, "reject_above": 1.25e-7 if squared else 5e-4} | data
+        return {"reject_above": 0.03 if squared else 0.25} | data
+
+    @model_validator(mode="after")
+    def _bypass_has_no_weights(self) -> Correction:
+        if self.mode == "bypass" and self.weights != "none":
+            raise ValueError(
+                f"in bypass mode the ratio itself corrects the rollout, and weights = {self.weights!r} would do so twice; "
+                "set weights: none, or mode: decoupled"
+            )
+        return self
+
+
+class Optimizer(Strict):
+    """AdamW with gradient clipping."""
+
+    lr: float = Field(3e-4, ge=0, le=1)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
