@@ -1,4 +1,4 @@
-"""Every algorithm on the glyph task: ``python -m benchmarks.algorithms [--seeds 0 1 2] [--seconds 40] [--only NAME ...]``.
+"""Every algorithm on the glyph task: ``python -m benchmarks.algorithms [--seeds 0 1 2] [--seconds 45] [--only NAME ...]``.
 
 All start from the same base model with the same prompts and get the same CPU-seconds, in which rollouts, OCR and updates count
 and evaluations do not. The entries are in ``algorithms.yaml`` beside this file. A run whose result is there already is not
