@@ -88,11 +88,6 @@ class Algorithm:
     old_decay: Callable[[Any, int], float] = lambda config, optimizer_step: 1.0
     generates: Literal["current", "old"] = "current"
 
-    @property
-    def summary(self) -> str:
-        """One line for people."""
-        return (self.config.__doc__ or "").strip().splitlines()[0]
-
 
 def per_term(values: Tensor) -> Tensor:
     """Mean over everything but the rows, [M]."""

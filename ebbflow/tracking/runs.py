@@ -330,11 +330,6 @@ class Node:
         picture = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
         self._send(lambda client, run_id: _log_image(client, run_id, key, picture, step))
 
-    def log_images(self, images: Mapping[str, Image.Image | bytes], step: int) -> None:
-        """Several pictures of one step."""
-        for key, image in images.items():
-            self.log_image(key, image, step)
-
     def log_table(self, name: str, table: pa.Table) -> None:
         """A table without its binary columns, as ``<name>.json`` for the UI's table view; a retry replaces it."""
         frame = _without_binary(table).to_pandas()
@@ -357,11 +352,6 @@ class Node:
         """A file, under ``folder`` of the run's artifacts."""
         file = _existing(path)
         self._send(lambda client, run_id: client.log_artifact(run_id, file, folder))
-
-    def log_artifacts(self, path: str | Path, folder: str | None = None) -> None:
-        """Everything in a folder."""
-        source = _existing(path)
-        self._send(lambda client, run_id: client.log_artifacts(run_id, source, folder))
 
     def flush(self) -> bool:
         """Deliver what waits; call it at checkpoints. Returns whether all of it arrived."""
