@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,8 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         try:
-            train(place, model, learner, scorer, prompts, log)
-        except OutOfTime:
-            pass
+            with suppress(OutOfTime):  # how a run ends that nothing stops before
+                train(place, model, learner, scorer, prompts, log)
         except TrainingError as error:
             stopped = str(error)
     after = score(recipe, model, policy, held_out, GUARDS)

@@ -42,4 +42,4 @@ def copies(config: AWM) -> frozenset[CopyName]:
     return frozenset({"old"} if config.old_weight > 0 else ())
 
 
-ALGORITHM = Algorithm(AWM, loss, copies=copies, old_decay=lambda config, optimizer_step: config.old.decay(optimizer_step))
+ALGORITHM = Algorithm(AWM, loss, copies=copies, old_decay=lambda config, step: config.old.decay(step))

@@ -37,6 +37,6 @@ ALGORITHM = Algorithm(
     loss,
     copies=lambda config: frozenset({"old"}),
     select=units.groups,
-    old_decay=lambda config, optimizer_step: config.old.decay(optimizer_step),
+    old_decay=lambda config, step: config.old.decay(step),
     generates="old",
 )

@@ -8,7 +8,7 @@ r"""DiffusionNFT (2509.16117): contrast an implicit better with an implicit wors
 It needs the final latents and the reward, no trajectory and no log-probability, so any sampler may generate them. They come from
 the OLD policy, which is part of the policy folder.
 
-Deviations: online, the old policy follows after every optimiser step (not every epoch); offline it stays fixed through the stage.
+Deviations: online, the old policy follows after every rollout step, its epoch; offline it stays fixed through the stage.
 The sigmas of a sample are stratified. Published code adds the penalty k mean((v - v_ref)^2), k = 1e-4: the stage's ``reference``.
 """
 
@@ -60,6 +60,6 @@ ALGORITHM = Algorithm(
     DiffusionNFT,
     loss,
     copies=lambda config: frozenset({"old"}),
-    old_decay=lambda config, optimizer_step: config.old.decay(optimizer_step),
+    old_decay=lambda config, step: config.old.decay(step),
     generates="old",
 )

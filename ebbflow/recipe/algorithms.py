@@ -32,15 +32,18 @@ def name_or_path(*known: str) -> AfterValidator:
 
 
 class Following(Strict):
-    """A copy that follows: copy <- d copy + (1 - d) theta after optimiser step n, d = min(slope max(n - flat, 0), most)."""
+    """A copy that follows: copy <- d copy + (1 - d) theta after step n, d = min(slope max(n - flat, 0), most).
+
+    A step is an optimiser step; of a copy that generates the rollouts (DiffusionNFT, CRD) it is a rollout step.
+    """
 
     flat: int = Field(0, ge=0)
     slope: float = Field(0.09, ge=0)
     most: float = Field(0.9, ge=0, lt=1)
 
-    def decay(self, optimizer_step: int) -> float:
-        """d after an optimiser step, counted from one."""
-        return min(self.slope * max(optimizer_step - self.flat, 0), self.most)
+    def decay(self, step: int) -> float:
+        """d after a step, counted from one."""
+        return min(self.slope * max(step - self.flat, 0), self.most)
 
 
 class AlgorithmConfig(Strict):

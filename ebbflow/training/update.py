@@ -38,6 +38,7 @@ class Learner:
         updates: optimiser steps of this stage.
         steps: rollout steps of this stage.
         alarms: what a person should look at, a line each.
+        drifted: whether the drift alarm went off.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Learner:
         self.optimizer = optimizer or make_optimizer(policy, stage.optimizer)
         self.updates = self.steps = 0
         self.alarms: list[str] = []
+        self.drifted = False
 
     @property
     def progress(self) -> Progress:
@@ -149,12 +151,13 @@ class Learner:
     def _watch(self, drift: float) -> dict[str, float]:
         """Whether the policy has drifted too far; the first time is worth a warning."""
         too_far = drift > self.stage.drift_alarm
-        if too_far and not self.alarms:
+        if too_far and not self.drifted:
+            self.drifted = True
             self.alarms.append(
                 f"velocity drift {drift:.3g} above drift_alarm = {self.stage.drift_alarm:g} after {self.updates} optimiser steps"
             )
             warnings.warn(
-                f"{self.alarms[0]}: the policy leaves the base model behind, which is how gamed rewards begin; look at the "
+                f"{self.alarms[-1]}: the policy leaves the base model behind, which is how gamed rewards begin; look at the "
                 "samples and the guards, and raise reference.weight or lower optimizer.lr",
                 stacklevel=3,
             )

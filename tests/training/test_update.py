@@ -333,6 +333,16 @@ def test_the_drift_alarm_warns_once_and_stays_on(model):
     assert "above drift_alarm = 1e-09 after 2 optimiser steps" in learner.alarms[0]
 
 
+def test_another_alarm_does_not_silence_the_drift_alarm(model):
+    learner = learner_of(model, NFT, lr=0.05, drift_alarm=1e-9)
+    learner.alarms.append("left out: a shard")
+    batch = forward_terms(model, learner.stage)
+    learner.update(batch, 2)
+    with pytest.warns(UserWarning, match="^velocity drift"):
+        learner.update(batch, 2)
+    assert [alarm.split(" ")[0] for alarm in learner.alarms] == ["left", "velocity"]
+
+
 def test_a_policy_that_stays_near_the_base_raises_no_alarm(model):
     learner = learner_of(model, NFT, lr=1e-3)
     for _ in range(3):
