@@ -77,8 +77,8 @@ class Algorithm:
         copies: the policy copies whose predictions the loss needs, given its hyper-parameters.
         select: (advantage [N], keep [N], prompt ids [N], hyper-parameters) -> the units to train on, each the indices of samples
             whose terms must stay together; by default every kept sample by itself.
-        old_decay: (hyper-parameters, step from one) -> d of old <- d old + (1 - d) theta, after every rollout step where the old copy
-            generates and after every optimiser step elsewhere.
+        old_decay: (hyper-parameters, step from one) -> d of old <- d old + (1 - d) theta, after every rollout step where the old
+            copy generates and after every optimiser step elsewhere.
         generates: which policy makes the rollouts.
     """
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import socket
 from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from training_cases import (
     ALONE,
     FULL,
@@ -30,6 +23,7 @@ from training_cases import (
     quietly,
     same,
     sgd,
+    spoilt,
     stage_of,
     trajectory_terms,
     values,
@@ -37,15 +31,11 @@ from training_cases import (
 
 from ebbflow.algorithms import diffusion_nft
 from ebbflow.algorithms.base import Algorithm, per_term, rows
-from ebbflow.artifacts import verify
 from ebbflow.models import Conditioning, load_model
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.rollouts.generate import SampleKeys
-from ebbflow.training import distributed
 from ebbflow.training.batches import ForwardBatch, Points
-from ebbflow.training.distributed import Ranks, process_group
-from ebbflow.training.policy import Policy, PolicyCard
 from ebbflow.training.update import Learner, TrainingError, make_optimizer
 
 NAN, INF = float("nan"), float("inf")
@@ -176,12 +166,6 @@ def with_adam(learner, batch):
     learner.optimizer = make_optimizer(learner.policy, learner.stage.optimizer)
     learner.update(batch, 1)
     return learner
-
-
-def spoilt(batch, place, row, wrong):
-    changed = getattr(batch, place).clone()
-    changed[row] = wrong
-    return dataclasses.replace(batch, **{place: changed})
 
 
 @pytest.mark.parametrize("row", [0, 3, 5])
@@ -412,119 +396,3 @@ def test_gradient_variance_is_the_trace_of_the_covariance_on_average():
 
 def test_equal_gradients_have_no_variance():
     assert gradient_metrics(torch.ones(8, 3), passes=4)["grad_variance"] == pytest.approx(0, abs=1e-5)
-
-
-# Two processes with FSDP2. What they are dealt is uneven: four samples and two, two groups and one; what comes out is what one
-# process computes.
-
-CASES = {"full": (NFT, FULL, ALONE, 4), "lora": (NFT, LORA, ALONE, 4), "groups": ({"name": "dgpo"}, FULL, GROUPS, 5)}
-
-
-def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[str, float]]:
-    """Two steps on this rank's share, and with them the copies; rank 0 writes the policy."""
-    algorithm, config, unit, first = CASES[case]
-    config = config.model_copy(update={"ema": PolicyConfig(ema={"most": 0.5}).ema})
-    model = load_model(base)
-    policy = Policy(model, config, 0, shard=ranks.world > 1)
-    policy.ensure("old")
-    policy.ensure("ema")
-    stage = stage_of(algorithm, reference={"weight": 0.1}, optimizer={"max_grad_norm": 0.01})
-    learner = Learner(policy, stage, optimizer=sgd(policy, lr=0.5))
-    start, stop = (0, 6) if ranks.world == 1 else [(0, first), (first, 6)][ranks.rank]
-    metrics = [learner.update(forward_terms(model, stage, unit, start, stop), passes=2) for _ in range(2)]
-    card = PolicyCard(base_digest="b", recipe_digest="r", config=config, version=2, copies=("old", "iterate"))
-    policy.save(folder, card, write=ranks.rank == 0)
-    return metrics
-
-
-def refused_together(base: Path, ranks: Ranks) -> str:
-    """What a process says of a step that is not finite on the second process alone."""
-    policy = Policy(load_model(base), FULL, 0, shard=True)
-    policy.ensure("old")
-    learner = Learner(policy, stage_of(NFT), optimizer=sgd(policy))
-    batch = forward_terms(policy.model, learner.stage, ALONE, *[(0, 3), (3, 6)][ranks.rank])
-    with pytest.raises(TrainingError) as error:
-        learner.update(spoilt(batch, "advantage", 1, NAN) if ranks.rank == 1 else batch, 1)
-    return str(error.value)
-
-
-def train_as_a_rank(base: Path, output: Path) -> None:
-    """Join the group that the environment announces, train every case, and save an untrained policy."""
-    with process_group() as ranks:
-        assert ranks == Ranks(int(os.environ["RANK"]), 2)
-        said = {case: two_steps(base, case, output / case, ranks) for case in CASES} | {"error": refused_together(base, ranks)}
-    assert Ranks.current() == Ranks(0, 1)
-    (output / f"said-{ranks.rank}.json").write_text(json.dumps(said))
-    untrained = PolicyCard(base_digest="b", recipe_digest="r", config=LORA, version=1)
-    Policy(load_model(base), LORA, 0).save(output / f"untrained-{ranks.rank}", untrained)
-
-
-def second_process(_: int, base: Path, output: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "1"
-    train_as_a_rank(base, output)
-
-
-@pytest.fixture(scope="module")
-def two_processes(base_folder, tmp_path_factory):
-    """The output folder of two gloo processes, this one and a spawned one, that trained a full and a LoRA policy."""
-    output = tmp_path_factory.mktemp("two-processes")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    other_hashes = {"PYTHONHASHSEED": 7}  # sets have another order in the other process, as they have by chance
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (group | other_hashes).items():
-            patch.setenv(name, str(value))
-        patch.setattr(distributed, "TIMEOUT", timedelta(minutes=3))
-        other = torch.multiprocessing.spawn(second_process, (base_folder, output), nprocs=1, join=False)
-        train_as_a_rank(base_folder, output)
-        while not other.join():
-            pass
-    return output
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_take_the_step_of_one(base_folder, two_processes, tmp_path, case):
-    alone = two_steps(base_folder, case, tmp_path / "alone", Ranks(0, 1))
-    together = [json.loads((two_processes / f"said-{rank}.json").read_text())[case] for rank in range(2)]
-    assert together[0] == together[1]
-    for one, other in zip(alone, together[0], strict=True):
-        # The first part has other terms when there are two processes: what is measured on it alone differs.
-        of_the_first_part = {"grad_variance": 0, "velocity_drift": 0}
-        assert other | of_the_first_part == pytest.approx(one | of_the_first_part, rel=1e-3, abs=1e-6)
-    assert alone[1]["kl/reference"] > 0
-    assert alone[0]["grad_norm"] > 0.01  # it is clipped
-    files = {path.relative_to(tmp_path / "alone") for path in (tmp_path / "alone").rglob("*.safetensors")}
-    assert len(files) == 3  # what is served, what training goes on from, and the old copy
-    for file in files:
-        expected, found = load_file(tmp_path / "alone" / file), load_file(two_processes / case / file)
-        assert farthest(expected, found) < 1e-5
-
-
-def test_two_processes_stop_together(two_processes):
-    errors = [json.loads((two_processes / f"said-{rank}.json").read_text())["error"] for rank in range(2)]
-    assert "not finite: a term of another process (" in errors[0]
-    assert "of prompt 4, sample 7, noised to sigma" in errors[1]
-
-
-def test_two_processes_save_the_same_adapters_as_the_same_bytes(two_processes):
-    assert verify(two_processes / "untrained-0") == verify(two_processes / "untrained-1")
-
-
-@pytest.mark.parametrize("names", [["old", "teacher", "reference"], ["reference", "teacher", "old"]])
-def test_copies_are_swapped_in_in_the_same_order_on_every_process(model, monkeypatch, names):
-    # A set of names has another order in every process: their gathered weights would be a mix of two copies.
-    learner, order = learner_of(model, NFT, lr=0), []
-    using = learner.policy.using
-    monkeypatch.setattr(learner.policy, "using", lambda name: order.append(name) or using(name))
-    learner.algorithm = dataclasses.replace(diffusion_nft.ALGORITHM, copies=lambda config: names)
-    learner.update(forward_terms(model, learner.stage), 1)
-    assert order == ["old", "reference", "teacher"]
-
-
-def test_one_process_needs_no_group(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with process_group() as ranks:
-        assert ranks == Ranks(0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import numpy as np
@@ -98,3 +99,10 @@ def quietly(call, *args, **kwargs):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return call(*args, **kwargs)
+
+
+def spoilt(batch, place, row, wrong):
+    """The batch with one wrong row."""
+    changed = getattr(batch, place).clone()
+    changed[row] = wrong
+    return dataclasses.replace(batch, **{place: changed})
