@@ -1,60 +1,83 @@
-"""What each kind of task asks of a cluster, and how often it is retried. The one place that knows.
-
-Deployments override a number by an environment variable when they register. Local runs ignore everything but the number of
-training processes.
-"""
+"""What each kind of task asks of a cluster: the deployment in Flyte's words. The one place that knows."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from flytekit import Resources
+from flytekit import PodTemplate, Resources, Secret
+from flytekit.extras.accelerators import GPUAccelerator
 from flytekitplugins.kfpytorch import Elastic
+from kubernetes.client import V1Container, V1PodSpec
 
-TRAIN_PROCESSES = int(os.environ.get("EBBFLOW_TRAIN_PROCESSES", "2"))
-ON_GPUS = os.environ.get("EBBFLOW_GPUS", "0") != "0"
-RETRIES = 2
+from tasks.deployment import Pod, pod_environment, read_deployment
+from tasks.images import cpu_image
+
+DEPLOYMENT = read_deployment(os.environ)
 
 
 def light() -> dict[str, Any]:
     """Bookkeeping: prompts, tracking, advantages, the gate."""
-    return {"requests": _requests(cpu=1, mem="2Gi"), "retries": RETRIES}
+    return _task(DEPLOYMENT.light)
+
+
+def downloader() -> dict[str, Any]:
+    """Fetches a base model; where the deployment names a secret, the hub's client finds the token in ``HF_TOKEN``."""
+    secret = DEPLOYMENT.hub_secret
+    if secret is None:
+        return _task(DEPLOYMENT.downloader)
+    token = Secret(group=secret.group, key=secret.key, mount_requirement=Secret.MountType.ENV_VAR, env_var="HF_TOKEN")
+    return _task(DEPLOYMENT.downloader) | {"secret_requests": [token]}
 
 
 def scorer() -> dict[str, Any]:
-    """Rewards on the CPU."""
-    return {"requests": _requests(cpu=2, mem="4Gi"), "retries": RETRIES}
+    """Rewards of an offline stage."""
+    return _task(DEPLOYMENT.scorer)
 
 
 def accelerated() -> dict[str, Any]:
     """One process that generates or trains, on a GPU where there are any."""
-    return {"requests": _requests(cpu=2, mem="8Gi", gpus=1), "retries": RETRIES}
+    return _task(DEPLOYMENT.accelerated)
 
 
 def training_group() -> dict[str, Any]:
-    """``TRAIN_PROCESSES`` processes on one node under torch's elastic launcher.
+    """``train_processes`` processes on one node under torch's elastic launcher.
 
     Spawned, because CUDA does not survive a fork. Not restarted inside the task: a restart would begin from the checkpoint of the
-    attempt's start. Elastic must not add shared memory by itself: it would change a pod template that other tasks share.
+    attempt's start. Elastic must not add shared memory by itself: it would change the pod template and leave the size open.
     """
+    processes = DEPLOYMENT.train_processes
     config = Elastic(
         nnodes=1,
-        nproc_per_node=TRAIN_PROCESSES,
+        nproc_per_node=processes,
         start_method="spawn",
         monitor_interval=1,
         max_restarts=0,
         increase_shared_mem=False,
     )
+    return {"task_config": config} | _task(DEPLOYMENT.training_group, processes)
+
+
+def _task(pod: Pod, processes: int = 1) -> dict[str, Any]:
+    """The arguments of ``@task`` for a pod whose cores and GPUs count for each process.
+
+    The pod template is new for every task, as Flyte may write into it, and names no resources: those of the task replace them.
+    """
+    resources = Resources(
+        cpu=str(pod.cpu * processes),
+        mem=pod.mem,
+        gpu=str(pod.gpus * processes) if pod.gpus else None,
+        ephemeral_storage=pod.ephemeral_storage,
+    )
+    template = V1PodSpec(containers=[V1Container(name="primary")], termination_grace_period_seconds=pod.grace_period)
     return {
-        "task_config": config,
-        "requests": _requests(cpu=TRAIN_PROCESSES, mem="8Gi", gpus=TRAIN_PROCESSES),
-        "shared_memory": True,
-        # The launcher reads the number again inside the pod.
-        "environment": {"EBBFLOW_TRAIN_PROCESSES": str(TRAIN_PROCESSES)},
-        "retries": RETRIES,
+        "container_image": pod.image or (cpu_image(registry) if (registry := DEPLOYMENT.image_registry) else None),
+        "requests": resources,
+        "limits": resources,
+        "accelerator": GPUAccelerator(pod.accelerator) if pod.accelerator else None,
+        "shared_memory": pod.shared_memory,
+        "pod_template": PodTemplate(pod_spec=template),
+        "interruptible": pod.interruptible,
+        "retries": pod.retries,
+        "environment": pod_environment(DEPLOYMENT),
     }
-
-
-def _requests(cpu: int, mem: str, gpus: int = 0) -> Resources:
-    return Resources(cpu=str(cpu), mem=mem, gpu=str(gpus) if gpus and ON_GPUS else None)

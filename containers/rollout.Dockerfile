@@ -1,0 +1,21 @@
+# Rollouts, online stages and evaluations on GPUs. Build from the repository's root.
+# Two environments: the engine's pins differ from the trainer's, and tasks reach it across a process boundary.
+FROM python:3.11.14-slim-bookworm
+# Triton compiles with gcc; the engine's OpenCV wants libgl1 and libglib; the rewards of an online stage want tesseract.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ gcc libgl1 libglib2.0-0 tesseract-ocr \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /root
+COPY containers/uv.txt containers/vllm-omni.txt containers/
+RUN pip install --no-cache-dir --requirement containers/uv.txt
+RUN uv venv --python /usr/local/bin/python /opt/vllm-omni \
+    && uv pip install --python /opt/vllm-omni/bin/python --no-cache --constraints containers/vllm-omni.txt \
+        --build-constraints containers/vllm-omni.txt vllm vllm-omni
+COPY pyproject.toml constraints.txt ./
+RUN uv pip install --system --no-cache --constraints constraints.txt --requirements pyproject.toml
+COPY README.md ./
+COPY ebbflow ebbflow
+COPY tasks tasks
+COPY workflows workflows
+RUN uv pip install --system --no-cache --no-deps --build-constraints constraints.txt --editable .
+ENV MLFLOW_DISABLE_TELEMETRY=true NVIDIA_DRIVER_CAPABILITIES=compute,utility

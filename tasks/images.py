@@ -1,0 +1,26 @@
+"""The CPU image as Flyte builds it by itself when you register; the Dockerfiles are in containers/."""
+
+from __future__ import annotations
+
+from flytekit import ImageSpec
+from flytekit.constants import CopyFileDetection
+
+
+def cpu_image(registry: str) -> ImageSpec:
+    """What containers/base.Dockerfile builds, pushed to ``registry``. Paths are relative: register from the repository's root.
+
+    Without its own ``source_copy_mode`` Flyte would add only the modules that registering happens to load, and the image would
+    get another identity there than in a pod, where a dynamic looks it up.
+    """
+    return ImageSpec(
+        name="ebbflow",
+        registry=registry,
+        base_image="python:3.11.14-slim-bookworm",
+        python_exec="/usr/local/bin/python",
+        apt_packages=["tesseract-ocr"],
+        requirements="containers/uv.txt",
+        copy=["pyproject.toml", "constraints.txt", "README.md", "ebbflow", "tasks", "workflows"],
+        commands=["cd /root && uv pip install --torch-backend cpu --constraints constraints.txt --editable ."],
+        env={"MLFLOW_DISABLE_TELEMETRY": "true"},
+        source_copy_mode=CopyFileDetection.NO_COPY,
+    )

@@ -1,0 +1,439 @@
+"""Which task gets which image and how much of a machine, read from the packaged tasks; the deployment file; the images."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import tarfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flyteidl.admin import task_pb2
+from flyteidl.core import tasks_pb2
+from flytekit.configuration import ImageConfig, SerializationSettings
+from flytekit.core.python_auto_container import update_image_spec_copy_handling
+from flytekit.image_spec.default_builder import create_docker_context
+from google.protobuf.json_format import MessageToDict
+from packaging.requirements import Requirement
+from pydantic import BaseModel
+
+from tasks import resources
+from tasks.deployment import Deployment, DeploymentError, pod_environment, read_deployment
+from tasks.images import cpu_image
+from tests.pipeline.conftest import PYFLYTE, ROOT
+
+EXAMPLE = ROOT / "containers" / "deployment.example.yaml"
+DOCKERFILES = sorted((ROOT / "containers").glob("*.Dockerfile"))
+
+# --- the packaged tasks
+
+KINDS = {
+    "tasks.choose_candidate.choose_candidate": "light",
+    "tasks.compute_advantages.compute_advantages": "light",
+    "tasks.copy_base_model.copy_base_model": "accelerated",
+    "tasks.decide_promotion.decide_promotion": "light",
+    "tasks.download_base_model.download_base_model": "downloader",
+    "tasks.evaluate_champion.evaluate_champion": "accelerated",
+    "tasks.evaluate_policy.evaluate_policy": "accelerated",
+    "tasks.generate_rollouts.generate_rollouts": "accelerated",
+    "tasks.import_pairs.import_pairs": "accelerated",
+    "tasks.import_policy.import_policy": "accelerated",
+    "tasks.prepare_prompts.prepare_prompts": "light",
+    "tasks.register_policy.register_policy": "light",
+    "tasks.score_rollouts.score_rollouts": "scorer",
+    "tasks.start_policy.start_policy": "light",
+    "tasks.start_run.start_run": "light",
+    "tasks.train_base_model.train_base_model": "accelerated",
+    "tasks.train_offline.train_offline": "training_group",
+    "tasks.train_online.train_online": "accelerated",
+    "tasks.write_report.write_report": "light",
+    "workflows.post_training.prepare_base_model": "light",
+    "workflows.post_training.prepare_policy": "light",
+    "workflows.post_training.train_rounds": "light",
+}
+
+NOTHING_SPECIAL: dict[str, Any] = {
+    "image": "ebbflow:test",
+    "accelerator": "",
+    "shared_memory": "",
+    "grace_period": 30,
+    "interruptible": False,
+    "retries": 2,
+    "secrets": [],
+}
+ON_CPUS = {
+    "light": NOTHING_SPECIAL | {"resources": {"cpu": "1", "memory": "2Gi"}},
+    "downloader": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "16Gi", "ephemeral-storage": "100Gi"}},
+    "scorer": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "4Gi"}},
+    "accelerated": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "8Gi"}, "grace_period": 300},
+    "training_group": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "8Gi"}, "shared_memory": "2Gi", "grace_period": 300},
+}
+
+GPU_CLUSTER = """
+train_processes: 8
+hub_secret: {group: hub, key: token}
+light: {cpu: 3, mem: 5Gi, ephemeral_storage: 7Gi, grace_period: 31, retries: 0}
+downloader: {image: "base:4", cpu: 7, mem: 17Gi, ephemeral_storage: 300Gi}
+scorer: {image: "reward:1", cpu: 6, mem: 24Gi, grace_period: 45, interruptible: true, retries: 5}
+accelerated:
+  image: rollout:2
+  cpu: 12
+  mem: 96Gi
+  ephemeral_storage: 200Gi
+  gpus: 1
+  accelerator: nvidia-l40s
+  shared_memory: 16Gi
+  grace_period: 240
+  retries: 3
+training_group:
+  image: trainer:3
+  cpu: 5
+  mem: 512Gi
+  gpus: 1
+  accelerator: nvidia-h100
+  shared_memory: 64Gi
+  grace_period: 600
+  interruptible: true
+  retries: 4
+"""
+ON_GPUS = {
+    "light": NOTHING_SPECIAL
+    | {"resources": {"cpu": "3", "memory": "5Gi", "ephemeral-storage": "7Gi"}, "grace_period": 31, "retries": 0},
+    "downloader": NOTHING_SPECIAL
+    | {
+        "image": "base:4",
+        "resources": {"cpu": "7", "memory": "17Gi", "ephemeral-storage": "300Gi"},
+        "secrets": [("hub", "token", "HF_TOKEN")],
+    },
+    "scorer": NOTHING_SPECIAL
+    | {
+        "image": "reward:1",
+        "resources": {"cpu": "6", "memory": "24Gi"},
+        "grace_period": 45,
+        "interruptible": True,
+        "retries": 5,
+    },
+    "accelerated": {
+        "image": "rollout:2",
+        "resources": {"cpu": "12", "memory": "96Gi", "ephemeral-storage": "200Gi", "gpu": "1"},
+        "accelerator": "nvidia-l40s",
+        "shared_memory": "16Gi",
+        "grace_period": 240,
+        "interruptible": False,
+        "retries": 3,
+        "secrets": [],
+    },
+    # Four processes, not the file's eight: EBBFLOW_TRAIN_PROCESSES was set when packaging.
+    "training_group": {
+        "image": "trainer:3",
+        "resources": {"cpu": "20", "memory": "512Gi", "gpu": "4"},
+        "accelerator": "nvidia-h100",
+        "shared_memory": "64Gi",
+        "grace_period": 600,
+        "interruptible": True,
+        "retries": 4,
+        "secrets": [],
+    },
+}
+
+Tasks = dict[str, tasks_pb2.TaskTemplate]
+
+
+def _package(folder: Path, variables: dict[str, str]) -> Tasks:
+    """Every task that ``pyflyte package`` writes with these variables set."""
+    output = folder / "flyte.tgz"
+    command = [str(PYFLYTE), "--pkgs", "workflows", "package", "--image", "ebbflow:test", "--source", "."]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EBBFLOW_")} | variables
+    done = subprocess.run(
+        [*command, "--output", str(output), "-f"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(output) as archive:
+        files = [archive.extractfile(member) for member in archive if member.name.endswith("_1.pb")]
+        templates = [task_pb2.TaskSpec.FromString(file.read()).template for file in files if file]
+    return {template.id.name: template for template in templates}
+
+
+@pytest.fixture(scope="module")
+def by_default(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
+    return _package(tmp_path_factory.mktemp("default"), {})
+
+
+@pytest.fixture(scope="module")
+def gpu_variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What is set when registering for the GPU cluster."""
+    file = tmp_path_factory.mktemp("deployment") / "gpus.yaml"
+    file.write_text(GPU_CLUSTER)
+    return {"EBBFLOW_DEPLOYMENT": str(file), "EBBFLOW_TRAIN_PROCESSES": "4"}
+
+
+@pytest.fixture(scope="module")
+def for_gpus(tmp_path_factory: pytest.TempPathFactory, gpu_variables: dict[str, str]) -> Tasks:
+    return _package(tmp_path_factory.mktemp("gpus"), gpu_variables)
+
+
+def _pod(template: tasks_pb2.TaskTemplate) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The pod and its one container, which is the one that Flyte fills in."""
+    pod = MessageToDict(template.k8s_pod.pod_spec)
+    (container,) = pod["containers"]
+    assert container["name"] == template.config["primary_container_name"]
+    return pod, container
+
+
+def _asked(template: tasks_pb2.TaskTemplate) -> dict[str, Any]:
+    """What a task asks of the cluster, as the cluster reads it."""
+    pod, container = _pod(template)
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert "volumes" not in pod, "Flyte refuses shared memory beside a volume at its place"
+    assert template.type == "python-task", "an operator of its own would build another pod"
+    return {
+        "image": container["image"],
+        "resources": container["resources"]["requests"],
+        "accelerator": template.extended_resources.gpu_accelerator.device,
+        "shared_memory": template.extended_resources.shared_memory.size_limit,
+        "grace_period": pod["terminationGracePeriodSeconds"],
+        "interruptible": template.metadata.interruptible,
+        "retries": template.metadata.retries.retries,
+        "secrets": [(secret.group, secret.key, secret.env_var) for secret in template.security_context.secrets],
+    }
+
+
+def _environment(template: tasks_pb2.TaskTemplate) -> dict[str, str]:
+    return {variable["name"]: variable["value"] for variable in _pod(template)[1]["env"]}
+
+
+def test_every_task_has_a_kind(by_default: Tasks, for_gpus: Tasks) -> None:
+    assert set(by_default) == set(for_gpus) == set(KINDS)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_task_gets_by_default(by_default: Tasks, name: str) -> None:
+    assert _asked(by_default[name]) == ON_CPUS[KINDS[name]]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_task_gets_from_a_deployment_file(for_gpus: Tasks, name: str) -> None:
+    assert _asked(for_gpus[name]) == ON_GPUS[KINDS[name]]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_pod_reads_the_deployment_that_was_registered(
+    by_default: Tasks, for_gpus: Tasks, gpu_variables: dict[str, str], name: str
+) -> None:
+    # The dynamics compile their tasks in their pods: what they do not know there, the tasks do not get.
+    assert read_deployment(_environment(by_default[name])) == Deployment()
+    read = read_deployment(_environment(for_gpus[name]))
+    assert read == read_deployment(gpu_variables)
+    assert (read.train_processes, read.training_group.image, read.accelerated.gpus) == (4, "trainer:3", 1)
+
+
+def test_no_two_tasks_share_a_pod_template() -> None:
+    # Flyte writes into some of them.
+    kinds = (resources.light, resources.scorer, resources.accelerated, resources.training_group, resources.downloader)
+    templates = [kind()["pod_template"] for kind in (*kinds, *kinds)]
+    assert len({id(template) for template in templates}) == len({id(template.pod_spec) for template in templates}) == 10
+
+
+# --- the deployment file
+
+
+def _read(folder: Path, text: str) -> Deployment:
+    file = folder / "deployment.yaml"
+    file.write_text(text)
+    return read_deployment({"EBBFLOW_DEPLOYMENT": str(file)})
+
+
+def test_without_a_file_everything_is_the_default() -> None:
+    assert read_deployment({"PATH": "/bin"}) == Deployment()
+    assert read_deployment({"EBBFLOW_TRAIN_PROCESSES": "3"}) == Deployment(train_processes=3)
+
+
+def test_a_kind_keeps_the_defaults_that_a_file_does_not_name(tmp_path: Path) -> None:
+    read = _read(tmp_path, "training_group: {mem: 9Gi}").training_group
+    assert (read.mem, read.shared_memory, read.grace_period) == ("9Gi", "2Gi", 300)
+
+
+def test_a_pod_reads_what_differs_from_the_defaults_back(tmp_path: Path) -> None:
+    deployment = _read(tmp_path, "training_group: {shared_memory: null}\naccelerated: {image: 'a:1', grace_period: 30}")
+    assert read_deployment(pod_environment(deployment)) == deployment != Deployment()
+
+
+def test_the_example_names_every_key_and_only_images_that_have_a_dockerfile() -> None:
+    read = read_deployment({"EBBFLOW_DEPLOYMENT": str(EXAMPLE)})
+    assert _keys(Deployment) == set(re.findall(r"^ *(\w+):", EXAMPLE.read_text(), re.MULTILINE))
+    images = {pod.image for pod in (read.light, read.downloader, read.scorer, read.accelerated, read.training_group)}
+    assert images == {f"ebbflow-{file.stem}:0.1.0" for file in DOCKERFILES}
+
+
+def _keys(model: type[BaseModel]) -> set[str]:
+    """The names of all keys of a model and of the models in it."""
+    schema = model.model_json_schema()
+    return {key for part in (schema, *schema["$defs"].values()) for key in part["properties"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("light: {cpuu: 3}", ["light.cpuu = 3: unknown key", "did you mean 'cpu'?"]),
+        ("acelerated: {gpus: 1}", ["unknown key", "did you mean 'accelerated'?"]),
+        ("light: {mem: 8}", ["light.mem = 8", "like 512Mi, 8Gi"]),
+        ("light: {mem: 8GB}", ["light.mem = '8GB'", "like 512Mi, 8Gi"]),
+        ("light: {mem: null}", ["light.mem = None", "like 512Mi, 8Gi"]),
+        ("scorer: {shared_memory: true}", ["scorer.shared_memory = True", "like 512Mi, 8Gi"]),
+        ("scorer: {cpu: 0}", ["scorer.cpu = 0", "greater than or equal to 1"]),
+        ("accelerated: {grace_period: -1}", ["accelerated.grace_period = -1", "greater than or equal to 0"]),
+        (
+            "accelerated: {accelerator: nvidia-h100}",
+            ["accelerated", "accelerator = 'nvidia-h100' needs gpus", "leave accelerator"],
+        ),
+        ("training_group: {gpus: 8}", ["training_group.gpus = 8", "less than or equal to 1"]),
+        ("scorer: {interruptible: sometimes}", ["scorer.interruptible = 'sometimes'", "boolean"]),
+        ("hub_secret: {group: hub}", ["hub_secret.key", "required"]),
+        ("light: {retries: 1, retries: 2}", ["given twice: ['retries']"]),
+        ("- light", ["must hold a mapping of keys, got list"]),
+        ("light: [", ["not valid YAML"]),
+    ],
+)
+def test_a_bad_file_says_what_is_wrong_with_it(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(DeploymentError) as error:
+        _read(tmp_path, text)
+    message = str(error.value)
+    assert all(word in message for word in words), message
+    assert message.startswith(f"EBBFLOW_DEPLOYMENT={tmp_path}")
+
+
+def test_a_missing_file_points_to_the_example() -> None:
+    with pytest.raises(DeploymentError, match=r"EBBFLOW_DEPLOYMENT=not/there.yaml: there is no such file.*example"):
+        read_deployment({"EBBFLOW_DEPLOYMENT": "not/there.yaml"})
+
+
+@pytest.mark.parametrize("number", ["two", "0"])
+def test_a_bad_number_of_processes_names_its_variable(number: str) -> None:
+    with pytest.raises(
+        DeploymentError, match=rf"EBBFLOW_TRAIN_PROCESSES={number}:\ntrain_processes = '{number}': Input should be"
+    ):
+        read_deployment({"EBBFLOW_TRAIN_PROCESSES": number})
+
+
+# --- the images
+
+
+def _instructions(file: Path) -> list[tuple[str, str]]:
+    """(instruction, the rest of it) of a Dockerfile, with its lines joined and its comments dropped."""
+    lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ").splitlines()
+    return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in joined)]
+
+
+def _copied(file: Path) -> dict[str, Path]:
+    """Where in the image each copied file lies, and where it comes from."""
+    pairs: dict[str, Path] = {}
+    for name, rest in _instructions(file):
+        if name == "COPY":
+            *sources, target = rest.split()
+            pairs |= {
+                str(Path(target, Path(source).name) if target.endswith("/") else target): Path(source) for source in sources
+            }
+    return pairs
+
+
+def _pip() -> argparse.ArgumentParser:
+    """``pip install`` as the Dockerfiles may use it; any other option is an error."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("packages", nargs="*")
+    parser.add_argument("--requirement", "--requirements", dest="requirements")
+    for option in ("--constraints", "--build-constraints", "--editable", "--python", "--torch-backend"):
+        parser.add_argument(option)
+    for flag in ("--system", "--no-cache", "--no-cache-dir", "--no-deps"):
+        parser.add_argument(flag, action="store_true")
+    return parser
+
+
+def _installs(run: str) -> list[argparse.Namespace]:
+    """The ``pip install`` commands in a RUN."""
+    commands = [shlex.split(command) for command in run.split("&&")]
+    tails = [command[command.index("pip") + 1 :] for command in commands if "pip" in command]
+    return [_pip().parse_args(tail[1:]) for tail in tails if tail[0] == "install"]
+
+
+def _pins(file: Path) -> dict[str, str]:
+    """Package and version of every line, each of which must be a pin."""
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9._-]+==[\w.+]+", line) for line in lines), f"{file.name} has a line that is no pin"
+    return dict(line.split("==") for line in lines)
+
+
+def _wanted(install: argparse.Namespace, copied: dict[str, Path]) -> list[str]:
+    """The requirements that an install names itself or through a file."""
+    if install.requirements is None:
+        return install.packages
+    file = ROOT / copied[install.requirements]
+    if file.name == "pyproject.toml":
+        return tomllib.loads(file.read_text())["project"]["dependencies"]
+    return file.read_text().split()
+
+
+def test_there_are_the_four_images() -> None:
+    assert [file.stem for file in DOCKERFILES] == ["base", "reward", "rollout", "trainer"]
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
+def test_what_a_dockerfile_copies_exists(file: Path) -> None:
+    sources = _copied(file).values()
+    assert {"ebbflow", "tasks", "workflows", "pyproject.toml"} <= {str(source) for source in sources}
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+
+
+def test_the_images_stand_on_one_exact_tag() -> None:
+    stands_on = {rest for file in DOCKERFILES for name, rest in _instructions(file) if name == "FROM"}
+    assert stands_on == {cpu_image("localhost:1").base_image}
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-[a-z]+", stands_on.pop())
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
+def test_everything_that_is_installed_is_pinned(file: Path) -> None:
+    copied = _copied(file)
+    installs = [install for name, rest in _instructions(file) if name == "RUN" for install in _installs(rest)]
+    assert len(installs) >= 3
+    for install in installs:
+        pins = _pins(ROOT / copied[install.constraints]) if install.constraints else {}
+        for requirement in map(Requirement, _wanted(install, copied)):
+            assert str(requirement.specifier).startswith("==") or requirement.name in pins, requirement
+        if install.editable:
+            assert install.no_deps
+            assert "setuptools" in _pins(ROOT / copied[install.build_constraints])
+
+
+def test_the_engine_is_the_one_that_goes_with_its_vllm() -> None:
+    pins = _pins(ROOT / "containers" / "vllm-omni.txt")
+    assert pins["vllm"] == pins["vllm-omni"]
+
+
+def test_flyte_builds_the_cpu_image_from_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    create_docker_context(cpu_image("localhost:30000"), tmp_path)
+    written, base = (tmp_path / "Dockerfile").read_text(), (ROOT / "containers" / "base.Dockerfile").read_text()
+    copied = _copied(ROOT / "containers" / "base.Dockerfile")
+    assert all((tmp_path / place).exists() for place in copied if not place.startswith("containers/"))
+    assert (ROOT / "containers" / "uv.txt").read_text().strip() in (tmp_path / "requirements_uv.txt").read_text()
+    assert all(" --torch-backend cpu --constraints constraints.txt " in text for text in (written, base))
+    assert all("tesseract-ocr" in text and "MLFLOW_DISABLE_TELEMETRY=true" in text for text in (written, base))
+
+
+def test_a_pod_knows_the_cpu_image_that_was_built_when_registering() -> None:
+    registered = cpu_image("localhost:30000")
+    settings = SerializationSettings(ImageConfig.auto(img_name="ebbflow:test"), source_root="/somewhere/else")
+    update_image_spec_copy_handling(registered, settings)
+    assert registered.id == cpu_image("localhost:30000").id != cpu_image("localhost:30001").id
+
+
+def test_the_image_registry_serves_the_kinds_without_an_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deployment = _read(tmp_path, "image_registry: localhost:30000\nscorer: {image: 'reward:1'}")
+    monkeypatch.setattr(resources, "DEPLOYMENT", deployment)
+    assert resources.scorer()["container_image"] == "reward:1"
+    assert resources.light()["container_image"].id == cpu_image("localhost:30000").id
