@@ -34,7 +34,8 @@ from ebbflow.offline.shards import generate_shard, score_shard
 from ebbflow.offline.training import train_epochs, write_advantages
 from ebbflow.online.loop import run_online_stage
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.recipe import GlyphTraining, RewardTerm
+from ebbflow.recipe.model import GlyphTraining
+from ebbflow.recipe.rewards import reward
 from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer, load_scorer
 from ebbflow.stage import Log, Place, open_model, open_policy, save_policy
@@ -167,7 +168,7 @@ def train(place: Place, model: Model, learner: Learner, scorer: Scorer, prompts:
 
 def score(recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], guards: tuple[str, ...]) -> dict[str, float]:
     """Held-out means of the OCR and of the guards, and the velocity drift from the base model."""
-    scorer = load_scorer([RewardTerm(name="ocr")], guards)
+    scorer = load_scorer([reward("ocr")], [reward(guard) for guard in guards])
     with tempfile.TemporaryDirectory() as folder:
         found = evaluate(recipe, model, policy, 0, scorer, prompts, recipe.name, Path(folder) / "samples.parquet")
     return {**found.held_out, "velocity_drift": found.velocity_drift}

@@ -10,12 +10,14 @@ from typing import Any
 
 import click
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import BUILT_IN, import_path
+from ebbflow.recipe.base import explain
 from ebbflow.recipe.choices import SAMPLERS, STOCHASTIC_SAMPLERS, WINDOWS
+from ebbflow.recipe.rewards import REWARD_NAMES, REWARDS, CustomReward, Ocr, Rewards, Tesseract
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,8 +44,8 @@ def check(recipe: Path) -> None:
 
 def _paths(recipe: Recipe) -> list[str]:
     """Where the recipe names a reward or a model family of the user's own; its algorithms were imported when it was read."""
-    names = [*(term.name for term in recipe.rewards.terms), *recipe.rewards.guards, recipe.model.family]
-    return [name for name in names if ":" in name]
+    rewards = [config.path for config in (*recipe.rewards.terms, *recipe.rewards.guards) if isinstance(config, CustomReward)]
+    return [*rewards, *([recipe.model.family] if ":" in recipe.model.family else [])]
 
 
 @main.command()
@@ -55,19 +57,67 @@ def keys() -> None:
             click.echo(f"    {meaning}")
 
 
+@main.command()
+@click.argument("policy", type=click.Path(exists=True, path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--base", required=True, type=click.Path(exists=True, path_type=Path), help="Folder of the policy's base model.")
+def export(policy: Path, target: Path, base: Path) -> None:
+    """Write POLICY, a policy folder, into TARGET as a pipeline folder for diffusers, LoRA merged in."""
+    from ebbflow.training.export import export_pipeline  # brings torch along
+
+    export_pipeline(base, policy, target)
+    click.echo(f"{target}: DiffusionPipeline.from_pretrained loads it")
+
+
+@main.command()
+@click.argument("family")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--seed", default=0, show_default=True, help="Of the random weights.")
+def tiny(family: str, folder: Path, seed: int) -> None:
+    """Write a tiny model of FAMILY with random weights into FOLDER, in the published layout, for trying a recipe out."""
+    from ebbflow.models.tiny import build_tiny  # brings torch along
+
+    build_tiny(family, folder, seed)
+    click.echo(f"{folder}: a tiny {family}, to be named in model.path")
+
+
 @main.command("list")
 def list_choices() -> None:
     """List the algorithms, samplers, windows and rewards that a recipe can name."""
-    from ebbflow.rewards.combine import REWARDS  # brings the OCR along
+    from ebbflow.rewards.combine import load_reward  # brings pandas and the like along
 
     _table("algorithms", {config.model_fields["name"].default: (_summary(config), config.stages) for config in BUILT_IN})
     _table("samplers", {name: (text, ("log-probs",) * (name in STOCHASTIC_SAMPLERS)) for name, text in SAMPLERS.items()})
     _table("windows", {name: (text, ()) for name, text in WINDOWS.items()})
-    missing = {name: make().unavailable() for name, make in REWARDS.items()}
-    _table("rewards", {name: (_summary(make), ("not here",) if missing[name] else ()) for name, make in REWARDS.items()})
+    missing: dict[str, str | None] = {config.name: load_reward(config).unavailable() for config in (Ocr(), Tesseract())}
+    names = dict(zip(REWARD_NAMES, REWARDS, strict=True))
+    _table("rewards", {name: (_summary(config), ("not here",) if missing.get(name) else ()) for name, config in names.items()})
     for reason in filter(None, missing.values()):
         click.echo(f"  {reason}")
     click.echo("Your own: {name: custom, path: package.module:ALGORITHM}; a reward by package.module:Name (docs/extending.md).")
+
+
+@main.command("serve-reward")
+@click.argument("reward", metavar="NAME_OR_JSON")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; one of the network needs a token.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
+@click.option("--token-variable", help="Environment variable with the bearer token that requests must carry.")
+def serve_reward(reward: str, host: str, port: int, token_variable: str | None) -> None:
+    """Serve a reward of this machine to the 'remote' reward of others (docs/rewards.md).
+
+    NAME_OR_JSON is what a recipe would have in rewards.terms: ocr, or '{"name": "ocr", "layout": "page"}'.
+    """
+    from ebbflow.rewards.combine import RewardError  # with fastapi: nothing that the other commands need
+    from ebbflow.rewards.http import NoAnswer, read_token
+    from ebbflow.rewards.server import serve
+
+    try:
+        (config,) = Rewards.model_validate({"terms": [yaml.safe_load(reward)], "guards": []}).terms
+        serve(config, host, port, read_token(token_variable))
+    except ValidationError as error:
+        sys.exit(explain(error, Rewards))
+    except (yaml.YAMLError, RecipeError, RewardError, NoAnswer) as error:
+        sys.exit(str(error))
 
 
 def _table(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) -> None:

@@ -10,6 +10,7 @@ from ebbflow.artifacts import ArtifactError
 from ebbflow.data.pairs import check_pairs
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import Custom, import_path
+from ebbflow.recipe.model import PIPELINES, Model
 from ebbflow.recipe.stages import Stage
 from ebbflow.rewards.combine import load_scorer
 
@@ -45,12 +46,9 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
         if stage.kind == "offline" and stage.pairs and "://" not in stage.pairs:
             _check_pairs(f"stages.{index}.pairs = {stage.pairs!r}", Path(stage.pairs), on_cluster)
         _check_teacher(f"stages.{index}.algorithm", stage, on_cluster)
-    if recipe.model.family != "glyph":
-        import_path(recipe.model.family)
-    elif recipe.model.path and "://" not in recipe.model.path:
-        from ebbflow.models.glyph import check_glyph_folder  # brings torch along
-
-        check_glyph_folder(Path(recipe.model.path))
+    _check_model(recipe.model, on_cluster)
+    if (start := recipe.policy.start) and not start.on_hub:
+        _check_start(start.path or "", on_cluster)
     load_scorer(recipe.rewards.terms, recipe.rewards.guards)
 
 
@@ -61,6 +59,34 @@ def _check_shared(output: str, tracking_uri: str) -> None:
         raise RecipeError(
             f"runs would be tracked in {tracking_uri}, on the disk of this pod; set tracking.uri, or MLFLOW_TRACKING_URI in "
             "every pod, to a server"
+        )
+
+
+def _check_model(model: Model, on_cluster: bool) -> None:
+    if ":" in model.family:
+        import_path(model.family)
+    elif model.path and "://" not in model.path and not model.on_hub:
+        if on_cluster:
+            raise RecipeError(f"model.path = {model.path!r} {ON_ONE_MACHINE}")
+        if model.family in PIPELINES:
+            from ebbflow.models.layout import check_layout  # brings torch along
+
+            check_layout(Path(model.path), model.family)
+        else:
+            from ebbflow.models.glyph import check_glyph_folder
+
+            check_glyph_folder(Path(model.path))
+
+
+def _check_start(path: str, on_cluster: bool) -> None:
+    if "://" in path:
+        return
+    if on_cluster:
+        raise RecipeError(f"policy.start.path = {path!r} {ON_ONE_MACHINE}")
+    if not Path(path).exists():
+        raise RecipeError(
+            f"policy.start.path = {path!r}: there is no such file or folder; of a Hugging Face repository give the commit as "
+            "policy.start.revision"
         )
 
 

@@ -82,7 +82,7 @@ class Place:
 def open_model(recipe: Recipe, base: Path) -> Model:
     """Load the base model with the recipe's number of threads."""
     torch.set_num_threads(recipe.threads)
-    return load_model(base, recipe.model.family)
+    return load_model(base, recipe.model)
 
 
 def open_policy(
@@ -107,10 +107,10 @@ def open_policy(
 
 
 def _require_same_base(card: PolicyCard, other: PolicyCard, folder: Path) -> None:
-    if (other.family, other.base_digest) != (card.family, card.base_digest):
+    if (other.model.family, other.base_digest) != (card.model.family, card.base_digest):
         raise PolicyError(
-            f"the teacher in {folder} was trained from the {other.family} model {other.base_digest[:12]} and this policy from "
-            f"the {card.family} model {card.base_digest[:12]}; take a teacher of the same base"
+            f"the teacher in {folder} was trained from the {other.model.family} model {other.base_digest[:12]} and this policy "
+            f"from the {card.model.family} model {card.base_digest[:12]}; take a teacher of the same base"
         )
 
 

@@ -7,16 +7,18 @@ import time
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
+from ebbflow.recipe.model import Model
 from tasks.files import fetch, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact
 
 
 @task(**accelerated())
-def copy_base_model(path: str, family: str) -> BaseModelArtifact:
-    """A committed copy of the folder (or URI) ``path``, which holds a model of ``family``."""
+def copy_base_model(model: Model) -> BaseModelArtifact:
+    """A committed copy of the folder (or URI) that the recipe's model section names."""
     from ebbflow.models.prepare import copy_base
 
     started, folder = time.time(), scratch("base")
-    copy_base(fetch(FlyteDirectory(path)), folder, family)
+    assert model.path
+    copy_base(fetch(FlyteDirectory(model.path)), folder, model)
     return BaseModelArtifact(folder=FlyteDirectory(str(folder)), seconds=time.time() - started, finished_at=time.time())

@@ -18,5 +18,5 @@ def start_policy(recipe: Recipe, base: BaseModelArtifact) -> TrainedPolicy:
     from ebbflow.training.policy import write_base_policy
 
     folder = scratch("policy")
-    write_base_policy(folder, verify(fetch(base.folder)), recipe.digest, recipe.policy, recipe.model.family)
+    write_base_policy(folder, verify(fetch(base.folder)), recipe.digest, recipe.policy, recipe.model)
     return TrainedPolicy(folder=FlyteDirectory(str(folder)))

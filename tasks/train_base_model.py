@@ -7,7 +7,7 @@ import time
 from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
-from ebbflow.recipe.recipe import GlyphTraining
+from ebbflow.recipe.model import GlyphTraining
 from tasks.files import scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact

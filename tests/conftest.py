@@ -19,7 +19,7 @@ from ebbflow.models import Model, load_model
 from ebbflow.models.glyph import new_glyph
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.algorithms import BUILT_IN
-from ebbflow.recipe.recipe import GlyphTraining
+from ebbflow.recipe.model import GlyphTraining
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import SampleKeys

@@ -28,8 +28,9 @@ from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import Custom
 from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.recipe.recipe import RewardTerm
+from ebbflow.recipe.rewards import reward
 from ebbflow.recipe.stages import OnlineStage
 from ebbflow.rewards.combine import RewardError, load_scorer
 from ebbflow.rollouts.generate import SampleKeys, generate
@@ -42,6 +43,7 @@ EXAMPLES = ROOT / "examples"
 DOC = (ROOT / "docs" / "extending.md").read_text()
 REINFORCE = {"name": "custom", "path": "mine.reinforce:ALGORITHM"}
 CONTRAST, SHIFTED = "mine.contrast:Contrast", "mine.shifted:load"
+MODEL = ModelConfig(family=SHIFTED, path="base")
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +184,7 @@ def test_the_stage_gets_its_defaults_and_the_recipe_overrides_them():
 
 def scored(images):
     prompts = [None] * len(images)  # which this reward does not look at
-    return load_scorer([RewardTerm(name=CONTRAST, weight=0.5)], [])(np.asarray(images, np.uint8), prompts)
+    return load_scorer([reward(CONTRAST, weight=0.5)], [])(np.asarray(images, np.uint8), prompts)
 
 
 def test_the_reward_has_the_scale_that_it_states():
@@ -202,7 +204,7 @@ def test_the_reward_is_of_the_image_alone():
 
 
 def test_a_stage_trains_on_the_reward(train):
-    logged = train({"name": "flow_grpo"}, judge=load_scorer([RewardTerm(name=CONTRAST)], []))[2]
+    logged = train({"name": "flow_grpo"}, judge=load_scorer([reward(CONTRAST)], []))[2]
     assert all(metrics["score/Contrast"] == pytest.approx(metrics["reward/mean"]) for metrics in logged)
     assert all(0 < metrics["score/Contrast"] < 1 for metrics in logged)
 
@@ -222,13 +224,13 @@ def test_a_reward_that_reads_no_text_takes_prompts_without_one(tmp_path):
 
 @pytest.fixture
 def shifted(base_folder):
-    return load_model(base_folder, SHIFTED)
+    return load_model(base_folder, MODEL)
 
 
 def draw(model, prompts, seed=0):
     """Images of the deterministic sampler with the recipe's default number of steps."""
     keys = SampleKeys(seed, [0] * len(prompts), [0] * len(prompts))
-    return model.decode(generate(model, model.encode(prompts), keys, Sampler(steps=Recipe().evaluation.steps)).latents)
+    return model.decode(generate(model, model.encode_texts(prompts), keys, Sampler(steps=Recipe().evaluation.steps)).latents)
 
 
 def test_the_family_has_the_schedule_of_diffusers_with_that_shift(shifted, model):
@@ -247,13 +249,13 @@ def test_the_family_rolls_out(shifted, model):
 
 
 def test_a_copied_base_model_is_of_the_family(base_folder, tmp_path):
-    copy_base(base_folder, tmp_path / "copy", SHIFTED)
-    assert torch.equal(load_model(tmp_path / "copy", SHIFTED).sigmas(4), load_model(base_folder, SHIFTED).sigmas(4))
+    copy_base(base_folder, tmp_path / "copy", MODEL)
+    assert torch.equal(load_model(tmp_path / "copy", MODEL).sigmas(4), load_model(base_folder, MODEL).sigmas(4))
 
 
 def test_a_registered_policy_is_served_by_its_family(base_folder, tmp_path, shifted, model):
     for family, drawn in ((SHIFTED, shifted), ("glyph", model)):
         folder = tmp_path / family.replace(":", "-")
-        write_base_policy(folder, "base", "recipe", PolicyConfig(), family)
+        write_base_policy(folder, "base", "recipe", PolicyConfig(), ModelConfig(family=family, path="base"))
         (png,) = generate_images(base_folder, folder, ['"EBBS"'], [7])
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), draw(drawn, ['"EBBS"'], seed=7)[0])

@@ -15,10 +15,12 @@ from tasks.choose_candidate import choose_candidate
 from tasks.compute_advantages import compute_advantages
 from tasks.copy_base_model import copy_base_model
 from tasks.decide_promotion import decide_promotion
+from tasks.download_base_model import download_base_model
 from tasks.evaluate_champion import evaluate_champion
 from tasks.evaluate_policy import evaluate_policy
 from tasks.generate_rollouts import generate_rollouts
 from tasks.import_pairs import import_pairs
+from tasks.import_policy import import_policy
 from tasks.prepare_prompts import prepare_prompts
 from tasks.register_policy import register_policy
 from tasks.resources import light
@@ -49,7 +51,7 @@ def post_train(recipe: Recipe = Recipe()) -> PostTraining:
     run = start_run(recipe=recipe)
     prompts = prepare_prompts(recipe=recipe, run=run)
     base = prepare_base_model(recipe=recipe)
-    untrained = start_policy(recipe=recipe, base=base)
+    untrained = prepare_policy(recipe=recipe, base=base)
     before = evaluate_policy(recipe=recipe, run=run, base=base, policy=untrained, prompts=prompts, label="before")
     champion = evaluate_champion(recipe=recipe, run=run, base=base, prompts=prompts, before=before)
     history = train_rounds(recipe=recipe, run=run, base=base, prompts=prompts, history=[before], round=0)
@@ -64,10 +66,19 @@ def post_train(recipe: Recipe = Recipe()) -> PostTraining:
 
 @dynamic(**light())
 def prepare_base_model(recipe: Recipe) -> BaseModelArtifact:
-    """The base model that the recipe names, or the one it trains (which is cached)."""
-    if recipe.model.path is None:
-        return train_base_model(training=recipe.model.training, threads=recipe.threads)
-    return copy_base_model(path=recipe.model.path, family=recipe.model.family)
+    """The base model that the recipe names, or the one it trains. What cannot have changed since is cached."""
+    model = recipe.model
+    if model.path is None:
+        return train_base_model(training=model.training, threads=recipe.threads)
+    if model.revision:
+        return download_base_model(repository=model.path, revision=model.revision)
+    return copy_base_model(model=model)
+
+
+@dynamic(**light())
+def prepare_policy(recipe: Recipe, base: BaseModelArtifact) -> TrainedPolicy:
+    """What training starts from: the base model unless the recipe names something else."""
+    return import_policy(recipe=recipe, base=base) if recipe.policy.start else start_policy(recipe=recipe, base=base)
 
 
 @dynamic(**light())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,16 +17,18 @@ from ebbflow.data.prompts import (
     split_prompts,
 )
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.model import FAMILIES
 
-READING_REWARDS = {"ocr", "tesseract", "similarity"}
-"""Rewards that compare an image with the prompt's target."""
+EDITING_FAMILIES = ("qwen_image_edit",)
+"""Of those that come along, the families that are told an image beside the prompt."""
 
 
 def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
     """The prompt table (schema ``PROMPTS``), from a file or made up, and a sentence about it.
 
     Raises:
-        PromptError: the file cannot be used, has too few prompts, or prompts without the text that a reward wants to read.
+        PromptError: the file cannot be used, has too few prompts, or prompts without the text that a reward wants to read or
+            without the image that the model edits.
     """
     config = recipe.prompts
     if source is None:
@@ -34,15 +37,31 @@ def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
     else:
         rows, imported = read_prompt_file(source)
         report = str(imported)
-        if READING_REWARDS & {term.name for term in recipe.rewards.terms}:
+        if any(term.reads for term in recipe.rewards.terms):
             require_targets(rows, source)
         if recipe.model.family == "glyph" and recipe.model.path is None:
             require_letters(rows, recipe.model.training.letters, source)
+    _check_images(rows, recipe.model.family, source)
     # A file's split never depends on the run: what the champion trained on must not be held out from its challenger.
     table = split_prompts(rows, config.validation, config.held_out, seed=0 if source else recipe.seed)
     trained = table.num_rows - config.validation - config.held_out
     _require_enough(recipe, trained)
     return table, f"{report}; {trained} to train, {config.validation} to validate, {config.held_out} held out"
+
+
+def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> None:
+    given = sum(row.image is not None for row in rows)
+    if family in EDITING_FAMILIES and given < len(rows):
+        raise PromptError(
+            f"{source or 'prompts.source is left out'}: {len(rows) - given} of {len(rows)} prompts have no image, and {family} "
+            "edits images; take a prompt file with an image in every row (column 'image')"
+        )
+    if given and family in FAMILIES and family not in EDITING_FAMILIES:
+        warnings.warn(
+            f"{source}: {given} of {len(rows)} prompts have an image, which {family} does not look at; "
+            f"leave the column out, or take one of {', '.join(EDITING_FAMILIES)}",
+            stacklevel=3,
+        )
 
 
 def _require_enough(recipe: Recipe, trained: int) -> None:

@@ -8,7 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ebbflow.data.condition import ConditionError, condition_image
 from ebbflow.data.schema import PROMPTS, SPLITS
 from ebbflow.data.tables import TableError, read_table, write_table
 
-KNOWN_COLUMNS = ("prompt", "negative_prompt", "target")
+KNOWN_COLUMNS = ("prompt", "negative_prompt", "target", "image")
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
 
 
@@ -39,6 +40,8 @@ class Prompt:
     source: str
     split: str
     metadata: str
+    image: bytes | None = field(default=None, repr=False)
+    """PNG of the picture to edit, for image-to-image models."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class PromptRow:
     source: str = ""
     metadata: str = "{}"
     """Further columns of the source, as a JSON object with sorted keys."""
+    image: bytes | None = field(default=None, repr=False)
+    """PNG of the picture to edit, for image-to-image models."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,10 @@ def make_glyph_prompts(count: int, letters: int, seed: int) -> list[PromptRow]:
 def read_prompt_file(path: str | Path) -> tuple[list[PromptRow], ImportReport]:
     """Read prompts from .txt (one a line), .jsonl (one object a line), .csv (with a header) or .parquet.
 
-    Columns: ``prompt``, and optionally ``negative_prompt`` and ``target``; all others are kept as metadata. Without a target
-    the quoted parts of the prompt ("..." or typographic) are it, joined by blanks; a prompt without any has none. White space
-    around prompts is cut. Of rows with the same prompt, negative prompt and target the first is kept.
+    Columns: ``prompt``, and optionally ``negative_prompt``, ``target`` and ``image``; all others are kept as metadata. Without a
+    target the quoted parts of the prompt ("..." or typographic) are it, joined by blanks; a prompt without any has none. White
+    space around prompts is cut. An image is a path, or in Parquet the bytes of a file (``ebbflow.data.condition``). Of rows with
+    the same prompt, negative prompt, target and image the first is kept.
 
     Raises:
         PromptError: the file, or a line of it, is not that.
@@ -103,14 +109,14 @@ def read_prompt_file(path: str | Path) -> tuple[list[PromptRow], ImportReport]:
         raise PromptError(f"{path}: its suffix {path.suffix!r} is none of {', '.join(readers)}; convert or rename it")
     if not path.is_file():
         raise PromptError(f"{path}: no such file; check prompts.source")
-    rows: dict[tuple[str, str, str | None], PromptRow] = {}
+    rows: dict[tuple[str, str, str | None, bytes | None], PromptRow] = {}
     duplicates = empty = 0
     for place, record in readers[path.suffix.lower()](path):
         if not record:
             empty += 1
             continue
-        row = _row(record, place, path.name)
-        key = (row.prompt, row.negative_prompt, row.target)
+        row = _row(record, place, path)
+        key = (row.prompt, row.negative_prompt, row.target, row.image)
         duplicates += key in rows
         rows.setdefault(key, row)
     if not rows:
@@ -165,7 +171,7 @@ def read_prompts(path: str | Path, split: str | None = None) -> list[Prompt]:
     except TableError as error:
         raise PromptError(f"{error}\nMake prompt tables with split_prompts and write_prompts") from None
     chosen = table if split is None else table.filter(pc.equal(table["split"], split))
-    return [Prompt(**row) for row in chosen.sort_by("prompt_id").to_pylist()]
+    return sorted((Prompt(**row) for row in chosen.to_pylist()), key=lambda prompt: prompt.prompt_id)
 
 
 def require_targets(rows: Sequence[Prompt | PromptRow] | pa.Table, file: str | Path) -> None:
@@ -271,7 +277,7 @@ def _read_parquet(path: Path) -> pa.Table:
 # Records to rows.
 
 
-def _row(record: dict[str, Any], place: str, source: str) -> PromptRow:
+def _row(record: dict[str, Any], place: str, path: Path) -> PromptRow:
     prompt = _text(record, "prompt", place)
     if prompt is None:
         raise PromptError(f"{place}: {_shown(record.get('prompt'))} is no prompt; give every row a 'prompt' that is not empty")
@@ -279,8 +285,9 @@ def _row(record: dict[str, Any], place: str, source: str) -> PromptRow:
         prompt=prompt,
         negative_prompt=_text(record, "negative_prompt", place) or "",
         target=_text(record, "target", place) or _quoted(prompt),
-        source=source,
+        source=path.name,
         metadata=_metadata(record, place),
+        image=_image(record, place, path.parent),
     )
 
 
@@ -292,6 +299,19 @@ def _text(record: dict[str, Any], column: str, place: str) -> str | None:
     if not isinstance(value, str):
         raise PromptError(f"{place}: {column} = {_shown(value)} is not text; write it as a string")
     return _storable(value, f"{place}: {column}").strip() or None
+
+
+def _image(record: dict[str, Any], place: str, folder: Path) -> bytes | None:
+    """The image to edit as PNG; None where it is missing, null or blank."""
+    value = record.get("image")
+    if not isinstance(value, bytes):
+        value = _text(record, "image", place)
+    if value is None:
+        return None
+    try:
+        return condition_image(value, folder)
+    except ConditionError as error:
+        raise PromptError(f"{place}: image = {_shown(value)} {error}") from None
 
 
 def _quoted(prompt: str) -> str | None:

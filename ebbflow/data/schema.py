@@ -17,6 +17,7 @@ PROMPTS = pa.schema(
         pa.field("source", pa.string(), nullable=False),
         pa.field("split", pa.string(), nullable=False),
         pa.field("metadata", pa.string(), nullable=False),  # the source's other columns, as a JSON object
+        pa.field("image", pa.binary()),  # PNG of the picture to edit; null for text-to-image
     ]
 )
 
@@ -29,7 +30,7 @@ SAMPLE_KEY = [
 
 
 def rollout_schema(latent_shape: tuple[int, ...]) -> pa.Schema:
-    """Schema of a rollout shard: the final latent (fp32) and its image (PNG) of every sample."""
+    """Schema of a rollout shard: the final latent (fp32) and its image (PNG) or video (animated PNG) of every sample."""
     return pa.schema(
         [
             *SAMPLE_KEY,
@@ -56,7 +57,8 @@ ADVANTAGES = pa.schema([*SAMPLE_KEY, pa.field("advantage", pa.float32(), nullabl
 
 
 def evaluation_schema(metrics: list[str]) -> pa.Schema:
-    """Schema of an evaluation: every prompt with its image, a nullable column per metric, and why a scorer failed."""
+    """Schema of an evaluation: every prompt with its image (PNG) or video (animated PNG), a nullable column per metric,
+    and why a scorer failed."""
     return pa.schema(
         [
             *SAMPLE_KEY,

@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from ebbflow.evaluation.statistics import compare, held_out_pairs
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.recipe import score_column
 from ebbflow.records import Comparison, Evaluation, Verdict
 
 TARGET = "reward"
@@ -94,7 +93,7 @@ def _target(recipe: Recipe, target: Comparison) -> _Finding:
 def _guards(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> tuple[list[Comparison], list[_Finding]]:
     comparisons: list[Comparison] = []
     findings: list[_Finding] = []
-    for guard in map(score_column, recipe.rewards.guards):
+    for guard in (config.column for config in recipe.rewards.guards):
         sides = {"candidate": guard in candidate.column_names, "champion": guard in champion.column_names}
         if not any(sides.values()):
             findings.append(_Finding(True, f"Guard {guard} was not measured on either side (not installed); it had no say."))

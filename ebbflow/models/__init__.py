@@ -6,19 +6,29 @@ from pathlib import Path
 
 import torch
 
-from ebbflow.models.base import Conditioning, Model, ModelError
+from ebbflow.models.base import Conditioning, Model, ModelError, default_device, predict
 from ebbflow.recipe.algorithms import import_path
+from ebbflow.recipe.model import Model as ModelConfig
 
-FAMILIES = {"glyph": "ebbflow.models.glyph:load_glyph"}
+FAMILIES = {
+    "glyph": "ebbflow.models.glyph:load_glyph",
+    "sd3": "ebbflow.models.sd3:load",
+    "qwen_image": "ebbflow.models.qwen_image:load",
+    "qwen_image_edit": "ebbflow.models.qwen_image:load_edit",
+    "flux": "ebbflow.models.flux:load",
+    "wan": "ebbflow.models.wan:load",
+}
+"""What loads each family, ``(folder, config, device) -> Model``; imported when a recipe names it."""
 
-__all__ = ["Conditioning", "Model", "ModelError", "load_model"]
+__all__ = ["Conditioning", "Model", "ModelError", "load_model", "predict"]
 
 
-def load_model(folder: Path, family: str = "glyph", device: torch.device | None = None) -> Model:
-    """Load a base-model folder with the adapter of its family: one of ``FAMILIES``, or ``package.module:load`` of a user's own.
+def load_model(folder: Path, config: ModelConfig = ModelConfig(), device: torch.device | None = None) -> Model:
+    """Load a base-model folder with the adapter of its family, to draw as ``config`` says, frozen and in evaluation mode.
 
     Raises:
         RecipeError: nothing can be imported from a path.
         ModelError: the folder is no base model of the family.
     """
-    return import_path(FAMILIES.get(family, family))(folder, device)
+    load = import_path(FAMILIES.get(config.family, config.family))
+    return load(folder, config, device or default_device())

@@ -9,18 +9,21 @@ shift and scale of a VAE. ``diffusers.StableDiffusion3Pipeline.from_pretrained``
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from ebbflow.models.base import Conditioning, ModelError, default_device
-from ebbflow.recipe.recipe import GlyphTraining
+from ebbflow.data.prompts import Prompt
+from ebbflow.models.base import Conditioning, ModelError
+from ebbflow.recipe.model import GlyphTraining, Precision
+from ebbflow.recipe.model import Model as ModelConfig
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PIXEL_SHIFT, PIXEL_SCALE = 0.55, 0.75
@@ -39,6 +42,7 @@ class GlyphModel:
     """Adapter of the glyph family; see ``ebbflow.models.base.Model``."""
 
     lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+    pipeline_class = StableDiffusion3Pipeline
 
     def __init__(
         self,
@@ -48,12 +52,14 @@ class GlyphModel:
         scheduler: FlowMatchEulerDiscreteScheduler,
         height: int,
         width: int,
+        precision: Precision = "float32",
     ) -> None:
         self.transformer = transformer
         self.text_encoder = text_encoder
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.latent_shape: tuple[int, ...] = (1, height, width)
+        self.precision = precision
 
     def sigmas(self, steps: int) -> Tensor:
         # The pipelines of the newer families pass this list; the scheduler's own default ends in a step from .001 to 0,
@@ -62,11 +68,11 @@ class GlyphModel:
         return self.scheduler.sigmas.clone()
 
     @torch.no_grad()
-    def encode(self, prompts: list[str]) -> Conditioning:
-        return self.encode_with_gradient(prompts)
+    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+        return self.encode_texts([prompt.prompt for prompt in prompts])
 
-    def encode_with_gradient(self, prompts: list[str]) -> Conditioning:
-        """``encode`` for training the text encoder itself.
+    def encode_texts(self, prompts: list[str]) -> Conditioning:
+        """``encode`` with a gradient, for training the text encoder itself.
 
         Raises:
             ModelError: a prompt has more letters than the model can draw.
@@ -76,14 +82,14 @@ class GlyphModel:
         if too_long := [prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > most]:
             raise ModelError(f"this glyph model draws {most - 2} letters at most and was asked for {too_long[0]!r}")
         output = self.text_encoder(input_ids=torch.tensor(tokens, device=self.text_encoder.device))
-        return Conditioning(output.last_hidden_state, output.text_embeds)
+        return Conditioning({"embeds": output.last_hidden_state, "pooled": output.text_embeds})
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         return self.transformer(
             hidden_states=latents,
             timestep=1000 * sigma,  # never truncated to an integer: rollout and training must agree
-            encoder_hidden_states=conditioning.embeds,
-            pooled_projections=conditioning.pooled,
+            encoder_hidden_states=conditioning["embeds"],
+            pooled_projections=conditioning["pooled"],
             return_dict=False,
         )[0]
 
@@ -138,7 +144,7 @@ def check_glyph_folder(folder: Path) -> None:
         )
 
 
-def load_glyph(folder: Path, device: torch.device | None = None) -> GlyphModel:
+def load_glyph(folder: Path, config: ModelConfig, device: torch.device) -> GlyphModel:
     """Load a glyph base model, frozen and in evaluation mode.
 
     Raises:
@@ -147,17 +153,16 @@ def load_glyph(folder: Path, device: torch.device | None = None) -> GlyphModel:
     check_glyph_folder(folder)
     disable_progress_bar()  # a bar per file of a few tensors would bury the bars that matter
     try:
-        model = _read_glyph(folder)
+        model = _read_glyph(folder, config.precision)
     except Exception as error:  # three libraries read the parts, each with errors of its own
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"{folder} cannot be read as a glyph base model ({reason}); copy it again or make it again") from error
-    device = device or default_device()
     for part in (model.transformer, model.text_encoder):
         part.requires_grad_(False).eval().to(device)
     return model
 
 
-def _read_glyph(folder: Path) -> GlyphModel:
+def _read_glyph(folder: Path, precision: Precision) -> GlyphModel:
     size = json.loads((folder / "glyph.json").read_text())
     return GlyphModel(
         SD3Transformer2DModel.from_pretrained(folder / "transformer"),
@@ -166,6 +171,7 @@ def _read_glyph(folder: Path) -> GlyphModel:
         FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
         size["height"],
         size["width"],
+        precision,
     )
 
 

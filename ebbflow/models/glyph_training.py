@@ -12,7 +12,7 @@ from tqdm import tqdm
 from ebbflow.artifacts import new_folder
 from ebbflow.models.glyph import ALPHABET, GlyphModel, new_glyph, to_latents
 from ebbflow.models.lettering import render_batch
-from ebbflow.recipe.recipe import GlyphTraining
+from ebbflow.recipe.model import GlyphTraining
 
 
 def train_glyph_base(config: GlyphTraining, folder: Path) -> None:
@@ -62,5 +62,5 @@ def _loss(model: GlyphModel, clean: torch.Tensor, captions: list[str]) -> torch.
     sigma = torch.sigmoid(0.8 + torch.randn(len(clean)))
     rows = sigma.view(-1, 1, 1, 1)
     noisy = (1 - rows) * clean + rows * noise
-    velocity = model.velocity(noisy, sigma, model.encode_with_gradient(captions))
+    velocity = model.velocity(noisy, sigma, model.encode_texts(captions))
     return ((velocity - (noise - clean)) ** 2).mean()

@@ -95,7 +95,7 @@ def import_pairs_from_folder(place: Place, base: Path, prompts: Path, source: Pa
 
 
 def _prompts(source: Path, ignored: set[str]) -> Iterator[pa.RecordBatch]:
-    rest = {"negative_prompt": "", "target": None, "source": source.name, "split": "train", "metadata": "{}"}
+    rest = {"negative_prompt": "", "target": None, "source": source.name, "split": "train", "metadata": "{}", "image": None}
     numbered = read_pair_prompts(source, ignored)
     while rows := list(islice(numbered, PROMPTS_AT_ONCE)):
         yield pa.RecordBatch.from_pylist([{"prompt_id": number, "prompt": text, **rest} for number, text in rows], PROMPTS)

@@ -16,6 +16,7 @@ from ebbflow.data.sampling import prompt_batch
 from ebbflow.data.schema import rollout_schema, score_schema
 from ebbflow.data.tables import about_table, nullable, read_batches, read_column, row_count, write_table
 from ebbflow.models import Model
+from ebbflow.models.encoding import encode_once
 from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
 from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.images import decode_png, encode_png
@@ -54,13 +55,14 @@ def _generated(
     place: Place, model: Model, policy: Policy, version: int, prompts: list[Prompt], groups_at_once: int, clock: Clock
 ) -> Iterator[pa.RecordBatch]:
     schema, config = rollout_schema(model.latent_shape), place.config
+    with clock.phase("rollout"):
+        encode = encode_once(model, prompts)
     progress = tqdm(total=len(prompts) * config.group_size, desc=f"{place.label} rollout", unit="image", disable=None)
     for start in range(0, len(prompts), groups_at_once):
         with clock.phase("rollout"), policy.using(place.algorithm.generates):
             repeated, keys = place.groups(prompts[start : start + groups_at_once], step=0)
-            conditioning = model.encode([prompt.prompt for prompt in repeated])
             latents = generate(
-                model, conditioning, keys, config.sampler, micro_batch=config.micro_batch, precision=config.rollout_precision
+                model, encode(repeated), keys, config.sampler, micro_batch=config.micro_batch, precision=config.rollout_precision
             ).latents
             images = encode_png(model.decode(latents))
         progress.update(len(images))
@@ -69,7 +71,8 @@ def _generated(
                 pa.array(keys.prompt_ids, pa.int64()),
                 pa.array(keys.samples, pa.int64()),
                 pa.array([version] * len(images), pa.int64()),
-                pa.FixedShapeTensorArray.from_numpy_ndarray(latents.cpu().numpy()),
+                # To Arrow the layout in memory is part of the type, and ours is row by row.
+                pa.FixedShapeTensorArray.from_numpy_ndarray(np.array(latents.cpu().numpy(), order="C")),
                 pa.array(images, pa.binary()),
             ],
             schema=schema,
@@ -83,7 +86,7 @@ def _about(place: Place, shard: int, clock: Clock) -> dict[str, Any]:
         "seed": place.seed,
         "shard": shard,
         "engine": "diffusers",
-        "dtype": place.config.rollout_precision,
+        "dtype": place.config.rollout_precision or place.recipe.model.precision,
         "sampler": place.config.sampler.model_dump(),
         "micro_batch": place.config.micro_batch,
         "seconds": clock.seconds,
@@ -103,11 +106,12 @@ def score_shard(place: Place, scorer: Scorer, prompts: list[Prompt], rollouts: P
         for batch in read_batches(rollouts, rows=place.config.micro_batch):
             with clock.phase("scoring"):
                 images = decode_png(batch["image"].to_pylist())
-                parts.append((batch, scorer(images, [by_id[i] for i in batch["prompt_id"].to_pylist()])))
+                scores = scorer(images, [by_id[i] for i in batch["prompt_id"].to_pylist()])
+            parts.append((batch.select(["prompt_id", "sample"]), scores))  # the images of a whole shard would fill memory
             progress.update(len(batch))
-    tables = [table for _, table in parts]
-    require_scored(_concatenated(tables), place.recipe.rewards.max_failed_share)
-    schema = score_schema(sorted(tables[0].metrics))
+    scored = ScoreTable.cat([table for _, table in parts])
+    require_scored(scored, place.recipe.rewards.max_failed_share)
+    schema = score_schema(sorted(scored.metrics))
     about = about_table(rollouts) | {"seconds": clock.seconds, "weights": scorer.weights}
     write_table(path, schema, (_scored(schema, batch, table) for batch, table in parts), about)
 
@@ -117,14 +121,6 @@ def _scored(schema: pa.Schema, batch: pa.RecordBatch, table: ScoreTable) -> pa.R
     columns |= {name: nullable(values) for name, values in table.metrics.items()}
     columns["failure"] = pa.array(table.failures, pa.string())
     return pa.record_batch([columns[name] for name in schema.names], schema=schema)
-
-
-def _concatenated(tables: list[ScoreTable]) -> ScoreTable:
-    return ScoreTable(
-        reward=np.concatenate([table.reward for table in tables]),
-        metrics={},
-        failures=[reason for table in tables for reason in table.failures],
-    )
 
 
 def read_latents(path: Path) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from ebbflow.data.schema import ADVANTAGES
 from ebbflow.data.tables import about_table, read_column, read_table, row_count, write_table
 from ebbflow.flow.noise import Stream, generator
 from ebbflow.models import Conditioning, Model
+from ebbflow.models.encoding import Encode, encode_once
 from ebbflow.offline.shards import read_latents
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.records import StageRecord
@@ -32,8 +33,6 @@ from ebbflow.training.update import Learner, TrainingError
 
 Units = list[np.ndarray]
 """Positions in a shard's trainable rows; those of a unit stay together."""
-
-Encode = Callable[[Sequence[int]], Conditioning]
 
 
 def write_advantages(place: Place, scores: list[Path], path: Path) -> dict[str, float]:
@@ -142,7 +141,7 @@ def _update(place: Place, learner: Learner, part: Part, ranks: Ranks) -> dict[st
     """One optimiser step of all processes, this one on its part of the batch."""
     hyper = place.config.hyper
     assert isinstance(hyper, ForwardConfig)
-    device = part.conditioning.embeds.device
+    device = part.conditioning.device
     clean, advantage = part.clean.to(device), part.advantage.to(device)
     batch = forward_batch(clean, part.conditioning, advantage, part.keys, part.unit, hyper, visit=part.epoch)
     return learner.update(batch, _passes(part.units, ranks.world, hyper.noise_levels, place.config.micro_batch))
@@ -192,33 +191,34 @@ def _schedule(place: Place, model: Model, prompts: list[Prompt], shards: list[Sh
     An epoch goes through the shards in a seeded order and shuffles inside each, so one shard, with its encoded prompts, is in
     memory at a time.
     """
-    texts = {prompt.prompt_id: prompt.prompt for prompt in prompts}
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
     for epoch in range(place.offline.epochs):
         for index in _order(place.seed, epoch, 0, len(shards)):
             shard = shards[index]
-            latents, encode = read_latents(shard.path), _encoder(model, texts, shard, place.config.micro_batch)
+            latents, mine = read_latents(shard.path), {i: by_id[i] for i in shard.prompt_ids.tolist()}
+            encode = encode_once(model, mine.values())
             order = [shard.units[i] for i in _order(place.seed, epoch, 1 + index, len(shard.units))]
             for batch in _batches(order, place.offline.batch_size, ranks.world):
-                yield _part(place, shard, latents, encode, epoch, batch, ranks)
+                yield _part(place, shard, latents, mine, encode, epoch, batch, ranks)
 
 
-def _encoder(model: Model, texts: dict[int, str], shard: Shard, at_once: int) -> Encode:
-    """Encodes every text of a shard once; returns the conditioning of given prompt ids."""
-    wanted = sorted({texts[prompt_id] for prompt_id in shard.prompt_ids.tolist()})
-    parts = [model.encode(wanted[start : start + at_once]) for start in range(0, len(wanted), at_once)]
-    table = Conditioning(torch.cat([part.embeds for part in parts]), torch.cat([part.pooled for part in parts]))
-    place = {text: row for row, text in enumerate(wanted)}
-    return lambda prompt_ids: table.rows(torch.tensor([place[texts[prompt_id]] for prompt_id in prompt_ids]))
-
-
-def _part(place: Place, shard: Shard, latents: Tensor, encode: Encode, epoch: int, batch: Units, ranks: Ranks) -> Part:
+def _part(
+    place: Place,
+    shard: Shard,
+    latents: Tensor,
+    prompts: dict[int, Prompt],
+    encode: Encode,
+    epoch: int,
+    batch: Units,
+    ranks: Ranks,
+) -> Part:
     """This process's part of a batch."""
     mine = _deal(batch, ranks.world)[ranks.rank]
     rows = np.concatenate(mine)
     keys = SampleKeys(place.seed, shard.prompt_ids[rows].tolist(), shard.samples[rows].tolist())
     unit = np.repeat(np.arange(len(mine)), [len(unit) for unit in mine])
-    advantage = torch.from_numpy(shard.advantage[rows])
-    return Part(epoch, batch, keys, unit, latents[shard.rows[rows]], encode(keys.prompt_ids), advantage)
+    conditioning, advantage = encode([prompts[i] for i in keys.prompt_ids]), torch.from_numpy(shard.advantage[rows])
+    return Part(epoch, batch, keys, unit, latents[shard.rows[rows]], conditioning, advantage)
 
 
 def _batches(units: Units, batch_size: int, world: int) -> list[Units]:

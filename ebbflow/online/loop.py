@@ -17,6 +17,7 @@ from ebbflow.data.sampling import prompt_batch
 from ebbflow.flow.noise import Stream, generator
 from ebbflow.flow.windows import Plan, plan
 from ebbflow.models import Conditioning, Model
+from ebbflow.models.encoding import Encode, encode_once
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer, require_scored
@@ -70,10 +71,12 @@ def run_online_stage(
     config, name = place.online, place.config.algorithm_name
     clock, samples = Clock(), 0
     history = PromptStatistics() if history is None else history
+    with clock.phase("encoding"):
+        encode = encode_once(model, (prompt for step in range(config.steps) for prompt in _prompts(place, prompts, step)))
     progress = tqdm(range(config.steps), desc=f"{place.label} {name}", unit="step", disable=None)
     for step in progress:
         before = dict(clock.seconds)
-        experience = collect(place, model, learner, scorer, prompts, step, clock)
+        experience = collect(place, model, learner, scorer, prompts, encode, step, clock)
         advantages = advantages_of(place, scorer, experience, history)
         metrics = advantages.metrics | _means(experience.scores)
         with clock.phase("training"):
@@ -93,13 +96,13 @@ def run_online_stage(
 
 
 def collect(
-    place: Place, model: Model, learner: Learner, scorer: Scorer, prompts: list[Prompt], step: int, clock: Clock
+    place: Place, model: Model, learner: Learner, scorer: Scorer, prompts: list[Prompt], encode: Encode, step: int, clock: Clock
 ) -> Experience:
     """Generate and score the groups of one step."""
     config = place.online
-    repeated, keys = place.groups(prompt_batch(prompts, config.prompts_per_step, step, place.seed), step)
+    repeated, keys = place.groups(_prompts(place, prompts, step), step)
     with clock.phase("rollout"), learner.policy.using(place.algorithm.generates):
-        conditioning = model.encode([prompt.prompt for prompt in repeated])
+        conditioning = encode(repeated)
         chosen = _plan(place, learner.progress.steps)
         rollouts = generate(model, conditioning, keys, config.sampler, chosen, config.micro_batch, config.rollout_precision)
         images = model.decode(rollouts.latents)
@@ -107,6 +110,10 @@ def collect(
         scores = scorer(images, repeated)
         require_scored(scores, place.recipe.rewards.max_failed_share)
     return Experience(conditioning, keys, rollouts, scores)
+
+
+def _prompts(place: Place, prompts: list[Prompt], step: int) -> list[Prompt]:
+    return prompt_batch(prompts, place.online.prompts_per_step, step, place.seed)
 
 
 def _plan(place: Place, step: int) -> Plan | None:

@@ -5,46 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
 
-from ebbflow.recipe.algorithms import Following, name_or_path
+from ebbflow.recipe.algorithms import Following
 from ebbflow.recipe.base import RecipeError, Strict, explain
+from ebbflow.recipe.model import Model
+from ebbflow.recipe.pretrained import Pretrained
+from ebbflow.recipe.rewards import Rewards
 from ebbflow.recipe.stages import AnyStage, OfflineStage, OnlineStage
-
-
-class GlyphTraining(Strict):
-    """How the glyph base model is trained from scratch when ``model.path`` is left out."""
-
-    height: int = Field(16, ge=16, le=64, multiple_of=8)
-    width: int = Field(32, ge=16, le=256, multiple_of=8)
-    letters: int = Field(4, ge=1, le=16)
-    """Letters per string."""
-    steps: int = Field(900, ge=1)
-    batch: int = Field(64, ge=1)
-    lr: float = Field(2e-3, gt=0, le=1)
-    ema: float = Field(0.99, ge=0, lt=1)
-    caption_noise: float = Field(0.35, ge=0, le=1)
-    """In the last third each letter of a caption is replaced with this probability. It leaves the headroom that
-    reinforcement learning then wins back: without it the base already spells almost everything right."""
-    seed: int = Field(0, ge=0, lt=2**63)
-
-
-class Model(Strict):
-    """The base model: a folder in the Hugging Face layout of its family, or the glyph model trained here."""
-
-    family: Annotated[str, name_or_path("glyph")] = "glyph"
-    """A family that comes along, or ``package.module:load`` of a user's own, a function of the folder and the device."""
-    path: str | None = None
-    training: GlyphTraining = GlyphTraining()
-
-    @model_validator(mode="after")
-    def _only_glyph_is_trained_here(self) -> Model:
-        if self.family != "glyph" and self.path is None:
-            raise ValueError(f"family = {self.family!r} needs the 'path' of its base model; only glyph is trained here")
-        return self
 
 
 class Prompts(Strict):
@@ -68,48 +39,17 @@ class Prompts(Strict):
         return self
 
 
-REWARD_NAMES = ("ocr", "tesseract", "similarity", "jpeg_compressibility", "jpeg_incompressibility")
-RewardName = Annotated[str, name_or_path(*REWARD_NAMES)]
-"""A reward that comes along, or ``package.module:Name`` of a user's own."""
-
-
-def score_column(reward: str) -> str:
-    """The column of a reward's scores in every table, chart and guard: its name, or the last part of its path."""
-    return reward.rpartition(":")[2]
-
-
-class RewardTerm(Strict):
-    """One reward and its weight in the sum."""
-
-    name: RewardName
-    weight: float = Field(1.0, gt=0)
-
-
-class Rewards(Strict):
-    """What is trained on, and what is only watched."""
-
-    terms: list[RewardTerm] = Field([RewardTerm(name="ocr")], min_length=1)
-    guards: list[RewardName] = ["tesseract", "similarity"]
-    """Metrics that are never trained on; a guard that is not installed is reported and left out."""
-    max_failed_share: float = Field(0.05, ge=0, lt=1)
-    """Share of samples whose scoring may fail (they are masked and counted) before the stage stops."""
-
-    @model_validator(mode="after")
-    def _guards_are_not_trained_on(self) -> Rewards:
-        names = [score_column(term.name) for term in self.terms]
-        if len(set(names)) < len(names):
-            raise ValueError(f"each reward may be named once, got {names}")
-        if both := set(names) & set(map(score_column, self.guards)):
-            raise ValueError(f"{sorted(both)} cannot be trained on and be a guard; take it out of 'guards'")
-        return self
-
-
 class Policy(Strict):
     """Which parameters are trained, and which are evaluated and served."""
 
     train: Literal["full", "lora"] = "full"
     rank: int = Field(16, ge=1)
     alpha: int = Field(16, ge=1)
+    targets: list[str] | None = Field(None, min_length=1)
+    """Names of the linear layers that LoRA adapts, or their ends; left out, those of the model's family."""
+    start: Pretrained | None = None
+    """What training starts from instead of the base model: the policy folder of an earlier run, or a published LoRA (a file, a
+    folder or a repository) of this base, of at most this rank."""
     ema: Following | None = None
     """An exponential moving average of the trained parameters, updated after every optimiser step. Where there is one, it is what
     gets evaluated, promoted and served; training goes on from the parameters themselves."""
@@ -166,6 +106,17 @@ class Recipe(Strict):
     promotion: Promotion = Promotion()
     tracking: Tracking = Tracking()
 
+    @model_validator(mode="after")
+    def _rollouts_can_be_computed(self) -> Recipe:
+        rough = self.model.precision
+        for index, stage in enumerate(self.stages):
+            if rough != "float32" and stage.rollout_precision == "float32" and self.policy.train == "lora":
+                raise ValueError(
+                    f"stages.{index}.rollout_precision = 'float32' cannot be had from weights kept in model.precision = "
+                    f"{rough!r}; set model.precision to float32, or leave rollout_precision out"
+                )
+        return self
+
     @model_validator(mode="wrap")
     @classmethod
     def _explain_what_is_wrong(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Recipe:
@@ -185,7 +136,7 @@ class Recipe(Strict):
         return f"{round_index + 1}.{stage_index + 1} {self.stages[stage_index].kind}"
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class UniqueKeys(yaml.SafeLoader):
     """YAML's safe loader, to which a key given twice is an error and not a silent choice of the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -205,7 +156,7 @@ def load_recipe(path: str | Path) -> Recipe:
     if not path.is_file():
         raise RecipeError(f"no recipe at {path}; the ones that come with Ebbflow are in workflows/recipes/")
     try:
-        data = yaml.load(path.read_bytes(), _UniqueKeys)
+        data = yaml.load(path.read_bytes(), UniqueKeys)
     except (yaml.YAMLError, ValueError) as error:
         raise RecipeError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(data, dict):

@@ -18,6 +18,7 @@ from ebbflow.recipe.choices import (
     Sampler,
     Window,
 )
+from ebbflow.recipe.model import Precision
 
 
 class Stage(Strict):
@@ -36,8 +37,8 @@ class Stage(Strict):
     """Samples per prompt; advantages compare inside the group."""
     micro_batch: int = Field(64, ge=1)
     """Samples per forward and backward pass."""
-    rollout_precision: Literal["float32", "bfloat16"] = "float32"
-    """Of the network while it generates; latents and log-probs are float32 always."""
+    rollout_precision: Precision | None = None
+    """Of the network while it generates, where that is not ``model.precision``."""
     drift_alarm: float = Field(1.0, gt=0)
     """A velocity drift from the base model, mean((v - v_base)^2), above this is warned of and stands in the report: what learns
     well stays well below 1, what games its reward often does not."""

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.algorithms import import_path
-from ebbflow.recipe.recipe import RewardTerm, score_column
+from ebbflow.recipe.rewards import CustomReward, RewardConfig
 from ebbflow.rewards.base import Reward, RewardResult
-from ebbflow.rewards.jpeg import JpegCompressibility, JpegIncompressibility
-from ebbflow.rewards.ocr import Ocr
-from ebbflow.rewards.similarity import Similarity
-from ebbflow.rewards.tesseract import Tesseract
 
-REWARDS: dict[str, Callable[[], Reward]] = {
-    "ocr": Ocr,
-    "tesseract": Tesseract,
-    "similarity": Similarity,
-    "jpeg_compressibility": JpegCompressibility,
-    "jpeg_incompressibility": JpegIncompressibility,
+MAKERS: dict[str, str] = {
+    "ocr": "ebbflow.rewards.ocr:Ocr",
+    "tesseract": "ebbflow.rewards.tesseract:Tesseract",
+    "similarity": "ebbflow.rewards.similarity:Similarity",
+    "jpeg_compressibility": "ebbflow.rewards.jpeg:JpegCompressibility",
+    "jpeg_incompressibility": "ebbflow.rewards.jpeg:JpegIncompressibility",
+    "pickscore": "ebbflow.rewards.clip:PickScore",
+    "clipscore": "ebbflow.rewards.clip:ClipScore",
+    "aesthetic": "ebbflow.rewards.aesthetic:Aesthetic",
+    "imagereward": "ebbflow.rewards.imagereward:ImageReward",
+    "hps": "ebbflow.rewards.hps:Hps",
+    "remote": "ebbflow.rewards.remote:Remote",
+    "vision_judge": "ebbflow.rewards.vision_judge:VisionJudge",
 }
-"""Every reward. A new one is entered here and in ``REWARD_NAMES`` of the recipe."""
+"""The class of every reward, imported when a recipe names it; called with its part of the recipe where it has options."""
+
+
+FRAMES_SCORED = 8
+"""Frames of a video that a reward looks at, evenly spaced from the first to the last; all of a shorter one."""
 
 
 class RewardError(RuntimeError):
@@ -33,12 +40,12 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Scores of N images.
+    """Scores of N images or videos.
 
     Attributes:
         reward: float64 [N], the weighted sum of the trained terms; NaN where any of them failed.
         metrics: float64 [N] columns: every reward by its name and what it measures beside; NaN where it failed.
-        failures: why, for every image on which any reward or guard failed; None elsewhere.
+        failures: why, for everything on which any reward or guard failed; None elsewhere.
     """
 
     reward: np.ndarray
@@ -47,8 +54,17 @@ class ScoreTable:
 
     @property
     def failed_share(self) -> float:
-        """Share of the images that have no reward."""
+        """Share of the images or videos that have no reward."""
         return float(np.isnan(self.reward).mean()) if len(self.reward) else 0.0
+
+    @staticmethod
+    def cat(parts: Sequence[ScoreTable]) -> ScoreTable:
+        """The rows of all parts, at least one; they are by the same scorer."""
+        return ScoreTable(
+            reward=np.concatenate([part.reward for part in parts]),
+            metrics={name: np.concatenate([part.metrics[name] for part in parts]) for name in parts[0].metrics},
+            failures=[reason for part in parts for reason in part.failures],
+        )
 
 
 @dataclass(frozen=True)
@@ -65,62 +81,104 @@ class Scorer:
         return {reward.name: weight for reward, weight in self.terms}
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreTable:
-        """Score images, uint8 RGB [N, height, width, 3], each against its prompt.
+        """Score images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3], each against its prompt.
+
+        Rewards look at images: what a reward says of a video, and what it measures beside, is the mean over ``FRAMES_SCORED``
+        frames, each scored against the video's prompt. A frame that failed fails its video.
 
         Raises:
             RewardError: images and prompts do not go together, or a reward breaks its contract.
         """
         _check_images(images, prompts)
+        score = _score if images.ndim == 4 else _score_videos
         rewards = [*(reward for reward, _ in self.terms), *self.guards]
-        results = {reward.name: checked(reward.name, reward(images, prompts), len(images)) for reward in rewards}
+        results = {reward.name: score(reward, images, prompts) for reward in rewards}
         total = np.sum([weight * results[reward.name].values for reward, weight in self.terms], axis=0)
         return ScoreTable(total, _columns(results), _reasons(results, len(images)))
 
 
-def load_rewards(names: Sequence[str]) -> list[Reward]:
-    """The rewards of these names, or of these paths (``package.module:Name``, called without arguments).
+def _score(reward: Reward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+    return checked(reward.name, reward(images, prompts), len(images))
+
+
+def _score_videos(reward: Reward, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+    shown = scored_frames(videos.shape[1])
+    frames = videos[:, shown].reshape(-1, *videos.shape[2:])
+    result = _score(reward, frames, [prompt for prompt in prompts for _ in shown])
+    return RewardResult(
+        values=_over_frames(result.values, len(shown)),
+        metrics={name: _over_frames(values, len(shown)) for name, values in result.metrics.items()},
+        failures=_video_failures(result, shown),
+    )
+
+
+def scored_frames(count: int) -> np.ndarray:
+    """Positions of the frames that are scored, of a video of ``count`` frames: ascending, each once."""
+    return np.linspace(0, count - 1, min(count, FRAMES_SCORED)).round().astype(int)
+
+
+def _over_frames(values: np.ndarray, frames: int) -> np.ndarray:
+    """Means over the frames of each video; NaN where one of them is."""
+    return np.asarray(values, np.float64).reshape(-1, frames).mean(axis=1)
+
+
+def _video_failures(result: RewardResult, shown: np.ndarray) -> dict[int, str]:
+    """The reason of each video's first frame that failed, and how many more failed."""
+    reasons: dict[int, str] = {}
+    for video, failed in enumerate(np.isnan(result.values).reshape(-1, len(shown))):
+        if failed.any():
+            first = int(failed.argmax())
+            others = f" (and {failed.sum() - 1} more of {len(shown)} frames)" if failed.sum() > 1 else ""
+            reason = _reason(result, video * len(shown) + first)
+            reasons[video] = f"frame {shown[first]}: {reason}{others}"
+    return reasons
+
+
+def load_reward(config: RewardConfig) -> Reward:
+    """The reward that a recipe describes, called as its scores are.
 
     Raises:
-        RewardError: there is no such reward.
-        RecipeError: nothing can be imported from a path.
+        RewardError: a user's own is no reward, or does not take its options.
+        RecipeError: nothing can be imported from its path.
     """
-    return [_reward(name) for name in names]
+    made = _custom(config) if isinstance(config, CustomReward) else _built_in(config)
+    made.name = config.column
+    return made
 
 
-def _reward(name: str) -> Reward:
-    if ":" in name:
-        made = import_path(name)()
-        if missing := [part for part in ("unavailable", "__call__") if not hasattr(made, part)]:
-            raise RewardError(f"{name} is no reward: it has no {missing[0]!r}; ebbflow.rewards.base.Reward says what one has")
-        made.name = score_column(name)
-        return made
-    if name not in REWARDS:
-        raise RewardError(
-            f"no reward is called {name!r}; there are {', '.join(REWARDS)}, or give package.module:Name of your own"
-        )
-    return REWARDS[name]()
+def _built_in(config: RewardConfig) -> Reward:
+    make = import_path(MAKERS[config.name])
+    return make(config) if type(config).model_fields.keys() > RewardConfig.model_fields.keys() else make()
 
 
-def load_scorer(terms: Sequence[RewardTerm], guards: Sequence[str]) -> Scorer:
+def _custom(config: CustomReward) -> Reward:
+    make = import_path(config.path)
+    try:
+        made = make(**config.options)
+    except TypeError as error:
+        raise RewardError(f"{config.path} cannot be called with options = {config.options}: {error}") from error
+    if missing := [part for part in ("unavailable", "__call__") if not hasattr(made, part)]:
+        raise RewardError(f"{config.path} is no reward: it has no {missing[0]!r}; ebbflow.rewards.base.Reward says what one has")
+    return made
+
+
+def load_scorer(terms: Sequence[RewardConfig], guards: Sequence[RewardConfig]) -> Scorer:
     """Everything a recipe scores with. Guards that cannot run here are left out with one warning.
 
     Raises:
-        RewardError: a reward is unknown, or a term that is trained on cannot run here.
+        RewardError: a term that is trained on cannot run here, or a user's own reward is none.
     """
-    trained = load_rewards([term.name for term in terms])
-    for reward in trained:
+    trained = [(load_reward(term), term.weight) for term in terms]
+    for reward, _ in trained:
         if reason := reward.unavailable():
             raise RewardError(f"the reward {reward.name!r} is trained on and cannot run here: {reason}")
-    watched = load_rewards(guards)
-    names = [reward.name for reward in (*trained, *watched)]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise RewardError(f"two rewards are called {sorted(twice)[0]!r}; their scores would overwrite each other: rename one")
+    watched = [load_reward(guard) for guard in guards]
     left_out = {guard.name: reason for guard in watched if (reason := guard.unavailable())}
     if left_out:
         listed = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         warnings.warn(f"guards left out of this run: {listed}", stacklevel=2)
     kept = tuple(guard for guard in watched if guard.name not in left_out)
-    return Scorer(tuple(zip(trained, (term.weight for term in terms), strict=True)), kept, left_out)
+    return Scorer(tuple(trained), kept, left_out)
 
 
 def require_scored(table: ScoreTable, limit: float) -> None:
@@ -154,8 +212,11 @@ def checked(name: str, result: RewardResult, count: int) -> RewardResult:
 
 
 def _check_images(images: np.ndarray, prompts: Sequence[Prompt]) -> None:
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-        raise RewardError(f"images must be uint8 RGB [N, height, width, 3], got {images.dtype} {list(images.shape)}")
+    if images.dtype != np.uint8 or images.ndim not in (4, 5) or images.shape[-1] != 3 or 0 in images.shape[1:]:
+        raise RewardError(
+            "images must be uint8 RGB [N, height, width, 3], or videos [N, frames, height, width, 3], "
+            f"got {images.dtype} {list(images.shape)}"
+        )
     if len(images) != len(prompts):
         raise RewardError(f"{len(images)} images cannot be scored against {len(prompts)} prompts; give one prompt per image")
 
@@ -174,5 +235,9 @@ def _reasons(results: dict[str, RewardResult], count: int) -> list[str | None]:
     reasons: list[list[str]] = [[] for _ in range(count)]
     for name, result in results.items():
         for index in np.flatnonzero(np.isnan(result.values)):
-            reasons[index].append(f"{name}: {result.failures.get(int(index), 'no reason given')}")
+            reasons[index].append(f"{name}: {_reason(result, int(index))}")
     return ["; ".join(parts) or None for parts in reasons]
+
+
+def _reason(result: RewardResult, index: int) -> str:
+    return result.failures.get(index, "no reason given")

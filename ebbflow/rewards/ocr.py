@@ -1,7 +1,8 @@
-"""``ocr``: a neural line reader, the PP-OCR recogniser that rapidocr's wheel carries.
+"""``ocr``: a neural reader, the PP-OCR models that rapidocr's wheel carries.
 
-The model is run directly: images of generated text are one line already, so rapidocr's detector and its per-image calls would
-only cost time. Nothing is downloaded and nothing is told about the alphabet.
+Of the layout ``line`` the recogniser is run directly: the image is one line already, so rapidocr's detector and its per-image
+calls would only cost time. Of the layout ``page`` rapidocr finds the pieces of text and reads each. Nothing is downloaded and
+nothing is told about the alphabet.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.recipe.rewards import Ocr as OcrConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.text import judge_readings
 
@@ -28,6 +30,10 @@ MOST_THREADS = 2
 """The batches are too small for more."""
 BLANK = 0
 """The class of CTC that stands for no character."""
+PAGE_SIDE = 960
+"""Pixels of the longer side above which a page is made smaller before text is searched in it; smaller ones stay as they are."""
+DETECTOR, RECOGNISER = "det", "rec"
+"""What rapidocr calls its models."""
 
 
 class Ocr:
@@ -35,15 +41,22 @@ class Ocr:
 
     name = "ocr"
 
+    def __init__(self, config: OcrConfig = OcrConfig()) -> None:
+        self.config = config
+
     def unavailable(self) -> str | None:
         try:
-            model_file()
+            for part in (RECOGNISER, *[DETECTOR] * (self.config.layout == "page")):
+                model_file(part)
         except FileNotFoundError as error:
             return str(error)
         return None
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        return judge_readings(read(images), prompts, "exact_match")
+        if self.config.layout == "line":
+            return judge_readings(read(images), prompts, "exact_match")
+        readings, failures = read_pages(images)
+        return judge_readings(readings, prompts, "exact_match", failures)
 
 
 def read(images: np.ndarray) -> list[str]:
@@ -58,6 +71,46 @@ def read(images: np.ndarray) -> list[str]:
         scores = session.run(None, {session.get_inputs()[0].name: prepare(images[start : start + BATCH])})[0]
         texts += decode(scores.argmax(axis=2), characters)
     return texts
+
+
+def read_pages(images: np.ndarray) -> tuple[list[str | None], dict[int, str]]:
+    """All text of each image in reading order, "" where there is none, None where reading failed; and why, by position.
+
+    Args:
+        images: uint8 RGB [N, height, width, 3], with text anywhere in them.
+    """
+    reader = _page_reader()
+    texts: list[str | None] = []
+    failures: dict[int, str] = {}
+    for index, image in enumerate(images):
+        try:
+            found = reader(np.ascontiguousarray(image[..., ::-1]))
+        except Exception as error:  # rapidocr's geometry has accidents of many types on odd shapes of text
+            failures[index] = f"rapidocr failed: {type(error).__name__}: {' '.join(str(error).split())[-200:]}"
+            texts.append(None)
+            continue
+        pieces = () if found.txts is None else found.txts
+        texts.append(" ".join(pieces[place] for place in (reading_order(found.boxes) if pieces else ())))
+    return texts, failures
+
+
+def reading_order(boxes: np.ndarray) -> list[int]:
+    """Positions of the boxes [N, 4 corners, (x, y)], in lines from top to bottom, each from left to right.
+
+    A box belongs to the line whose first box has its middle within half the height of the lower of both. rapidocr's own order
+    has a fixed tolerance of ten pixels at the upper edge instead, which takes words of large letters for lines of their own.
+    """
+    left, top = boxes[..., 0].min(axis=1), boxes[..., 1].min(axis=1)
+    height = boxes[..., 1].max(axis=1) - top
+    middle = top + height / 2
+    lines: list[list[int]] = []
+    for box in np.argsort(middle, kind="stable"):
+        first = lines[-1][0] if lines else None
+        if first is not None and middle[box] - middle[first] < min(height[box], height[first]) / 2:
+            lines[-1].append(int(box))
+        else:
+            lines.append([int(box)])
+    return [box for line in lines for box in sorted(line, key=lambda box: left[box])]
 
 
 def prepare(images: np.ndarray) -> np.ndarray:
@@ -80,26 +133,50 @@ def _merged(row: np.ndarray) -> Iterator[int]:
     return iter(row[changes])
 
 
-def model_file() -> Path:
-    """The recogniser among the files that rapidocr's wheel installed; models it downloaded later do not count.
+def model_file(part: str) -> Path:
+    """A model among the files that rapidocr's wheel installed; models it downloaded later do not count.
+
+    Args:
+        part: ``DETECTOR`` or ``RECOGNISER``.
 
     Raises:
-        FileNotFoundError: rapidocr is not installed, or this version carries no recogniser.
+        FileNotFoundError: rapidocr is not installed, or this version carries no such model.
     """
     try:
         files = importlib.metadata.files("rapidocr") or []
     except importlib.metadata.PackageNotFoundError:
         raise FileNotFoundError("the package rapidocr is not installed; install it with: pip install rapidocr") from None
-    found = sorted(Path(str(file.locate())) for file in files if file.match("models/*rec*.onnx"))
+    found = sorted(Path(str(file.locate())) for file in files if file.match(f"models/*{part}*.onnx"))
     if not found or not found[-1].is_file():
         version = importlib.metadata.version("rapidocr")
-        raise FileNotFoundError(f"rapidocr {version} has no models/*rec*.onnx; install the version in constraints.txt")
+        raise FileNotFoundError(f"rapidocr {version} has no models/*{part}*.onnx; install the version in constraints.txt")
     return found[-1]
 
 
 @cache
 def _recogniser() -> tuple[Any, list[str]]:
     """The session and its classes: blank, the characters that the model's metadata lists, space."""
+    session = _session(RECOGNISER)
+    characters = session.get_modelmeta().custom_metadata_map["character"].splitlines()
+    return session, ["", *characters, " "]
+
+
+@cache
+def _page_reader() -> Any:
+    """rapidocr's pipeline without its classifier of lines that stand on their head."""
+    from omegaconf import flag_override
+    from rapidocr import RapidOCR
+
+    limits = {"Det.limit_type": "max", "Det.limit_side_len": PAGE_SIDE}
+    reader = RapidOCR(params={"Global.use_cls": False, "Global.log_level": "critical", **limits})
+    # Its own sessions would wait with spinning threads; omegaconf takes plain values only, unless it is told.
+    with flag_override(reader.cfg, "allow_objects", True):
+        reader.cfg.Det["session"], reader.cfg.Rec["session"] = _session(DETECTOR), _session(RECOGNISER)
+    return reader
+
+
+@cache
+def _session(part: str) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -108,6 +185,4 @@ def _recogniser() -> tuple[Any, list[str]]:
     # Threads that spin while they wait would slow whatever else runs here down many times over.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(model_file()), options, providers=["CPUExecutionProvider"])
-    characters = session.get_modelmeta().custom_metadata_map["character"].splitlines()
-    return session, ["", *characters, " "]
+    return onnxruntime.InferenceSession(str(model_file(part)), options, providers=["CPUExecutionProvider"])

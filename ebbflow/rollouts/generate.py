@@ -14,10 +14,10 @@ from ebbflow.flow import transition as flow
 from ebbflow.flow.dpm_solver import dpm_solver_step, shorter_schedule
 from ebbflow.flow.noise import noise
 from ebbflow.flow.windows import Plan
-from ebbflow.models.base import Conditioning, Model
+from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, Sampler
+from ebbflow.recipe.model import Precision
 
-Precision = Literal["float32", "bfloat16"]
 Solver = flow.SamplerName | Literal["dpm_solver"]
 
 
@@ -88,14 +88,15 @@ def generate(
     sampler: Sampler,
     plan: Plan | None = None,
     micro_batch: int = 64,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
 ) -> Rollouts:
     """Denoise one sample per row of ``conditioning``.
 
     With a plan, its stochastic steps follow the sampler, the trained ones among them are recorded, and all others are
     deterministic: Euler's, or after the last stochastic one the plan's tail. Without one, every step but the last follows the
     sampler (its noise would stay in the image) and nothing is recorded. Micro-batches do not change a sample's noise; they can
-    change the last bits of the arithmetic. ``precision`` is that of the network; latents, means and log-probs are fp32 always.
+    change the last bits of the arithmetic. ``precision`` is that of the network, the
+    model's where it is left out; latents, means and log-probs are fp32 always.
 
     Raises:
         ValueError: a plan for a deterministic sampler.
@@ -126,16 +127,15 @@ def _join(parts: list[Rollouts]) -> Rollouts:
 
 
 def _denoise(
-    model: Model, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, plan: Plan | None, precision: Precision
+    model: Model, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, plan: Plan | None, precision: Precision | None
 ) -> Rollouts:
     """The rollouts of one micro-batch."""
-    device = conditioning.embeds.device
+    device = conditioning.device
     sigmas, solvers = _schedule(model.sigmas(sampler.steps).to(device), sampler, plan)
     trained = plan.trained if plan else ()
     latents, clean, record = _noise(model, keys, step=0).to(device), None, []
     for step, solver in enumerate(solvers):
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            velocity = model.velocity(latents, sigmas[step].expand(len(keys)), conditioning).float()
+        velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning, precision)
         if solver == "dpm_solver":
             latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
             continue

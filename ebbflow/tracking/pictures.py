@@ -21,7 +21,7 @@ def image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: int) -> 
     """Pictures in reading order with a caption under each; small ones are enlarged, large ones reduced.
 
     Args:
-        pngs: encoded pictures, at least one; they may differ in size.
+        pngs: encoded pictures, at least one; they may differ in size. Of a video the first frame is shown.
         captions: one per picture; what does not fit is cut with an ellipsis.
         columns: pictures per row.
     """
@@ -43,7 +43,7 @@ def image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: int) -> 
 
 
 def open_rgb(png: bytes) -> Image.Image:
-    """Decode a picture."""
+    """Decode a picture; of a video its first frame."""
     return Image.open(io.BytesIO(png)).convert("RGB")
 
 

@@ -33,6 +33,8 @@ from ebbflow.training.policy import CARD, STATISTICS, read_card
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 RUN, REPLACES = "ebbflow.run_id", "ebbflow.replaces"
 LONGEST_TAG = 5000
+STORED_BASE = 2**30
+"""Bytes of a base model above which a version only refers to it: tens of GB a version would fill every store."""
 REQUIREMENTS = ("diffusers", "peft", "pillow", "safetensors", "torch", "transformers")
 """What serving imports beside Ebbflow itself; pinned to what is installed. Explicit, because MLflow would load the model to find
 out."""
@@ -60,7 +62,8 @@ def register(
 
     Args:
         policy: a committed policy folder (with policy.json); what only training reads in it is not registered.
-        base: the base model's folder, stored with it so that the version renders by itself; None leaves it out.
+        base: the base model's folder, stored with it so that the version renders by itself unless it is large
+            (``STORED_BASE``); None leaves it out.
         lineage: further tags, such as ``execution_id`` and ``base_digest``; they get the prefix ``ebbflow.`` unless dotted.
         model_name: the registered model.
         expected_champion: the version that the gate compared with, None when there was no champion.
@@ -206,9 +209,14 @@ def _gather(data: Path, policy: Path, base: Path | None) -> Path:
     """``policy/`` and ``base/`` side by side. Links: MLflow follows them when it copies, and weights are large."""
     data.mkdir()
     served_folder(policy, data / "policy")
-    if base is not None:
+    if base is not None and folder_bytes(base) <= STORED_BASE:
         (data / "base").symlink_to(base.resolve(strict=True), target_is_directory=True)
     return data
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def served_folder(policy: Path, target: Path) -> None:

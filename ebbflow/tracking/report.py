@@ -18,7 +18,6 @@ import yaml
 
 from ebbflow.evaluation.gate import REFUSED
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.recipe import score_column
 from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun, Verdict
 from ebbflow.tracking import charts
 from ebbflow.tracking.pictures import fit, open_rgb
@@ -168,12 +167,12 @@ def _page(inputs: ReportInputs) -> dict[str, Any]:
 
 
 def _guards(recipe: Recipe) -> list[str]:
-    return [score_column(guard) for guard in recipe.rewards.guards]
+    return [guard.column for guard in recipe.rewards.guards]
 
 
 def _metrics(inputs: ReportInputs) -> list[str]:
     """What to show, in this order: the trained rewards, exact match, guards. The combined reward only if it adds something."""
-    terms = [score_column(term.name) for term in inputs.recipe.rewards.terms]
+    terms = [term.column for term in inputs.recipe.rewards.terms]
     combined = [] if len(terms) == 1 and terms[0] in inputs.before.held_out else ["reward"]
     wanted = [*combined, *terms, "exact_match", *_guards(inputs.recipe)]
     return [

@@ -31,9 +31,19 @@ class ServedPolicy:
 def _load_pyfunc(data_path: str) -> ServedPolicy:
     """MLflow's entry point."""
     base, policy = Path(data_path) / "base", Path(data_path) / "policy"
-    if not base.is_dir():
+    return ServedPolicy(base if base.is_dir() else _referenced_base(data_path, policy), policy)
+
+
+def _referenced_base(data_path: str, policy: Path) -> Path:
+    """The base model that a version only refers to, from the hub's cache or from the hub."""
+    from ebbflow.models.hub import pretrained_folder
+    from ebbflow.models.prepare import PIPELINE_FILES
+    from ebbflow.training.policy import read_card
+
+    model = read_card(policy).model
+    if not model.on_hub:
         raise TrackingError(
             f"{data_path} was registered without its base model, so it cannot render by itself; "
-            f"put the base model that {policy / 'policy.json'} names into {base}, or load the policy with Ebbflow"
+            f"put the base model that {policy / 'policy.json'} names into {Path(data_path) / 'base'}"
         )
-    return ServedPolicy(base, policy)
+    return pretrained_folder(model, PIPELINE_FILES)

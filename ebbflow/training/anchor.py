@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ebbflow.algorithms.correction import correct, correction_metrics, diagnostics
-from ebbflow.models.base import Conditioning
+from ebbflow.models.base import Conditioning, predict
 from ebbflow.recipe.choices import Correction
+from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import Stage
 from ebbflow.rollouts.generate import SampleKeys, Trajectory
 from ebbflow.training.batches import Corrected, TrajectoryBatch, trajectory_batch
@@ -20,7 +21,7 @@ def corrected(
     policy: Policy, stage: Stage, trajectory: Trajectory, conditioning: Conditioning, keys: SampleKeys
 ) -> tuple[Corrected, dict[str, float]]:
     """The rollout as the stage's correction sees it, and the diagnostics; without a correction, the rollout as it is."""
-    as_it_is, correction = Corrected.nothing(trajectory), _correction(stage)
+    as_it_is, correction = Corrected.nothing(trajectory), _correction(stage, policy.model.precision)
     if correction is None:
         return as_it_is, {}
     no_advantage = trajectory.log_probs.new_zeros(len(keys))
@@ -37,9 +38,9 @@ def corrected(
     return Corrected(trajectory, mean.view_as(trajectory.means), log_prob, weight, keep), shown
 
 
-def _correction(stage: Stage) -> Correction | None:
+def _correction(stage: Stage, precision: Precision) -> Correction | None:
     """The recipe's; without one, rollouts in another precision are watched and nothing else is done about them."""
-    if stage.correction is None and stage.rollout_precision != "float32":
+    if stage.correction is None and (stage.rollout_precision or precision) != precision:
         return Correction(mode="bypass", weights="none")
     return stage.correction
 
@@ -50,7 +51,7 @@ def _under(policy: Policy, batch: TrajectoryBatch, micro_batch: int) -> tuple[Te
     found = []
     for start in range(0, len(batch.points), micro_batch):
         part, points = slice(start, start + micro_batch), batch.points
-        velocity = policy.model.velocity(*points.at(part))
+        velocity = predict(policy.model, *points.at(part))
         terms = batch.terms(part, velocity, {})
         found.append((terms.transition.mean, terms.log_prob))
     means, log_probs = zip(*found, strict=True)

@@ -202,7 +202,8 @@ def forward_batch(
         unit: integer [N], ascending; the samples of a unit share sigma and noise, those of its first sample.
         visit: how often these samples were trained on before.
 
-    The draws of a sample are stratified: one sigma from each of as many equal parts of the distribution.
+    The draws of a sample are stratified: one sigma from each of as many equal parts of the distribution. The loss is on the
+    network's own prediction, without classifier-free guidance: that is what noised samples are regressed on.
     """
     draws = config.noise_levels
     _, first, index = np.unique(unit, return_index=True, return_inverse=True)
@@ -216,7 +217,7 @@ def forward_batch(
     rows_of = torch.from_numpy(owner).to(clean.device)
     repeated, share = clean[rows_of], rows(sigma, clean)
     return ForwardBatch(
-        points=Points((1 - share) * repeated + share * noise, sigma, conditioning, rows_of),
+        points=Points((1 - share) * repeated + share * noise, sigma, conditioning.unguided(), rows_of),
         weight=torch.ones_like(sigma),
         unit=torch.from_numpy(index[owner] * draws + draw).to(clean.device),
         clean=repeated,

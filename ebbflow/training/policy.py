@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.loaders import SD3LoraLoaderMixin
 from huggingface_hub import save_torch_state_dict
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
@@ -23,8 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ebbflow.artifacts import new_folder, verify
-from ebbflow.models.base import Model
+from ebbflow.models.base import DTYPES, Model
 from ebbflow.recipe.base import Strict
+from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 
 CARD = "policy.json"
@@ -54,10 +54,12 @@ class PolicyCard(Strict):
     """COMMIT of the base-model folder that it was trained from."""
     recipe_digest: str
     config: PolicyConfig
-    family: str = "glyph"
-    """Of the base model."""
+    model: ModelConfig = ModelConfig()
+    """The base model, and how it draws."""
+    start: str | None = None
+    """Where the policy came from that this one was started at, if it was not the base model."""
     version: int = 0
-    """Optimiser steps since the base model."""
+    """Optimiser steps since the start."""
     progress: Progress = Progress()
     """Of the last stage's algorithm."""
     copies: tuple[str, ...] = ()
@@ -74,7 +76,7 @@ class Policy:
         if config.train == "lora":
             _add_lora(model, config, seed)
         else:
-            model.transformer.requires_grad_(True)
+            model.transformer.float().requires_grad_(True)
         if shard:
             for block in model.blocks():
                 fully_shard(block, reshard_after_forward=True)
@@ -108,15 +110,16 @@ class Policy:
             yield
             return
         current = {key: p.detach().clone() for key, p in self.parameters.items()}
-        self._assign(self.copies[name])
+        self.assign(self.copies[name])
         try:
             with torch.no_grad():
                 yield
         finally:
-            self._assign(current)
+            self.assign(current)
 
     @torch.no_grad()
-    def _assign(self, values: dict[str, Tensor]) -> None:
+    def assign(self, values: dict[str, Tensor]) -> None:
+        """Overwrite the parameters, by name."""
         for key, parameter in self.parameters.items():
             parameter.copy_(values[key])
 
@@ -129,18 +132,18 @@ class Policy:
             PolicyError: it holds another kind of policy.
         """
         card = read_card(folder)
-        if card.config != self.config:
+        if card.config.model_copy(update={"start": self.config.start}) != self.config:
             raise PolicyError(f"{folder} holds a policy of {card.config}, the recipe asks for {self.config}; use its own recipe")
-        if card.version > 0:
-            self._assign(self._distributed(_read_parameters(folder, self.config, self.parameters)))
+        if _has_weights(folder):
+            self.assign(self._distributed(_read_parameters(folder, self.model, self.config, self.parameters)))
         else:
-            self._assign(self.copies["reference"])  # a folder of the base model has no weights of its own
+            self.assign(self.copies["reference"])  # a folder of the base model has no weights of its own
         if to_train:
             for name in card.copies:
                 self.copies[name] = self._distributed(load_file(folder / name / "parameters.safetensors"))
             if ITERATE in self.copies:
                 self.snapshot("ema")
-                self._assign(self.copies.pop(ITERATE))
+                self.assign(self.copies.pop(ITERATE))
         return card
 
     def load_copy(self, name: str, folder: Path) -> None:
@@ -152,7 +155,7 @@ class Policy:
         current = {key: p.detach().clone() for key, p in self.parameters.items()}
         self.load(folder)
         self.snapshot(name)
-        self._assign(current)
+        self.assign(current)
 
     def _distributed(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors in the layout of the parameters: moved to their device, sharded where they are."""
@@ -172,7 +175,7 @@ class Policy:
         if not write:
             return
         with new_folder(folder) as unfinished:
-            if card.version > 0:
+            if card.version > 0 or card.start:
                 _write_parameters(unfinished, self.model, self.config, full)
             for name, values in copies.items():
                 (unfinished / name).mkdir()
@@ -195,22 +198,33 @@ def read_card(folder: Path) -> PolicyCard:
     return PolicyCard.model_validate_json((folder / CARD).read_text())
 
 
-def write_base_policy(folder: Path, base_digest: str, recipe_digest: str, config: PolicyConfig, family: str = "glyph") -> None:
+def write_base_policy(
+    folder: Path, base_digest: str, recipe_digest: str, config: PolicyConfig, model: ModelConfig = ModelConfig()
+) -> None:
     """The policy folder of the untouched base model: version 0, no weights of its own."""
-    card = PolicyCard(base_digest=base_digest, recipe_digest=recipe_digest, config=config, family=family)
+    card = PolicyCard(base_digest=base_digest, recipe_digest=recipe_digest, config=config, model=model)
     with new_folder(folder) as unfinished:
         (unfinished / CARD).write_text(card.model_dump_json(indent=2))
 
 
+def _has_weights(folder: Path) -> bool:
+    """Whether a whole policy folder has weights of its own; one of the untouched base model has none."""
+    return (folder / "transformer").is_dir() or any(folder.glob("*.safetensors"))
+
+
 def _add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
-    model.transformer.requires_grad_(False)
+    model.transformer.to(DTYPES[model.precision]).requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.transformer.add_adapter(_lora_config(model, config), adapter_name=ADAPTER)
+    for parameter in model.transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def _lora_config(model: Model, config: PolicyConfig) -> LoraConfig:
-    return LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=model.lora_targets, init_lora_weights="gaussian")
+    targets = config.targets or model.lora_targets
+    return LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, init_lora_weights="gaussian")
 
 
 def _like(full: Tensor, parameter: Tensor) -> Tensor:
@@ -226,8 +240,8 @@ def _write_parameters(folder: Path, model: Model, config: PolicyConfig, paramete
     if config.train == "lora":
         layers = get_peft_model_state_dict(model.transformer, state_dict=parameters, adapter_name=ADAPTER)
         # peft keeps the targets as a set, whose order differs between processes
-        metadata = _lora_config(model, config).to_dict() | {"target_modules": sorted(model.lora_targets)}
-        SD3LoraLoaderMixin.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
+        metadata = _lora_config(model, config).to_dict() | {"target_modules": sorted(config.targets or model.lora_targets)}
+        model.pipeline_class.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
         for file in folder.glob("*.safetensors"):
             _sort_header(file)
         return
@@ -247,10 +261,10 @@ def _sort_header(file: Path) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
 
 
-def _read_parameters(folder: Path, config: PolicyConfig, like: dict[str, Tensor]) -> dict[str, Tensor]:
+def _read_parameters(folder: Path, model: Model, config: PolicyConfig, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of ``_write_parameters``, by parameter name."""
     if config.train == "lora":
-        layers = SD3LoraLoaderMixin.lora_state_dict(folder)
+        layers = model.pipeline_class.lora_state_dict(folder)
         named = {key.removeprefix("transformer."): value for key, value in layers.items()}
         return {key: named[key.replace(f".{ADAPTER}.", ".")] for key in like}
     named = {}

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ebbflow.algorithms.base import CopyName, Rows, per_term
 from ebbflow.algorithms.reference import penalty
 from ebbflow.algorithms.registry import algorithm_of
+from ebbflow.models.base import predict
 from ebbflow.recipe.choices import Optimizer as OptimizerConfig
 from ebbflow.recipe.stages import Stage
 from ebbflow.training.batches import Points, TermBatch, parts
@@ -29,6 +30,10 @@ class TrainingError(Exception):
 def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over the trained parameters."""
     return torch.optim.AdamW(policy.parameters.values(), lr=config.lr, weight_decay=config.weight_decay)
+
+
+FIRST_LOSS_SCALE = 2.0**16
+"""Factor of the loss in float16; halved, and the passes repeated, whenever a gradient overflows: no step is skipped."""
 
 
 class Learner:
@@ -52,6 +57,8 @@ class Learner:
         self.algorithm = algorithm_of(stage.algorithm)
         self.hyper = stage.hyper
         self.optimizer = optimizer or make_optimizer(policy, stage.optimizer)
+        # Gradients of means over many latent elements are below what float16 can hold.
+        self.loss_scale = FIRST_LOSS_SCALE if policy.model.precision == "float16" else 1.0
         self.updates = self.steps = 0
         self.alarms: list[str] = []
         self.drifted = False
@@ -82,9 +89,12 @@ class Learner:
             TrainingError: the loss or the gradient is not finite; the parameters and their copies are as they were.
         """
         total = int(_over_processes(torch.tensor(len(batch.points), device=batch.weight.device)))
-        self.optimizer.zero_grad(set_to_none=True)
         done = self._passes(batch, parts(batch.unit, passes), total)
         means, norm = done.means(total), _gradient_norm(self.policy)
+        while self.loss_scale > 1 and not torch.isfinite(norm) and all(map(math.isfinite, means.values())):
+            self.loss_scale /= 2
+            done = self._passes(batch, parts(batch.unit, passes), total)
+            means, norm = done.means(total), _gradient_norm(self.policy)
         # Both are the same on every process, so all of them stop here together.
         if not (torch.isfinite(norm) and all(math.isfinite(value) for value in means.values())):
             raise _refuse(done, batch, means, norm, self.policy)
@@ -101,7 +111,8 @@ class Learner:
     def _passes(self, batch: TermBatch, slices: list[slice], total: int) -> _Passes:
         """Forward and backward over every part; the gradients are left in the parameters."""
         # FSDP averages gradients over processes; this weight makes the result the mean over all terms however they are dealt out.
-        weight = _world_size() / total
+        weight = self.loss_scale * _world_size() / total
+        self.optimizer.zero_grad(set_to_none=True)
         copies = self._copies(batch.points, slices)
         known = slices if "reference" in copies else slices[:1]  # where the base's prediction costs nothing, or little
         base = copies["reference"] if known is slices else _velocities(self.policy, "reference", batch.points, known)
@@ -115,7 +126,9 @@ class Learner:
             if part in known:
                 done.drift.append(per_term((velocity.detach() - base[part]) ** 2))
             if part == slices[0]:
-                done.first_norm = _gradient_norm(self.policy) * total / _over_processes(loss.new_tensor(len(loss)))
+                norm = _gradient_norm(self.policy, self.loss_scale)
+                done.first_norm = norm * total / _over_processes(loss.new_tensor(len(loss)))
+        torch._foreach_div_([p.grad for p in self.policy.parameters.values() if p.grad is not None], self.loss_scale)
         return done
 
     def _loss(self, batch: TermBatch, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> tuple[Tensor, Rows]:
@@ -205,7 +218,7 @@ class _Passes:
 
 
 def _velocity(policy: Policy, points: Points, part: slice) -> Tensor:
-    return policy.model.velocity(*points.at(part))
+    return predict(policy.model, *points.at(part))
 
 
 def _velocities(policy: Policy, copy: CopyName, points: Points, slices: list[slice]) -> Tensor:
@@ -214,8 +227,11 @@ def _velocities(policy: Policy, copy: CopyName, points: Points, slices: list[sli
         return torch.cat([_velocity(policy, points, part) for part in slices])
 
 
-def _gradient_norm(policy: Policy) -> Tensor:
+def _gradient_norm(policy: Policy, scale: float = 1.0) -> Tensor:
+    """Of gradients that are ``scale`` times too large."""
     gradients = [p.grad for p in policy.parameters.values() if p.grad is not None]
+    if scale != 1:
+        gradients = list(torch._foreach_div(gradients, scale))
     norm = torch.nn.utils.get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

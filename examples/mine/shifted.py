@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.models.glyph import GlyphModel, load_glyph
+from ebbflow.recipe.model import Model as ModelConfig
 
 SHIFT = 3.0
 
@@ -20,8 +21,8 @@ class ShiftedGlyph(GlyphModel):
         return SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
 
 
-def load(folder: Path, device: torch.device | None) -> ShiftedGlyph:
-    """Load the base-model folder of a glyph model; ``device`` is None for the accelerator of the process, or the CPU."""
-    glyph = load_glyph(folder, device)
+def load(folder: Path, config: ModelConfig, device: torch.device) -> ShiftedGlyph:
+    """Load the base-model folder of a glyph model."""
+    glyph = load_glyph(folder, config, device)
     _, height, width = glyph.latent_shape
     return ShiftedGlyph(glyph.transformer, glyph.text_encoder, glyph.tokenizer, glyph.scheduler, height, width)

@@ -1,10 +1,14 @@
+import json
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ebbflow.data.prepare import prepare
 from ebbflow.data.prompts import PromptError
 from ebbflow.recipe import Recipe
+from ebbflow.rollouts.images import decode_png, encode_png
 
 WORDS = Path(__file__).parents[2] / "datasets" / "words4" / "prompts.txt"
 
@@ -47,3 +51,46 @@ def test_too_few_prompts_for_a_stage_is_said_at_once() -> None:
 def test_a_files_split_does_not_follow_the_seed() -> None:
     one, other = (prepare(recipe(source=str(WORDS)).model_copy(update={"seed": seed}), WORDS)[0] for seed in (1, 2))
     assert one["split"] == other["split"]
+
+
+def prompts_with_images(folder: Path, without: int = 0) -> Path:
+    """Ten prompts beside their images, each of its own grey; the last ones have none."""
+    pngs = encode_png(np.arange(10, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 6, 3), np.uint8))
+    rows = []
+    for index, png in enumerate(pngs):
+        (folder / f"{index}.png").write_bytes(png)
+        rows.append({"prompt": f'a card "W{index}"'} | ({"image": f"{index}.png"} if index < 10 - without else {}))
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "prompts.jsonl"
+
+
+def of_family(family: str, source: Path) -> Recipe:
+    stages = [{"kind": "online", "prompts_per_step": 2, "group_size": 4}]
+    return Recipe.model_validate(
+        {
+            "model": {"family": family, "path": "base"},
+            "prompts": {"source": str(source), "validation": 2, "held_out": 3},
+            "stages": stages,
+        }
+    )
+
+
+def test_an_editing_model_gets_the_image_of_every_prompt(tmp_path: Path) -> None:
+    source = prompts_with_images(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table, report = prepare(of_family("qwen_image_edit", source), source)
+    assert decode_png(table["image"].to_pylist())[:, 0, 0, 0].tolist() == list(range(10))
+    assert "10 prompts kept" in report
+
+
+def test_an_editing_model_without_an_image_to_edit_is_said_at_once(tmp_path: Path) -> None:
+    source = prompts_with_images(tmp_path, without=3)
+    with pytest.raises(PromptError, match=r"prompts.jsonl: 3 of 10 prompts have no image, and qwen_image_edit edits images"):
+        prepare(of_family("qwen_image_edit", source), source)
+
+
+def test_images_that_the_model_does_not_look_at_are_warned_of(tmp_path: Path) -> None:
+    source = prompts_with_images(tmp_path, without=3)
+    with pytest.warns(UserWarning, match=r"7 of 10 prompts have an image, which qwen_image does not look at"):
+        prepare(of_family("qwen_image", source), source)

@@ -1,12 +1,15 @@
+import io
 import json
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from ebbflow.data.prompts import (
     PromptError,
@@ -21,8 +24,9 @@ from ebbflow.data.prompts import (
 from ebbflow.data.schema import PROMPTS
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+IMAGE = st.none() | st.binary(max_size=20)
 ROWS = st.lists(
-    st.builds(PromptRow, prompt=TEXT, negative_prompt=TEXT, target=st.none() | TEXT, source=TEXT, metadata=TEXT),
+    st.builds(PromptRow, prompt=TEXT, negative_prompt=TEXT, target=st.none() | TEXT, source=TEXT, metadata=TEXT, image=IMAGE),
     min_size=3,
     max_size=20,
 )
@@ -205,7 +209,7 @@ def test_prompt_tables_survive_the_round_trip(rows, seed):
         back = read_prompts(path)
         by_split = [read_prompts(path, split) for split in ("train", "validation", "held_out")]
         assert [file.name for file in Path(folder).iterdir()] == ["prompts.parquet"]
-    assert [PromptRow(p.prompt, p.negative_prompt, p.target, p.source, p.metadata) for p in back] == rows
+    assert [PromptRow(p.prompt, p.negative_prompt, p.target, p.source, p.metadata, p.image) for p in back] == rows
     assert [prompt.prompt_id for prompt in back] == list(range(len(rows)))
     assert sorted((prompt for part in by_split for prompt in part), key=lambda prompt: prompt.prompt_id) == back
     assert [len(part) for part in by_split] == [len(rows) - 2, 1, 1]
@@ -234,3 +238,98 @@ def test_missing_targets_are_counted_and_shown(tmp_path):
         with pytest.raises(PromptError, match="p.txt: 3 of 4 prompts name no text to read, first: 'a tree'; 'a lake'"):
             require_targets(prompts, "p.txt")
         require_targets(prompts[1:2] if isinstance(prompts, list) else prompts.slice(1, 1), "p.txt")
+
+
+def picture(grey: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (5, 4), (grey, grey, grey)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A folder of two images to edit."""
+    (tmp_path / "in").mkdir()
+    for grey in (0, 200):
+        (tmp_path / "in" / f"{grey}.png").write_bytes(picture(grey))
+    return tmp_path
+
+
+def greys(rows: list[PromptRow]) -> list[int | None]:
+    """The one grey of each image."""
+    arrays = [row.image and np.asarray(Image.open(io.BytesIO(row.image))) for row in rows]
+    assert all(array is None or (array.shape == (4, 5, 3) and array.min() == array.max()) for array in arrays)
+    return [None if array is None else int(array[0, 0, 0]) for array in arrays]
+
+
+def test_images_are_read_from_paths_and_from_parquet_bytes(pictures):
+    paths = [{"prompt": "a", "image": "in/0.png"}, {"prompt": "b", "image": None}, {"prompt": "c", "image": "in/200.png"}]
+    jsonl = written(pictures, "p.jsonl", "\n".join(map(json.dumps, paths)))
+    csv = written(pictures, "p.csv", f"prompt,image\na,in/0.png\nb, \nc,{pictures}/in/200.png\n")
+    pq.write_table(pa.Table.from_pylist(paths), pictures / "p.parquet")
+    held = [row | {"image": row["image"] and (pictures / row["image"]).read_bytes()} for row in paths]
+    pq.write_table(pa.Table.from_pylist(held), pictures / "bytes.parquet")
+    for path in (jsonl, csv, pictures / "p.parquet", pictures / "bytes.parquet"):
+        rows, _ = read_prompt_file(path)
+        assert greys(rows) == [0, None, 200]
+        assert {row.metadata for row in rows} == {"{}"}
+
+
+def test_rows_of_the_same_prompt_with_other_images_are_other_rows(pictures):
+    images = ["in/0.png", None, "in/200.png", "in/../in/0.png", None]
+    lines = [json.dumps({"prompt": "make it blue", "image": image}) for image in images]
+    rows, report = read_prompt_file(written(pictures, "p.jsonl", "\n".join(lines)))
+    assert greys(rows) == [0, None, 200]
+    assert report.duplicates == 2
+
+
+def test_images_get_into_the_prompt_table_and_out(pictures):
+    lines = [json.dumps({"prompt": "x", "image": f"in/{grey}.png"}) for grey in (0, 200)] + ['{"prompt": "y"}']
+    rows, _ = read_prompt_file(written(pictures, "p.jsonl", "\n".join(lines)))
+    write_prompts(split_prompts(rows, 1, 1, seed=0), pictures / "table.parquet")
+    back = read_prompts(pictures / "table.parquet")
+    assert [prompt.image for prompt in back] == [row.image for row in rows]
+    assert greys(back) == [0, 200, None]
+    assert "image" not in repr(back[0])
+
+
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        ("in/none.png", "no image file in .* Paths are relative to the prompt file; of prompts at a URI"),
+        ("../in/0.png", "lies outside the folder of the prompt file"),
+        ("p.jsonl", "no PNG, JPEG or WebP image"),
+        ("https://example.org/0.png", "no image file in"),
+        ("a\u0000b", "is no path"),
+        ("\ud800", "surrogate"),
+        (7, "is not text"),
+        (["in/0.png"], "is not text"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_named_with_its_line(pictures, image, says):
+    path = written(pictures, "p.jsonl", '{"prompt": "a"}\n' + json.dumps({"prompt": "b", "image": image}))
+    with pytest.raises(PromptError, match=says) as caught:
+        read_prompt_file(path)
+    for part in (f"{path}, line 2: image = ", repr(image)):
+        assert part in str(caught.value)
+
+
+def test_bytes_in_parquet_that_are_no_image_are_named_with_their_row(tmp_path):
+    pq.write_table(pa.table({"prompt": ["a", "b"], "image": [picture(0), b"GIF89a" + bytes(500)]}), tmp_path / "p.parquet")
+    with pytest.raises(PromptError, match=r"p.parquet, row 2: image = b'GIF89a.*\.\.\. is no PNG, JPEG or WebP") as caught:
+        read_prompt_file(tmp_path / "p.parquet")
+    assert len(str(caught.value)) < 500
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=st.text(max_size=12) | st.lists(st.sampled_from(["..", ".", "/", "in", "0.png", "~", "\\", "$HOME"])).map("".join))
+def test_no_path_reads_anything_but_an_image_of_the_folder(value):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "in").mkdir()
+        Path(folder, "in", "0.png").write_bytes(picture(0))
+        path = written(Path(folder), "p.jsonl", json.dumps({"prompt": "a", "image": value}))
+        try:
+            rows, _ = read_prompt_file(path)
+        except PromptError:
+            return
+    assert greys(rows) == [0 if value.strip() else None]

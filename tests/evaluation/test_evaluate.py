@@ -13,7 +13,9 @@ from ebbflow.data.tables import about_table, read_table, write_table
 from ebbflow.evaluation.evaluate import evaluate, evaluate_folder, evaluation_keys
 from ebbflow.flow.noise import noise
 from ebbflow.models import load_model
+from ebbflow.models.glyph import GlyphModel
 from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.images import decode_png
@@ -85,7 +87,7 @@ def test_means_are_over_their_own_split(run, prompts, tmp_path):
 
 def test_images_are_those_of_the_deterministic_sampler(run, prompts, model, tmp_path):
     run()
-    conditioning = model.encode([prompt.prompt for prompt in prompts])
+    conditioning = model.encode(prompts)
     latents = generate(model, conditioning, evaluation_keys(prompts), Sampler(name="ode", steps=3)).latents
     stored = decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist())
     assert np.abs(stored.astype(int) - model.decode(latents)).max() <= 1
@@ -112,6 +114,38 @@ def test_prompts_that_were_not_scored_lower_the_coverage_and_stay_out_of_the_mea
     assert evaluation.validation["reward"] == pytest.approx(np.mean(rewards[1:5]))
 
 
+def test_samples_are_decoded_and_scored_in_batches(run, tmp_path, monkeypatch):
+    whole = run(0.02, path=tmp_path / "whole.parquet")
+    sizes, decode = [], GlyphModel.decode
+    monkeypatch.setattr(GlyphModel, "decode", lambda self, latents: sizes.append(len(latents)) or decode(self, latents))
+    monkeypatch.setattr("ebbflow.evaluation.evaluate.MICRO_BATCH", 4)
+    parts = run(0.02, path=tmp_path / "parts.parquet")
+    assert sizes == [4, 4, 3]
+    assert parts.held_out == pytest.approx(whole.held_out, abs=1e-3)
+    one, other = (read_table(tmp_path / f"{name}.parquet") for name in ("whole", "parts"))
+    assert one["prompt_id"].equals(other["prompt_id"])
+    images = [decode_png(table["image"].to_pylist()).astype(int) for table in (one, other)]
+    assert np.abs(images[0] - images[1]).max() <= 1
+
+
+def test_videos_are_stored_whole_and_scored_over_their_frames(run, tmp_path, monkeypatch):
+    decode = GlyphModel.decode
+
+    def fading(self, latents):
+        images = decode(self, latents)
+        return np.stack([images, images // 2, images // 4, images // 4], 1)
+
+    run(path=tmp_path / "images.parquet")
+    monkeypatch.setattr(GlyphModel, "decode", fading)
+    evaluation = run(path=tmp_path / "videos.parquet")
+    images, videos = (decode_png(read_table(tmp_path / f"{name}.parquet")["image"].to_pylist()) for name in ("images", "videos"))
+    assert np.array_equal(videos, np.stack([images, images // 2, images // 4, images // 4], 1))
+    darkness = 1 - videos.mean((1, 2, 3, 4)) / 255
+    assert read_table(tmp_path / "videos.parquet")["reward"].to_pylist() == pytest.approx(darkness)
+    assert evaluation.held_out["reward"] == pytest.approx(darkness[5:].mean())
+    assert evaluation.coverage == 1
+
+
 SHIFTED = "mine.shifted:load"
 
 
@@ -119,7 +153,7 @@ SHIFTED = "mine.shifted:load"
 def test_a_policy_is_evaluated_with_the_family_of_its_card(family, make_recipe, prompts, base_folder, tmp_path, monkeypatch):
     """A champion may be of another family than the recipe; whose schedule it is shows in the images."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
-    write_base_policy(tmp_path / "policy", "base", "recipe", PolicyConfig(), family)
+    write_base_policy(tmp_path / "policy", "base", "recipe", PolicyConfig(), ModelConfig(family=family, path="base"))
     write_table(tmp_path / "prompts.parquet", PROMPTS, [pa.RecordBatch.from_pylist([asdict(p) for p in prompts], PROMPTS)], {})
     recipe = make_recipe(rewards={"terms": [{"name": "jpeg_compressibility"}], "guards": []})
     evaluate_folder(
@@ -128,9 +162,9 @@ def test_a_policy_is_evaluated_with_the_family_of_its_card(family, make_recipe, 
     stored = decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist()).astype(int)
 
     def distance(of):
-        model = load_model(base_folder, of)
+        model = load_model(base_folder, ModelConfig(family=of, path="base"))
         sampler = Sampler(name="ode", steps=recipe.evaluation.steps)
-        latents = generate(model, model.encode([p.prompt for p in prompts]), evaluation_keys(prompts), sampler).latents
+        latents = generate(model, model.encode(prompts), evaluation_keys(prompts), sampler).latents
         return np.abs(stored - model.decode(latents)).max()
 
     (other,) = {"glyph", SHIFTED} - {family}

@@ -17,7 +17,10 @@ from ebbflow.models import ModelError, load_model
 from ebbflow.models.glyph import ALPHABET, letter_tokenizer, to_latents
 from ebbflow.models.glyph_training import train_glyph_base
 from ebbflow.models.prepare import copy_base, train_base
-from ebbflow.recipe.recipe import GlyphTraining
+from ebbflow.recipe.model import GlyphTraining
+from ebbflow.recipe.model import Model as ModelConfig
+
+GLYPH = ModelConfig()
 
 SHORT = GlyphTraining(steps=5, batch=4)
 
@@ -25,7 +28,7 @@ SHORT = GlyphTraining(steps=5, batch=4)
 def velocity(model):
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return model.velocity(latents, torch.tensor([0.9, 0.3]), model.encode(["ABCD", "ZZ"]))
+        return model.velocity(latents, torch.tensor([0.9, 0.3]), model.encode_texts(["ABCD", "ZZ"]))
 
 
 def test_diffusers_loads_the_folder(base_folder, open_pipeline, model):
@@ -58,7 +61,7 @@ def test_velocity_depends_on_everything_it_is_given(model):
 
     def at(x, sigma, text):
         with torch.no_grad():
-            return model.velocity(x, torch.tensor([sigma]), model.encode([text]))
+            return model.velocity(x, torch.tensor([sigma]), model.encode_texts([text]))
 
     here = at(latents, 0.5, "ABCD")
     for other in (at(latents + 1, 0.5, "ABCD"), at(latents, 0.5004, "ABCD"), at(latents, 0.5, "ABCE"), at(latents, 0.5, "BACD")):
@@ -76,15 +79,15 @@ def test_the_schedule(model):
 
 
 def test_encoding_is_by_row(model):
-    together = model.encode(["ABCD", "Q", "WXYZ"])
-    assert together.embeds.shape == (3, 6, 64)
-    assert together.pooled.shape == (3, 64)
+    together = model.encode_texts(["ABCD", "Q", "WXYZ"])
+    assert together["embeds"].shape == (3, 6, 64)
+    assert together["pooled"].shape == (3, 64)
     for row, text in enumerate(["ABCD", "Q", "WXYZ"]):
-        alone = model.encode([text])
-        assert torch.allclose(alone.embeds[0], together.embeds[row], atol=1e-6)
-        assert torch.allclose(alone.pooled[0], together.pooled[row], atol=1e-6)
+        alone = model.encode_texts([text])
+        assert torch.allclose(alone["embeds"][0], together["embeds"][row], atol=1e-6)
+        assert torch.allclose(alone["pooled"][0], together["pooled"][row], atol=1e-6)
     some = together.rows(torch.tensor([2, 2, 0]))
-    assert torch.equal(some.pooled, together.pooled[[2, 2, 0]])
+    assert torch.equal(some["pooled"], together["pooled"][[2, 2, 0]])
 
 
 @given(st.text(alphabet=st.characters(max_codepoint=0x2FFF), max_size=12))
@@ -96,11 +99,11 @@ def test_the_tokenizer_knows_letters_and_nothing_else(text):
 
 
 def test_quotes_and_case_do_not_matter_and_letters_do(model):
-    plain = model.encode(["ABCD"]).pooled
+    plain = model.encode_texts(["ABCD"])["pooled"]
     for same in ('"ABCD"', "“abcd”", " a-b c.d\n", '"AbCd"!'):
-        assert torch.equal(model.encode([same]).pooled, plain)
+        assert torch.equal(model.encode_texts([same])["pooled"], plain)
     for other in ("ABDC", "ABC", "ABCDA"[1:], ""):
-        assert not torch.allclose(model.encode([other]).pooled, plain, atol=1e-4)
+        assert not torch.allclose(model.encode_texts([other])["pooled"], plain, atol=1e-4)
 
 
 def test_decode_is_the_inverse_of_to_latents(model):
@@ -206,14 +209,14 @@ def test_the_average_of_the_weights_is_saved(tmp_path):
 
 
 def test_a_copied_base_is_the_same_artifact(base_folder, tmp_path):
-    copy_base(base_folder, tmp_path / "copy")
+    copy_base(base_folder, tmp_path / "copy", GLYPH)
     assert verify(tmp_path / "copy") == verify(base_folder)
     plain = tmp_path / "plain"
     shutil.copytree(base_folder, plain, ignore=shutil.ignore_patterns(MANIFEST, "COMMIT"))
-    copy_base(plain, tmp_path / "committed")
+    copy_base(plain, tmp_path / "committed", GLYPH)
     assert verify(tmp_path / "committed") == verify(base_folder)
     with pytest.raises(ModelError):
-        copy_base(tmp_path / "nothing", tmp_path / "never")
+        copy_base(tmp_path / "nothing", tmp_path / "never", GLYPH)
     assert not (tmp_path / "never").exists()
 
 
@@ -228,4 +231,4 @@ def test_sizes_follow_the_recipe(tmp_path):
 
 def test_more_letters_than_the_model_draws_are_an_error(model):
     with pytest.raises(ModelError, match="4 letters at most and was asked for 'ABCDE'"):
-        model.encode(["AB", "ABCDE"])
+        model.encode_texts(["AB", "ABCDE"])

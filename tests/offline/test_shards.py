@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ebbflow.data.schema import rollout_schema, score_schema
-from ebbflow.data.tables import TableError, about_table, nullable, read_table
+from ebbflow.data.tables import TableError, about_table, nullable, read_table, write_table
 from ebbflow.offline.shards import generate_shard, read_latents, score_shard
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rollouts.generate import SampleKeys, generate
@@ -62,7 +62,7 @@ def test_latents_and_images_are_those_of_the_engine(place, model, shards, make_p
         table = read_table(path)
         keys = SampleKeys(place.seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
         texts = [make_prompts(6)[prompt_id].prompt for prompt_id in keys.prompt_ids]
-        expected = generate(model, model.encode(texts), keys, place.config.sampler, micro_batch=8).latents
+        expected = generate(model, model.encode_texts(texts), keys, place.config.sampler, micro_batch=8).latents
         latents = read_latents(path)
         assert latents.dtype == torch.float32
         assert torch.allclose(latents, expected, rtol=0, atol=1e-5)
@@ -169,3 +169,51 @@ def test_not_scored_is_null(values):
     column = nullable(np.array(values, np.float64))
     assert column.type == pa.float64()
     assert column.to_pylist() == [None if np.isnan(value) else value for value in values]
+
+
+@pytest.fixture
+def film(model, monkeypatch):
+    """The model as one of videos: latents [C, frames, H, W], three frames that know nothing of each other."""
+    velocity, decode, (channels, height, width) = model.velocity, model.decode, model.latent_shape
+
+    def of_frames(latents, sigma, conditioning):
+        # A network may well leave its output in another order in memory.
+        return torch.stack([velocity(latents[:, :, frame], sigma, conditioning) for frame in range(3)], 1).movedim(1, 2)
+
+    def to_videos(latents):
+        return np.stack([decode(latents[:, :, frame]) for frame in range(3)], 1)
+
+    monkeypatch.setattr(model, "latent_shape", (channels, 3, height, width))
+    monkeypatch.setattr(model, "velocity", of_frames)
+    monkeypatch.setattr(model, "decode", to_videos)
+    return model
+
+
+def test_a_shard_of_videos_holds_their_latents_and_every_frame(place, film, policy, scorer, make_prompts, tmp_path):
+    rollouts = tmp_path / "rollouts.parquet"
+    generate_shard(place, film, policy, 7, make_prompts(6), 0, rollouts)
+    table = read_table(rollouts, rollout_schema(film.latent_shape))
+    keys = SampleKeys(place.seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
+    conditioning = film.encode([make_prompts(6)[prompt_id] for prompt_id in keys.prompt_ids])
+    expected = generate(film, conditioning, keys, place.config.sampler, micro_batch=8).latents
+    latents = read_latents(rollouts)
+    assert latents.shape == (8, *film.latent_shape)
+    assert torch.allclose(latents, expected, rtol=0, atol=1e-5)
+    videos = decode_png(table["image"].to_pylist())
+    assert videos.shape == (8, 3, *film.latent_shape[2:], 3)
+    assert np.array_equal(videos, film.decode(latents))
+
+    score_shard(place, scorer, make_prompts(6), rollouts, tmp_path / "scores.parquet")
+    darkness = 1 - videos.mean((1, 2, 3, 4)) / 255
+    assert read_table(tmp_path / "scores.parquet")["reward"].to_pylist() == pytest.approx(darkness, abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (3, 4, 5), (3, 1, 4, 5), (16, 3, 4, 5)])
+def test_latents_of_any_rank_survive_the_round_trip(shape, tmp_path):
+    latents = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
+    schema = rollout_schema(shape)
+    keys = [pa.array([0, 1], pa.int64())] * 3
+    columns = [*keys, pa.FixedShapeTensorArray.from_numpy_ndarray(latents), pa.array([b"", b""], pa.binary())]
+    write_table(tmp_path / "rollouts.parquet", schema, [pa.record_batch(columns, schema=schema)], {})
+    read_table(tmp_path / "rollouts.parquet", schema)
+    assert np.array_equal(read_latents(tmp_path / "rollouts.parquet").numpy(), latents)

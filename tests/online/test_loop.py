@@ -134,6 +134,7 @@ def test_steps_change_the_policy_and_say_everything(run, name, policy_config):
     assert [metrics["updates"] for metrics in logged] == [2, 4]
     assert (record.label, record.samples, record.optimizer_steps, record.algorithm) == ("1.1 online", 16, 4, name)
     assert record.alarms == []
+    assert record.seconds.pop("encoding") > 0
     assert record.seconds == pytest.approx(
         {phase: sum(metrics[f"seconds/{phase}"] for metrics in logged) for phase in ("rollout", "scoring", "training")}
     )
@@ -280,9 +281,9 @@ def test_distillation_learns_whatever_the_reward_says(run, turned):
 def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, model, scorer):
     place = Place(make_recipe(), 0, 0)
     learner = Learner(Policy(model, place.recipe.policy, 0), place.online)
-    first = collect(place, model, learner, scorer, make_prompts(2), 0, Clock())
+    first = collect(place, model, learner, scorer, make_prompts(2), model.encode, 0, Clock())
     learner.finish_step()
-    second = collect(place, model, learner, scorer, make_prompts(2), 1, Clock())
+    second = collect(place, model, learner, scorer, make_prompts(2), model.encode, 1, Clock())
     for experience in (first, second):
         assert len(experience.keys) == 8
         assert len(set(experience.keys.prompt_ids)) == 2
@@ -303,11 +304,15 @@ def test_the_old_policy_generates_where_there_is_one(make_recipe, make_prompts, 
         place = Place(make_recipe(online=algorithm), 0, 0)
         policy = Policy(model, place.recipe.policy, 0)
         policy.ensure("old")
-        before = collect(place, model, Learner(policy, place.online), scorer, make_prompts(6), 0, Clock()).rollouts.latents
+        before = collect(
+            place, model, Learner(policy, place.online), scorer, make_prompts(6), model.encode, 0, Clock()
+        ).rollouts.latents
         with torch.no_grad():
             for parameter in policy.parameters.values():
                 parameter += 0.02
-        after = collect(place, model, Learner(policy, place.online), scorer, make_prompts(6), 0, Clock()).rollouts.latents
+        after = collect(
+            place, model, Learner(policy, place.online), scorer, make_prompts(6), model.encode, 0, Clock()
+        ).rollouts.latents
         assert torch.equal(before, after) == same
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.artifacts import ArtifactError, verify
+from ebbflow.recipe.model import Model
 from tasks.copy_base_model import copy_base_model
 
 
@@ -16,10 +17,10 @@ def test_what_lies_at_the_path_now_is_copied(base_folder: Path, tmp_path: Path) 
     source = shutil.copytree(base_folder, tmp_path / "base")
     for mark in ("manifest.json", "COMMIT"):
         (source / mark).unlink(missing_ok=True)
-    first = verify(Path(copy_base_model(path=str(source), family="glyph").folder.download()))
+    first = verify(Path(copy_base_model(model=Model(path=str(source))).folder.download()))
     index = json.loads((source / "model_index.json").read_text())
     (source / "model_index.json").write_text(json.dumps(index | {"changed": [None, None]}))
-    assert verify(Path(copy_base_model(path=str(source), family="glyph").folder.download())) != first
+    assert verify(Path(copy_base_model(model=Model(path=str(source))).folder.download())) != first
 
 
 def test_a_committed_folder_that_was_damaged_is_refused(base_folder: Path, tmp_path: Path) -> None:
@@ -27,4 +28,4 @@ def test_a_committed_folder_that_was_damaged_is_refused(base_folder: Path, tmp_p
     assert (source / "COMMIT").is_file()
     (source / "model_index.json").write_text("{}")
     with pytest.raises(ArtifactError, match=r"does not fit its manifest \(model_index.json\)"):
-        copy_base_model(path=str(source), family="glyph")
+        copy_base_model(model=Model(path=str(source)))

@@ -51,7 +51,7 @@ def test_the_default_recipe_is_complete():
         ({"polcy": {}}, "polcy", "policy"),
         ({"policy": {"rnk": 4}}, "policy.rnk = 4", "rank"),
         ({"model": {"training": {"heigth": 16}}}, "model.training.heigth = 16", "height"),
-        ({"rewards": {"terms": [{"name": "ocr", "wieght": 2}]}}, "rewards.terms.0.wieght = 2", "weight"),
+        ({"rewards": {"terms": [{"name": "ocr", "wieght": 2}]}}, "rewards.terms.0.ocr.wieght = 2", "weight"),
         (one_stage(kind="online", step=3), "stages.0.online.step = 3", "steps"),
         (one_stage(kind="offline", epoch=3), "stages.0.offline.epoch = 3", "epochs"),
         (one_stage(kind="online", window={"stryde": 2}), "stages.0.online.window.stryde = 2", "stride"),
@@ -72,7 +72,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(data, place, nearest
 def test_a_key_like_no_other_gets_the_list():
     text = problem({"policy": {"zzz": 1}})
     assert "did you mean" not in text
-    assert "Known keys here: alpha, ema, rank, train" in text
+    assert "Known keys here: alpha, ema, rank, start, targets, train" in text
 
 
 def test_every_problem_is_named_at_once():

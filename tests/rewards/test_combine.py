@@ -2,14 +2,17 @@ import warnings
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from reward_cases import as_prompt
 
 from ebbflow.recipe import RecipeError
-from ebbflow.recipe.recipe import REWARD_NAMES, RewardTerm
+from ebbflow.recipe.algorithms import import_path
+from ebbflow.recipe.rewards import REWARD_NAMES, reward
 from ebbflow.rewards import combine
 from ebbflow.rewards.base import RewardResult
-from ebbflow.rewards.combine import RewardError, Scorer, load_rewards, load_scorer, require_scored
+from ebbflow.rewards.combine import FRAMES_SCORED, RewardError, Scorer, ScoreTable, load_scorer, require_scored, scored_frames
 
 IMAGES = np.zeros((3, 8, 8, 3), np.uint8)
 PROMPTS = [as_prompt(index, "AB") for index in range(3)]
@@ -60,6 +63,8 @@ def test_a_reward_that_breaks_its_contract_is_named(reward, message):
     [
         (IMAGES.astype(np.float32), PROMPTS, "float32"),
         (IMAGES[..., 0], PROMPTS, r"\[3, 8, 8\]"),
+        (np.zeros((3, 0, 8, 8, 3), np.uint8), PROMPTS, r"videos \[N, frames, height, width, 3\], got uint8 \[3, 0, 8, 8, 3\]"),
+        (np.zeros((3, 1, 2, 8, 8, 3), np.uint8), PROMPTS, r"\[3, 1, 2, 8, 8, 3\]"),
         (IMAGES, PROMPTS[:2], "3 images .* 2 prompts"),
     ],
 )
@@ -77,18 +82,18 @@ def test_too_many_failures_stop_the_stage():
 
 
 def test_no_images_are_no_failure():
-    table = load_scorer([RewardTerm(name="ocr")], ["similarity"])(IMAGES[:0], [])
+    table = load_scorer([reward("ocr")], [reward("similarity")])(IMAGES[:0], [])
     assert list(table.metrics) == ["ocr", "exact_match", "similarity"]
     assert table.reward.shape == (0,)
     require_scored(table, limit=0.0)
 
 
 def test_guards_that_cannot_run_are_left_out_with_one_warning(monkeypatch):
-    monkeypatch.setitem(combine.REWARDS, "tesseract", lambda: Fixed("tesseract", [], reason="not on the PATH"))
-    monkeypatch.setitem(combine.REWARDS, "similarity", lambda: Fixed("similarity", [1, 2, 3]))
-    monkeypatch.setitem(combine.REWARDS, "ocr", lambda: Fixed("ocr", [1, 1, 1]))
+    monkeypatch.setattr("ebbflow.rewards.tesseract.Tesseract", lambda: Fixed("tesseract", [], reason="not on the PATH"))
+    monkeypatch.setattr("ebbflow.rewards.similarity.Similarity", lambda: Fixed("similarity", [1, 2, 3]))
+    monkeypatch.setattr("ebbflow.rewards.ocr.Ocr", lambda config: Fixed("ocr", [1, 1, 1]))
     with pytest.warns(UserWarning, match="tesseract: not on the PATH") as caught:
-        scorer = load_scorer([RewardTerm(name="ocr")], ["tesseract", "similarity"])
+        scorer = load_scorer([reward("ocr")], [reward("tesseract"), reward("similarity")])
     assert len(caught) == 1
     assert scorer.left_out == {"tesseract": "not on the PATH"}
     with warnings.catch_warnings():
@@ -97,27 +102,28 @@ def test_guards_that_cannot_run_are_left_out_with_one_warning(monkeypatch):
 
 
 def test_a_trained_term_that_cannot_run_is_an_error(monkeypatch):
-    monkeypatch.setitem(combine.REWARDS, "tesseract", lambda: Fixed("tesseract", [], reason="not on the PATH"))
+    monkeypatch.setattr("ebbflow.rewards.tesseract.Tesseract", lambda: Fixed("tesseract", [], reason="not on the PATH"))
     with pytest.raises(RewardError, match="'tesseract' is trained on and cannot run here: not on the PATH"):
-        load_scorer([RewardTerm(name="tesseract")], [])
+        load_scorer([reward("tesseract")], [])
 
 
-def test_the_registry_is_what_the_recipe_accepts():
-    for name in combine.REWARDS:
-        assert RewardTerm(name=name).name == name
-    assert [reward.name for reward in load_rewards(list(combine.REWARDS))] == list(combine.REWARDS)
-    with pytest.raises(
-        RewardError, match="no reward is called 'beauty'; there are ocr, .* or give package.module:Name of your own"
-    ):
-        load_rewards(["beauty"])
-    with pytest.raises(ValidationError, match="take ocr, .* or give package.module:name of your own"):
-        RewardTerm(name="beauty")
-    assert list(combine.REWARDS) == list(REWARD_NAMES)
+def test_every_reward_of_the_recipe_has_its_code():
+    assert list(combine.MAKERS) == list(REWARD_NAMES)
+    for path in combine.MAKERS.values():
+        assert callable(import_path(path))
+    with pytest.raises(ValidationError, match="Take ocr, .* or give package.module:name of your own"):
+        reward("beauty")
+
+
+def test_scores_are_called_by_the_label():
+    scorer = load_scorer([reward("similarity", label="letters", weight=2.0)], [reward("similarity")])
+    assert list(scorer(IMAGES, PROMPTS).metrics) == ["letters", "similarity"]
+    assert scorer.weights == {"letters": 2.0}
 
 
 def test_a_path_leads_to_a_reward_of_ones_own():
     images = np.stack([np.zeros((8, 8, 3)), np.full((8, 8, 3), 255), np.full((8, 8, 3), 51)]).astype(np.uint8)
-    scorer = load_scorer([RewardTerm(name="reward_cases:Brightness", weight=3.0)], ["similarity"])
+    scorer = load_scorer([reward("reward_cases:Brightness", weight=3.0)], [reward("similarity")])
     table = scorer(images, PROMPTS)
     assert table.reward == pytest.approx([0, 3, 0.6])
     assert list(table.metrics) == ["Brightness", "similarity"]
@@ -126,10 +132,10 @@ def test_a_path_leads_to_a_reward_of_ones_own():
 
 def test_a_path_to_a_guard_that_cannot_run_here_leaves_it_out():
     with pytest.warns(UserWarning, match="guards left out of this run: Absent: not on this machine"):
-        scorer = load_scorer([RewardTerm(name="ocr")], ["reward_cases:Absent"])
+        scorer = load_scorer([reward("ocr")], [reward("reward_cases:Absent")])
     assert scorer.left_out == {"Absent": "not on this machine"}
     with pytest.raises(RewardError, match="'Absent' is trained on and cannot run here: not on this machine"):
-        load_scorer([RewardTerm(name="reward_cases:Absent")], [])
+        load_scorer([reward("reward_cases:Absent")], [])
 
 
 @pytest.mark.parametrize(
@@ -142,14 +148,117 @@ def test_a_path_to_a_guard_that_cannot_run_here_leaves_it_out():
 )
 def test_a_path_that_leads_to_no_reward_says_so(path, error, message):
     with pytest.raises(error, match=message):
-        load_scorer([RewardTerm(name=path)], [])
+        load_scorer([reward(path)], [])
 
 
 def test_real_rewards_on_clean_renderings(clean):
     images, prompts = clean
-    table = load_scorer([RewardTerm(name="ocr", weight=0.5), RewardTerm(name="similarity", weight=2.0)], [])(
-        images[:6], prompts[:6]
-    )
+    table = load_scorer([reward("ocr", weight=0.5), reward("similarity", weight=2.0)], [])(images[:6], prompts[:6])
     assert np.allclose(table.reward, 0.5 * table.metrics["ocr"] + 2 * table.metrics["similarity"])
     assert table.reward.mean() > 2.3
     assert table.failures == [None] * 6
+
+
+class Watched:
+    """The grey of an image; fails on black ones. It remembers what it was shown."""
+
+    name = "grey"
+
+    def __init__(self):
+        self.images, self.prompts = None, None
+
+    def unavailable(self):
+        return None
+
+    def __call__(self, images, prompts):
+        self.images, self.prompts = images, list(prompts)
+        values = images.mean((1, 2, 3))
+        failures = {int(index): f"black, {prompts[index].prompt}" for index in np.flatnonzero(values == 0)}
+        values[list(failures)] = np.nan
+        return RewardResult(values, {"squared": values**2}, failures)
+
+
+def as_videos(greys):
+    """Videos of 4 x 6 pixels, each frame of one grey: [N, frames] -> [N, frames, 4, 6, 3]."""
+    return np.asarray(greys, np.uint8)[..., None, None, None] * np.ones((4, 6, 3), np.uint8)
+
+
+def test_a_videos_score_is_the_mean_over_its_frames():
+    greys = np.array([[1, 5, 9], [10, 10, 40]])
+    watched, other = Watched(), Fixed("other", [0, 0, 3, 1, 1, 1])
+    table = Scorer(((watched, 2.0), (other, 3.0)), ())(as_videos(greys), PROMPTS[:2])
+    assert table.metrics["grey"] == pytest.approx([5, 20])
+    assert table.metrics["squared"] == pytest.approx([107 / 3, 1800 / 3])
+    assert table.reward == pytest.approx([2 * 5 + 3 * 1, 2 * 20 + 3 * 1])
+    assert table.failures == [None, None]
+    assert watched.prompts == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
+    assert np.array_equal(watched.images, as_videos(greys).reshape(6, 4, 6, 3))
+
+
+def test_of_a_long_video_evenly_spaced_frames_are_scored():
+    greys = np.arange(1, 82) + np.zeros((2, 1), int)
+    watched = Watched()
+    table = Scorer(((watched, 1.0),))(as_videos(greys), PROMPTS[:2])
+    shown = watched.images[:, 0, 0, 0].reshape(2, FRAMES_SCORED)
+    assert shown[0].tolist() == shown[1].tolist() == [1, 12, 24, 35, 47, 58, 70, 81]
+    assert table.reward == pytest.approx([41, 41])
+
+
+@given(st.integers(1, 400))
+def test_scored_frames_are_each_once_and_evenly_spaced(count):
+    shown = scored_frames(count)
+    assert len(shown) == min(count, FRAMES_SCORED)
+    assert (shown[0], shown[-1]) == (0, count - 1)
+    steps = np.diff(shown)
+    assert steps.min(initial=1) >= 1
+    assert steps.max(initial=1) - steps.min(initial=steps.max(initial=1)) <= 1
+
+
+def test_a_video_of_one_frame_scores_as_its_image():
+    images = as_videos([[3], [200], [0]])
+    still, moving = (Scorer(((Watched(), 1.0),))(pictures, PROMPTS) for pictures in (images[:, 0], images))
+    assert np.array_equal(still.reward, moving.reward, equal_nan=True)
+    assert moving.failures == [None, None, f"grey: frame 0: black, {PROMPTS[2].prompt}"]
+
+
+def test_a_frame_that_failed_fails_its_video_and_is_named():
+    greys = np.full((3, 15), 9)
+    greys[1, 4] = 0  # the third of the frames 0, 2, 4, ... 14
+    greys[2, [4, 14]] = 0
+    greys[0, 3] = 0  # not looked at
+    table = Scorer(((Watched(), 1.0),), (Fixed("guard", np.arange(24.0)),))(as_videos(greys), PROMPTS)
+    text = f"black, {PROMPTS[1].prompt}"
+    assert np.array_equal(table.reward, [9, np.nan, np.nan], equal_nan=True)
+    assert np.array_equal(table.metrics["squared"], [81, np.nan, np.nan], equal_nan=True)
+    assert table.metrics["guard"] == pytest.approx([3.5, 11.5, 19.5])
+    assert table.failures == [None, f"grey: frame 4: {text}", f"grey: frame 4: {text} (and 1 more of 8 frames)"]
+    require_scored(table, limit=0.67)
+    with pytest.raises(RewardError, match=r"2 of 3 images .*frame 4: black"):
+        require_scored(table, limit=0.66)
+
+
+def test_no_videos_are_no_failure():
+    table = Scorer(((Watched(), 1.0),))(as_videos([[1, 2]])[:0], [])
+    assert table.reward.shape == table.metrics["squared"].shape == (0,)
+    assert table.failures == []
+
+
+def test_real_rewards_score_a_still_video_as_its_image(clean):
+    images, prompts = (part[:3] for part in clean)
+    scorer = load_scorer([reward("ocr")], [reward("similarity"), reward("jpeg_compressibility")])
+    still, moving = scorer(images, prompts), scorer(np.repeat(images[:, None], 3, axis=1), prompts)
+    assert list(moving.metrics) == list(still.metrics)
+    for name, values in still.metrics.items():
+        assert moving.metrics[name] == pytest.approx(values)
+
+
+def test_tables_of_parts_are_the_table_of_all():
+    scorer = Scorer(((Watched(), 2.0),))
+    images = as_videos([[3], [0], [200]])[:, 0]
+    parts = [scorer(images[:2], PROMPTS[:2]), scorer(images[2:], PROMPTS[2:])]
+    together, expected = ScoreTable.cat(parts), scorer(images, PROMPTS)
+    assert np.array_equal(together.reward, expected.reward, equal_nan=True)
+    assert together.metrics.keys() == expected.metrics.keys()
+    for name, values in expected.metrics.items():
+        assert np.array_equal(together.metrics[name], values, equal_nan=True)
+    assert together.failures == expected.failures

@@ -3,7 +3,7 @@ import pytest
 from PIL import Image
 from reward_cases import as_prompt
 
-from ebbflow.recipe.recipe import RewardTerm
+from ebbflow.recipe.rewards import reward
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.rewards.jpeg import JpegCompressibility, JpegIncompressibility, kilobytes
 
@@ -57,6 +57,6 @@ def test_no_images_have_no_sizes(images):
 
 
 def test_a_recipe_can_name_both(images):
-    table = load_scorer([RewardTerm(name="jpeg_compressibility", weight=2.0)], ["jpeg_incompressibility"])(images, prompts(3))
+    table = load_scorer([reward("jpeg_compressibility", weight=2.0)], [reward("jpeg_incompressibility")])(images, prompts(3))
     assert np.array_equal(table.reward, -2 * table.metrics["jpeg_incompressibility"])
     assert table.failures == [None] * 3

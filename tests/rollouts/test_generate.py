@@ -31,6 +31,7 @@ class GaussianModel:
     """The exact velocity of data N(m, s^2), on 64 independent elements; counts its evaluations."""
 
     latent_shape = (1, 8, 8)
+    precision = "float32"
 
     def __init__(self):
         self.evaluated_at = []
@@ -55,7 +56,7 @@ def spread(sigma):
 
 
 def nothing(count):
-    return Conditioning(torch.zeros(count, 1, 1), torch.zeros(count, 1))
+    return Conditioning({"embeds": torch.zeros(count, 1, 1)})
 
 
 def euler(x, velocity, sigmas, steps):
@@ -65,12 +66,12 @@ def euler(x, velocity, sigmas, steps):
 
 
 def test_the_ode_is_the_pipeline_of_diffusers(base_folder, open_pipeline, model, make_keys):
-    conditioning, keys = model.encode(TEXTS), make_keys(7)
+    conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
     for steps in (4, 10):
         ours = generate(model, conditioning, keys, Sampler(name="ode", steps=steps), micro_batch=3).latents
         theirs = open_pipeline(base_folder)(
-            prompt_embeds=conditioning.embeds,
-            pooled_prompt_embeds=conditioning.pooled,
+            prompt_embeds=conditioning["embeds"],
+            pooled_prompt_embeds=conditioning["pooled"],
             latents=noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples),
             sigmas=np.linspace(1, 1 / steps, steps).tolist(),
             num_inference_steps=steps,
@@ -85,7 +86,7 @@ def test_the_ode_is_the_pipeline_of_diffusers(base_folder, open_pipeline, model,
 
 @pytest.mark.parametrize("plan", [None, window(1, 2), window(1, tail=0.5), Plan((0, 1, 2, 3), (0, 3))], ids=str)
 def test_micro_batches_order_and_company_do_not_change_a_sample(model, make_keys, plan):
-    conditioning, keys = model.encode(TEXTS), make_keys(7)
+    conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
     whole = generate(model, conditioning, keys, SDE, plan, micro_batch=64)
     for size in (1, 3, 7):
         parts = generate(model, conditioning, keys, SDE, plan, micro_batch=size)
@@ -101,7 +102,7 @@ def test_micro_batches_order_and_company_do_not_change_a_sample(model, make_keys
 
 
 def test_the_same_call_gives_the_same_bits_and_another_seed_other_ones(model, make_keys):
-    conditioning = model.encode(TEXTS)
+    conditioning = model.encode_texts(TEXTS)
     first, again = (generate(model, conditioning, make_keys(7), SDE, window(0, 1)).latents for _ in range(2))
     assert torch.equal(first, again)
     other = generate(model, conditioning, make_keys(7, seed=4), SDE, window(0, 1)).latents
@@ -114,7 +115,7 @@ def test_the_same_call_gives_the_same_bits_and_another_seed_other_ones(model, ma
 )
 def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, name, plan):
     sampler = Sampler(name=name, steps=5)
-    conditioning, keys = model.encode(TEXTS), make_keys(7)
+    conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
     rollouts = generate(model, conditioning, keys, sampler, plan)
     record, sigmas = rollouts.trajectory, model.sigmas(5)
     assert record.steps.tolist() == list(plan.trained)
@@ -143,7 +144,7 @@ def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, n
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_without_a_plan_all_steps_but_the_last_are_stochastic_and_nothing_is_recorded(model, make_keys, name):
-    conditioning, sampler = model.encode(TEXTS), Sampler(name=name, steps=5)
+    conditioning, sampler = model.encode_texts(TEXTS), Sampler(name=name, steps=5)
     rollouts = generate(model, conditioning, make_keys(7), sampler)
     assert rollouts.trajectory is None
     assert torch.equal(rollouts.latents, generate(model, conditioning, make_keys(7), sampler, window(0, 1, 2, 3)).latents)
@@ -151,7 +152,7 @@ def test_without_a_plan_all_steps_but_the_last_are_stochastic_and_nothing_is_rec
 
 
 def test_little_noise_is_nearly_the_ode(model, make_keys):
-    conditioning = model.encode(TEXTS)
+    conditioning = model.encode_texts(TEXTS)
     ode = generate(model, conditioning, make_keys(7), ODE).latents
     for name in STOCHASTIC:
         sampler = Sampler(name=name, steps=5, eta=1e-5)
@@ -161,12 +162,12 @@ def test_little_noise_is_nearly_the_ode(model, make_keys):
 @pytest.mark.parametrize("name", ["ode", "dpm_solver"])
 def test_a_plan_for_a_deterministic_sampler_is_an_error(model, make_keys, name):
     with pytest.raises(ValueError, match=f"{name}' has no log-probability"):
-        generate(model, model.encode(TEXTS), make_keys(7), Sampler(name=name, steps=5), window(1))
+        generate(model, model.encode_texts(TEXTS), make_keys(7), Sampler(name=name, steps=5), window(1))
 
 
 def test_nothing_needs_a_gradient(model, make_keys):
     model.transformer.requires_grad_(True)
-    rollouts = generate(model, model.encode(TEXTS), make_keys(7), SDE, window(0, 1))
+    rollouts = generate(model, model.encode_texts(TEXTS), make_keys(7), SDE, window(0, 1))
     assert not rollouts.latents.requires_grad
     assert not any(getattr(rollouts.trajectory, name).requires_grad for name in RECORDS)
 
@@ -188,7 +189,7 @@ def test_images_of_the_whole_path_have_the_exact_moments_on_gaussian_data(name):
 
 
 def test_dpm_solver_takes_every_step_and_needs_no_noise(model, make_keys):
-    conditioning, keys, sigmas = model.encode(TEXTS), make_keys(7), model.sigmas(6)
+    conditioning, keys, sigmas = model.encode_texts(TEXTS), make_keys(7), model.sigmas(6)
     rollouts = generate(model, conditioning, keys, Sampler(name="dpm_solver", steps=6))
     assert rollouts.trajectory is None
     latents, clean = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples), None
@@ -239,7 +240,7 @@ def test_a_tail_is_shorter_and_leaves_the_window_as_it_is(make_keys, plan, tail_
 
 
 def test_after_the_window_the_tail_is_dpm_solver_from_its_first_order(model, make_keys):
-    conditioning, keys = model.encode(TEXTS), make_keys(7)
+    conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
     rollouts = generate(model, conditioning, keys, Sampler(name="cps", steps=12), window(1, 2, tail=0.5))
     sigmas = rollouts.trajectory.sigmas
     latents, clean = rollouts.trajectory.next_latents[:, -1], None
@@ -267,14 +268,14 @@ def test_a_tail_ends_close_to_where_all_the_steps_end(make_keys, tail):
 
 
 def test_a_tail_changes_the_images_of_the_network_little(model, make_keys):
-    sampler, conditioning, keys = Sampler(name="flow_sde", steps=25), model.encode(TEXTS), make_keys(7)
+    sampler, conditioning, keys = Sampler(name="flow_sde", steps=25), model.encode_texts(TEXTS), make_keys(7)
     full = generate(model, conditioning, keys, sampler, window(0, 1, 2, 3)).latents
     short = generate(model, conditioning, keys, sampler, window(0, 1, 2, 3, tail=0.4)).latents
     assert 0 < (short - full).abs().max() < 0.1 * full.std()
 
 
 def test_bfloat16_is_the_networks_alone_and_moves_log_probs_a_little(model, make_keys):
-    conditioning, keys, sigmas = model.encode(TEXTS), make_keys(7), model.sigmas(5)
+    conditioning, keys, sigmas = model.encode_texts(TEXTS), make_keys(7), model.sigmas(5)
     rollouts = generate(model, conditioning, keys, SDE, window(0, 1, 2, 3), precision="bfloat16")
     record = rollouts.trajectory
     assert rollouts.latents.dtype == torch.float32
@@ -296,7 +297,7 @@ def test_bfloat16_is_the_networks_alone_and_moves_log_probs_a_little(model, make
 
 
 def test_bfloat16_images_are_close_to_those_of_float32(model, make_keys):
-    conditioning, keys = model.encode(TEXTS), make_keys(7)
+    conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
     for sampler in (ODE, SDE, Sampler(name="dpm_solver", steps=5)):
         full, low = (generate(model, conditioning, keys, sampler, precision=name).latents for name in ("float32", "bfloat16"))
         assert 0 < (full - low).abs().max() < 0.05

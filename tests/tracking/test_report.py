@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
@@ -21,6 +22,7 @@ from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import decide
 from ebbflow.recipe import Recipe
 from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun
+from ebbflow.rollouts.images import decode_png, encode_png
 from ebbflow.tracking.pictures import image_grid
 from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report, write_summary
 
@@ -226,6 +228,32 @@ def test_many_rounds_and_large_pictures_stay_small(inputs: ReportInputs, tmp_pat
     assert f"{labels[7]} ★" in page
 
 
+def as_videos(table: pa.Table, path: Path) -> None:
+    """The same samples as videos of three frames, which end upside down."""
+    images = decode_png(table["image"].to_pylist())
+    videos = encode_png(np.stack([images, images, images[:, ::-1]], 1))
+    pq.write_table(table.set_column(table.schema.get_field_index("image"), table.schema.field("image"), [videos]), path)
+
+
+@pytest.mark.parametrize(("size", "kind"), [((32, 16), "PNG"), ((512, 256), "JPEG")])
+def test_videos_are_shown_as_stills_of_their_first_frames(
+    inputs: ReportInputs, tmp_path: Path, size: tuple[int, int], kind: str
+) -> None:
+    table = samples(tmp_path / "images.parquet", 0.9, prompts=5, size=size)
+    as_videos(table, tmp_path / "videos.parquet")
+    pages = []
+    for name in ("images", "videos"):
+        path = tmp_path / f"{name}.parquet"
+        pages.append(
+            written(replace(inputs, evaluations=[(entry, path) for entry, _ in inputs.evaluations]), tmp_path / f"{name}.html")
+        )
+    assert pages[0] == pages[1]
+    (first, *rest) = re.findall(r'<img [^>]*src="data:image/(?:png|jpeg);base64,([^"]+)"', pages[1])
+    assert len(rest) == 5 * 3 - 1
+    shown = Image.open(io.BytesIO(base64.b64decode(first)))
+    assert (shown.format, getattr(shown, "n_frames", 1)) == (kind, 1)
+
+
 def test_an_unmeasured_guard_and_a_missing_metric_do_not_break_the_page(inputs: ReportInputs, tmp_path: Path) -> None:
     without = [
         (entry.model_copy(update={"held_out": entry.held_out | {"tesseract": float("nan")}}), path)
@@ -270,6 +298,12 @@ def test_an_image_grid_enlarges_by_whole_pixels() -> None:
     assert grid.height == 2 * (64 + 8 + 19) + 8
     block = np.asarray(grid)[8:72, 8:136]
     assert (block.reshape(16, 4, 32, 4, 3) == block[::4, None, ::4][:, :, :, None]).all()
+
+
+def test_an_image_grid_shows_the_first_frames_of_videos() -> None:
+    videos = np.random.default_rng(0).integers(0, 256, (3, 4, 16, 32, 3), np.uint8)
+    moving, still = (image_grid(encode_png(pictures), ["a", "b", "c"], columns=2) for pictures in (videos, videos[:, 0]))
+    assert np.array_equal(np.asarray(moving), np.asarray(still))
 
 
 @pytest.mark.parametrize(("pngs", "captions", "columns"), [([], [], 4), ([b"x"], [], 4), ([b"x"], ["x"], 0)])

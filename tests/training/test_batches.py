@@ -38,7 +38,7 @@ def test_a_window_becomes_a_term_for_each_sample_and_step(model):
         assert torch.equal(batch.next_latents[term], trajectory.next_latents[sample, place])
         assert torch.equal(batch.old_mean[term], trajectory.means[sample, place])
         assert torch.equal(batch.old_log_prob[term], trajectory.log_probs[sample, place])
-        assert torch.equal(batch.points.at(slice(term, term + 1))[2].embeds[0], conditioning.embeds[sample])
+        assert torch.equal(batch.points.at(slice(term, term + 1))[2]["embeds"][0], conditioning["embeds"][sample])
     assert batch.describe(1) == f"prompt 2, sample 7, denoising step 2 (sigma {model.sigmas(5)[2].item():.4f})"
 
 
@@ -83,7 +83,7 @@ def test_forward_terms_are_stratified_and_belong_to_their_sample(model):
         assert torch.equal(batch.clean[row], clean[row // 3])
         assert batch.advantage[row] == row // 3
         assert batch.keys.prompt_ids[row] == row // 3
-        assert torch.equal(batch.points.at(slice(row, row + 1))[2].pooled[0], conditioning.pooled[row // 3])
+        assert torch.equal(batch.points.at(slice(row, row + 1))[2]["pooled"][0], conditioning["pooled"][row // 3])
     assert len({tuple(row.flatten()[:4].tolist()) for row in batch.noise}) == 18
     assert batch.unit.tolist() == list(range(18))
     assert batch.weight.tolist() == [1.0] * 18
@@ -129,7 +129,7 @@ def test_logit_normal_sigmas_are_stratified_in_their_own_distribution(model):
     count, draws = 400, 4
     stage = stage_of({"name": "diffusion_dpo", "noise_levels": draws})
     keys = SampleKeys(1, list(range(count)), [0] * count)
-    clean, conditioning = torch.zeros(count, 1, 1, 1), model.encode(TEXTS[:1]).rows(torch.zeros(count, dtype=torch.long))
+    clean, conditioning = torch.zeros(count, 1, 1, 1), model.encode_texts(TEXTS[:1]).rows(torch.zeros(count, dtype=torch.long))
     batch = forward_batch(clean, conditioning, torch.zeros(count), keys, np.arange(count), stage.hyper, visit=0)
     logit = torch.logit(batch.points.sigma.double())
     quantile = torch.special.ndtr(logit).view(count, draws)

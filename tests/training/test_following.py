@@ -9,6 +9,7 @@ from training_cases import FULL, GROUPS, LORA, PAIRS, farthest, forward_terms, l
 from ebbflow.artifacts import verify
 from ebbflow.models import load_model
 from ebbflow.recipe.algorithms import Following
+from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.records import StageRecord
 from ebbflow.stage import Place, open_policy, save_policy
@@ -298,12 +299,13 @@ def test_a_teacher_is_what_its_folder_serves(base_folder, model, start, place, t
     assert "iterate" not in policy.copies
 
 
-@pytest.mark.parametrize("other", [{"base_digest": "another"}, {"family": "mine.models:load"}])
+@pytest.mark.parametrize("other", [{"base_digest": "another"}, {"model": ModelConfig(family="mine.models:load", path="base")}])
 def test_a_teacher_of_another_base_is_refused(base_folder, model, start, place, tmp_path, other):
     mine = {"base_digest": verify(base_folder), "recipe_digest": "r", "config": FULL, "version": 1}
     Policy(model, FULL, 0).save(tmp_path / "teacher", PolicyCard(**(mine | other)))
     stage = place(online={"algorithm": {"name": "distillation", "teacher": "x"}})
-    with pytest.raises(PolicyError, match=f"teacher in .*{next(iter(other.values()))}.* take a teacher of the same base"):
+    named = other.get("base_digest", "mine.models:load")
+    with pytest.raises(PolicyError, match=f"teacher in .*{named}.* take a teacher of the same base"):
         open_policy(stage, load_model(base_folder), start(FULL), teacher=tmp_path / "teacher")
 
 

@@ -26,7 +26,7 @@ def predict(model):
 
     def velocity(of):
         with torch.no_grad():
-            return of.velocity(latents, torch.tensor([1.0, 0.5, 0.1]), of.encode(["ABCD", "WXYZ", "Q"]))
+            return of.velocity(latents, torch.tensor([1.0, 0.5, 0.1]), of.encode_texts(["ABCD", "WXYZ", "Q"]))
 
     return velocity
 
@@ -99,7 +99,7 @@ def test_using_a_copy_predicts_with_it_and_puts_everything_back(model, predict, 
     assert not torch.allclose(trained, base, atol=1e-4)
     with policy.using("reference"):
         assert torch.equal(predict(model), base)
-        assert not model.velocity(torch.zeros(1, *model.latent_shape), torch.ones(1), model.encode(["A"])).requires_grad
+        assert not model.velocity(torch.zeros(1, *model.latent_shape), torch.ones(1), model.encode_texts(["A"])).requires_grad
     assert same(values(policy), before)
     assert torch.equal(predict(model), trained)
     with policy.using("current"):

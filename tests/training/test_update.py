@@ -339,7 +339,9 @@ def test_a_policy_that_stays_near_the_base_raises_no_alarm(model):
 
 def linear_policy(elements):
     weight = torch.nn.Parameter(torch.zeros(elements))
-    model = SimpleNamespace(velocity=lambda latents, sigma, conditioning: weight.expand(len(latents), elements))
+    model = SimpleNamespace(
+        velocity=lambda latents, sigma, conditioning: weight.expand(len(latents), elements), precision="float32"
+    )
     return SimpleNamespace(
         parameters={"weight": weight}, model=model, copies={}, using=lambda name: nullcontext(), config=PolicyConfig()
     )
@@ -347,7 +349,7 @@ def linear_policy(elements):
 
 def given_gradients(gradients, weight=None):
     count = len(gradients)
-    points = Points(gradients, torch.zeros(count), Conditioning(gradients, gradients), torch.arange(count))
+    points = Points(gradients, torch.zeros(count), Conditioning({"embeds": gradients}), torch.arange(count))
     weight, unit = torch.ones(count) if weight is None else weight, torch.arange(count)
     keys = SampleKeys(0, unit.tolist(), unit.tolist())
     return ForwardBatch(points, weight, unit, gradients, gradients, torch.zeros(count), keys)
@@ -396,3 +398,26 @@ def test_gradient_variance_is_the_trace_of_the_covariance_on_average():
 
 def test_equal_gradients_have_no_variance():
     assert gradient_metrics(torch.ones(8, 3), passes=4)["grad_variance"] == pytest.approx(0, abs=1e-5)
+
+
+def test_float16_halves_the_loss_scale_until_gradients_fit_and_takes_the_same_step(base_folder):
+    """An overflowing gradient repeats the passes with half the scale; the step is the one that no scale would change."""
+    steps = {}
+    for scale in (1.0, 2.0**140):
+        learner = learner_of(load_model(base_folder), NFT, lr=0.01)
+        learner.loss_scale = scale
+        metrics = learner.update(forward_terms(learner.policy.model, learner.stage), passes=2)
+        steps[scale] = (values(learner.policy), metrics["grad_norm"], metrics["grad_variance"], learner.loss_scale)
+    plain, scaled = steps.values()
+    assert 1 < scaled[3] < 2.0**140
+    assert farthest(plain[0], scaled[0]) < 1e-6
+    assert scaled[1:3] == pytest.approx(plain[1:3], rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_is_no_overflow(base_folder):
+    learner = learner_of(load_model(base_folder), NFT)
+    learner.loss_scale = 2.0**16
+    batch = spoilt(forward_terms(learner.policy.model, learner.stage), "clean", 1, float("nan"))
+    with pytest.raises(TrainingError, match="not finite"):
+        learner.update(batch, passes=1)
+    assert learner.loss_scale == 2.0**16

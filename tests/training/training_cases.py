@@ -47,7 +47,7 @@ def samples(model, start=0, stop=6):
     prompt_ids = list(range(start, stop))
     clean = torch.stack([torch.randn(model.latent_shape, generator=torch.Generator().manual_seed(i)) for i in prompt_ids])
     advantage = torch.tensor([2.0, -1.0, -1.5, 1.0, -2.0, 3.0])[start:stop]
-    return clean, model.encode(TEXTS[start:stop]), advantage, SampleKeys(1, prompt_ids, [7] * len(prompt_ids))
+    return clean, model.encode_texts(TEXTS[start:stop]), advantage, SampleKeys(1, prompt_ids, [7] * len(prompt_ids))
 
 
 def forward_terms(model, stage, unit=ALONE, start=0, stop=6):
@@ -57,7 +57,7 @@ def forward_terms(model, stage, unit=ALONE, start=0, stop=6):
 
 def rollout(model, sampler, steps=(0, 1, 2), precision="float32", micro_batch=4):
     """(trajectory, conditioning, keys) of the six samples under the policy as it is."""
-    conditioning, keys = model.encode(TEXTS), SampleKeys(2, list(range(6)), [7] * 6)
+    conditioning, keys = model.encode_texts(TEXTS), SampleKeys(2, list(range(6)), [7] * 6)
     return generate(model, conditioning, keys, sampler, Plan(steps, steps), micro_batch, precision).trajectory, conditioning, keys
 
 

@@ -1,0 +1,97 @@
+"""The FLUX.1 family: dev, which takes the guidance as an input, and schnell, which takes none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from diffusers import FluxPipeline
+from torch import Tensor, nn
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.models.base import Conditioning, ModelError
+from ebbflow.models.pipeline import PipelineModel, dynamic_shift, load_pipeline, pack, spaced_sigmas, unpack
+from ebbflow.recipe.model import Model as ModelConfig
+
+
+class FluxModel(PipelineModel):
+    """Adapter of ``FluxPipeline``."""
+
+    pipeline_class = FluxPipeline
+    # Of Flow-GRPO: attention of all blocks, feed-forward of those with two streams.
+    lora_targets = [
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    ]
+    text_parts = ("text_encoder", "text_encoder_2")
+    default_size = (1024, 1024)
+    guided = False
+
+    def _latent_shape(self) -> tuple[int, ...]:
+        scale = self.pipeline.vae_scale_factor
+        self._require_multiple(2 * scale)
+        return (self.transformer.config.in_channels // 4, self.height // scale, self.width // scale)
+
+    def sigmas(self, steps: int) -> Tensor:
+        scheduler, tokens = self.pipeline.scheduler, self.latent_shape[1] * self.latent_shape[2] // 4
+        return spaced_sigmas(scheduler, steps, dynamic_shift(scheduler, tokens))
+
+    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        tokens = self.config.max_tokens or 512
+        embeds, pooled, _ = self.pipeline.encode_prompt(texts, None, device=self.device, max_sequence_length=tokens)
+        return {"embeds": embeds, "pooled": pooled}
+
+    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        guidance = torch.full_like(sigma, conditioning.guidance) if self.transformer.config.guidance_embeds else None
+        _, height, width = self.latent_shape
+        return self.transformer(
+            hidden_states=pack(latents),
+            timestep=sigma,
+            guidance=guidance,
+            pooled_projections=conditioning["pooled"],
+            encoder_hidden_states=conditioning["embeds"],
+            txt_ids=latents.new_zeros(conditioning["embeds"].shape[1], 3),
+            img_ids=_positions(height // 2, width // 2).to(latents),
+            return_dict=False,
+        )[0]
+
+    def _unpack(self, prediction: Tensor) -> Tensor:
+        return unpack(prediction, self.latent_shape)
+
+    def _to_vae(self, latents: Tensor) -> Tensor:
+        return latents / self.pipeline.vae.config.scaling_factor + self.pipeline.vae.config.shift_factor
+
+    def _from_vae(self, latents: Tensor) -> Tensor:
+        return (latents - self.pipeline.vae.config.shift_factor) * self.pipeline.vae.config.scaling_factor
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
+
+
+def _positions(height: int, width: int) -> Tensor:
+    """(0, row, column) of every token, [height * width, 3]."""
+    row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return torch.stack([torch.zeros_like(row), row, column], -1).reshape(-1, 3)
+
+
+def load(folder: Path, config: ModelConfig, device: torch.device) -> FluxModel:
+    """Load a folder of the family.
+
+    Raises:
+        ModelError: as ``load_pipeline``; the size cannot be drawn; or there is a guidance and the network takes none.
+    """
+    pipeline = load_pipeline(FluxModel, folder, config, device)
+    if config.guidance != 1 and not pipeline.transformer.config.guidance_embeds:
+        raise ModelError(f"model.guidance = {config.guidance}: {folder} takes no guidance, like FLUX.1 schnell; leave it out")
+    return FluxModel(pipeline, config, device)

@@ -1,0 +1,34 @@
+"""What can be told about a base-model folder without loading it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ebbflow.recipe.model import PIPELINES
+
+
+class ModelError(Exception):
+    """A base-model folder that cannot be used: names the folder, what is wrong and the way out."""
+
+
+def check_layout(folder: Path, family: str) -> None:
+    """Check that a folder says it is a pipeline of a family that diffusers has one for.
+
+    Raises:
+        ModelError: it does not; names what it is instead.
+    """
+    index, wanted = folder / "model_index.json", PIPELINES[family]
+    if not index.is_file():
+        raise ModelError(
+            f"model.path = {str(folder)!r} is no pipeline folder: it has no model_index.json. Give the folder of a {wanted}; "
+            "or the id of a Hugging Face repository, with its commit as model.revision"
+        )
+    try:
+        found = json.loads(index.read_text()).get("_class_name")
+    except (ValueError, AttributeError):
+        raise ModelError(f"{index} is not the JSON object that diffusers writes; fetch the folder again") from None
+    if found != wanted:
+        families = {name: family for family, name in PIPELINES.items()}
+        hint = f"set model.family to {families[found]}" if found in families else f"the families are {', '.join(PIPELINES)}"
+        raise ModelError(f"{folder} is a {found}, and model.family = {family!r} is a {wanted}; {hint}, or name another folder")

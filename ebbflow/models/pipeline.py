@@ -1,0 +1,266 @@
+"""What the families that diffusers has a pipeline for share: the pipeline's own parts, called as the pipeline calls them.
+
+With the deterministic sampler, the same noise and the same prompt, an adapter's image is the pipeline's (the tests compare them).
+Only the transformer stays on the device: text encoders and VAE come for the time of their call.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.utils.logging import disable_progress_bar as silence_diffusers
+from safetensors import safe_open
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar as silence_transformers
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.models.base import DTYPES, Conditioning, ModelError
+from ebbflow.models.layout import check_layout
+from ebbflow.recipe.model import Model as ModelConfig
+
+ENCODED_AT_ONCE = 16
+"""Prompts per pass of the text encoders."""
+SHARD = "5GB"
+"""Largest file of a saved part."""
+PIXELS_AT_ONCE = 2**21
+"""Pixels per pass of the VAE: eight images of 512 x 512."""
+
+
+class PipelineModel:
+    """Adapter of a diffusers pipeline; see ``ebbflow.models.base.Model``. A family says what differs.
+
+    Attributes:
+        device: where the network runs.
+        text_parts: the pipeline's parts that encode prompts.
+        default_size: height and width in pixels that the pipeline draws.
+        guided: whether the pipeline takes ``guidance`` for classifier-free guidance.
+        draws_videos: whether ``frames`` may be more than one.
+    """
+
+    pipeline_class: ClassVar[Any]
+    lora_targets: ClassVar[list[str]]
+    text_parts: ClassVar[tuple[str, ...]]
+    default_size: ClassVar[tuple[int, int]]
+    guided: ClassVar[bool] = True
+    draws_videos: ClassVar[bool] = False
+
+    def __init__(self, pipeline: Any, config: ModelConfig, device: torch.device) -> None:
+        self.pipeline = pipeline
+        self.transformer = pipeline.transformer
+        self.config = config
+        self.device = device
+        self.precision = config.precision
+        height, width = self.default_size
+        self.height, self.width = config.height or height, config.width or width
+        if config.frames > 1 and not self.draws_videos:
+            raise ModelError(f"model.frames = {config.frames}: {config.family} draws images; leave it out, or take family wan")
+        self.latent_shape = self._latent_shape()
+
+    # What a family says.
+
+    @abstractmethod
+    def _latent_shape(self) -> tuple[int, ...]:
+        """Of one sample; raises ``ModelError`` for a size that the family cannot draw (``_require_multiple``)."""
+
+    @abstractmethod
+    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """What the network is told of each text; ``prompts`` hold the images to edit."""
+
+    @abstractmethod
+    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """The network's own prediction, in the layout of its output."""
+
+    @abstractmethod
+    def _to_vae(self, latents: Tensor) -> Tensor:
+        """Latents as the VAE decodes them: its shift and scale undone."""
+
+    @abstractmethod
+    def _from_vae(self, latents: Tensor) -> Tensor:
+        """The inverse of ``_to_vae``."""
+
+    @abstractmethod
+    def sigmas(self, steps: int) -> Tensor:
+        """As ``ebbflow.models.base.Model.sigmas``."""
+
+    @abstractmethod
+    def blocks(self) -> list[nn.Module]:
+        """As ``ebbflow.models.base.Model.blocks``."""
+
+    @staticmethod
+    def own_parts(folder: Path) -> dict[str, Any]:
+        """Parts of the pipeline that the family reads by itself; diffusers reads the others."""
+        return {}
+
+    def _guide(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
+        """Classifier-free guidance (2207.12598) of the network's predictions."""
+        return negative + guidance * (prediction - negative)
+
+    def _unpack(self, prediction: Tensor) -> Tensor:
+        """The network's output in the shape of the latents."""
+        return prediction
+
+    # What follows from it.
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """As ``ebbflow.models.base.Model.encode``; the negative prompt of a row is encoded where the guidance is above 1."""
+        parts = []
+        with self._on_device(*self.text_parts):
+            for start in tqdm(range(0, len(prompts), ENCODED_AT_ONCE), "encoding prompts", unit="batch", disable=None):
+                parts.append(self._encode_batch(prompts[start : start + ENCODED_AT_ONCE]))
+        return Conditioning.cat(parts)
+
+    def _encode_batch(self, prompts: Sequence[Prompt]) -> Conditioning:
+        tensors = self._encode([prompt.prompt for prompt in prompts], prompts)
+        negative = None
+        if self.guided and self.config.guidance > 1:
+            negative = Conditioning(self._encode([prompt.negative_prompt for prompt in prompts], prompts))
+        return Conditioning(tensors, negative, self.config.guidance)
+
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        prediction = self._predict(latents, sigma, conditioning)
+        if conditioning.negative is not None:
+            negative = self._predict(latents, sigma, conditioning.negative)
+            prediction = self._guide(prediction, negative, conditioning.guidance)
+        return self._unpack(prediction)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> np.ndarray:
+        with self._on_device("vae"):
+            images = torch.cat([self._decode(part.to(self.device)).cpu() for part in latents.split(self._at_once())])
+        return images.numpy()
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        """uint8 [n, height, width, 3], or [n, frames, height, width, 3]."""
+        pixels = self.pipeline.vae.decode(self._to_vae(latents.float()), return_dict=False)[0]
+        return ((pixels / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).movedim(1, -1)
+
+    @torch.no_grad()
+    def encode_images(self, images: np.ndarray) -> Tensor:
+        wanted = (self.height, self.width, 3) if self.config.frames == 1 else (self.config.frames, self.height, self.width, 3)
+        if images.shape[1:] != wanted:
+            raise ModelError(f"images of shape {images.shape[1:]} do not fit a model that draws {wanted}; resize them")
+        with self._on_device("vae"):
+            return torch.cat(
+                [self._encode_pixels(part.to(self.device)) for part in torch.from_numpy(images).split(self._at_once())]
+            )
+
+    def _encode_pixels(self, images: Tensor) -> Tensor:
+        pixels = images.movedim(-1, 1).float() / 127.5 - 1
+        return self._from_vae(self.pipeline.vae.encode(pixels).latent_dist.mode())
+
+    def save(self, folder: Path) -> None:
+        self.pipeline.save_pretrained(folder, max_shard_size=SHARD)
+
+    def _at_once(self) -> int:
+        return max(1, PIXELS_AT_ONCE // (self.height * self.width * self.config.frames))
+
+    def _require_multiple(self, multiple: int) -> None:
+        for key, size in (("height", self.height), ("width", self.width)):
+            if size % multiple:
+                near = max(multiple, round(size / multiple) * multiple)
+                raise ModelError(f"model.{key} = {size}: {self.config.family} draws multiples of {multiple} pixels; take {near}")
+
+    @contextmanager
+    def _on_device(self, *parts: str) -> Iterator[None]:
+        """The named parts of the pipeline on the device inside the block, on the CPU after it."""
+        modules = [module for name in parts if (module := getattr(self.pipeline, name)) is not None]
+        for module in modules:
+            module.to(self.device)
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.to("cpu")
+
+
+def load_pipeline(adapter: type[PipelineModel], folder: Path, config: ModelConfig, device: torch.device) -> Any:
+    """The pipeline of a folder, frozen and in evaluation mode: the transformer in the precision that it was published in and on
+    the device, text encoders in ``config.precision``, the VAE in float32.
+
+    Raises:
+        ModelError: the folder does not hold a pipeline of this class, its parts cannot be read, or its attention cannot be
+            computed as ``config.attention`` says.
+    """
+    silence_diffusers()  # a bar per part would bury the bars that matter
+    silence_transformers()
+    check_layout(folder, config.family)
+    weights = sorted((folder / "transformer").glob("*.safetensors"))
+    if not weights:
+        raise ModelError(f"{folder / 'transformer'} holds no .safetensors weights; fetch them in that format")
+    try:
+        dtypes = {"default": DTYPES[config.precision], "vae": torch.float32, "transformer": _dtype(weights[0])}
+        options = {"local_files_only": True, "use_safetensors": True} | adapter.own_parts(folder)
+        pipeline = adapter.pipeline_class.from_pretrained(folder, dtype=dtypes, **options)
+    except Exception as error:  # three libraries read the parts, each with errors of its own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"{folder} cannot be read as a {config.family} base model ({reason}); fetch it again") from error
+    for part in pipeline.components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False).eval()
+    pipeline.transformer.to(device)
+    if config.gradient_checkpointing:
+        pipeline.transformer.enable_gradient_checkpointing()
+    if config.attention:
+        _choose_attention(pipeline.transformer, config.attention, config.family)
+    return pipeline
+
+
+def _dtype(file: Path) -> torch.dtype:
+    with safe_open(file, "pt") as weights:
+        return weights.get_tensor(next(iter(weights.keys()))).dtype
+
+
+def _choose_attention(transformer: Any, backend: str, family: str) -> None:
+    choices = sorted(choice.value for choice in AttentionBackendName)
+    if backend not in choices:
+        raise ModelError(f"model.attention = {backend!r}: diffusers has {', '.join(choices)}; take one of them, or leave it out")
+    # Processors of an older kind do not ask which backend was set; theirs is the native one.
+    chosen = any(hasattr(processor, "_attention_backend") for processor in transformer.attn_processors.values())
+    if backend != "native" and not chosen:
+        raise ModelError(f"model.attention = {backend!r}: diffusers has only 'native' for {family}; take that, or leave it out")
+    try:
+        transformer.set_attention_backend(backend)
+    except (ImportError, RuntimeError) as error:
+        raise ModelError(f"model.attention = {backend!r}: {error} Or leave it out") from error
+
+
+def pack(latents: Tensor) -> Tensor:
+    """Latents [N, C, H, W] as tokens of 2 x 2 patches, [N, H/2 W/2, 4 C]."""
+    count, channels, height, width = latents.shape
+    patches = latents.reshape(count, channels, height // 2, 2, width // 2, 2)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(count, height * width // 4, 4 * channels)
+
+
+def unpack(tokens: Tensor, latent_shape: tuple[int, ...]) -> Tensor:
+    """The inverse of ``pack``: tokens [N, H/2 W/2, 4 C] as latents [N, C, H, W]."""
+    channels, height, width = latent_shape
+    patches = tokens.reshape(len(tokens), height // 2, width // 2, channels, 2, 2)
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), channels, height, width)
+
+
+def spaced_sigmas(scheduler: Any, steps: int, shift: dict[str, float]) -> Tensor:
+    """The schedule of the pipelines that pass evenly spaced sigmas 1 ... 1/steps to their scheduler, [steps + 1]."""
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **shift)
+    return scheduler.sigmas.clone()
+
+
+def dynamic_shift(scheduler: Any, tokens: int, most: float = 1.15) -> dict[str, float]:
+    """``mu`` for schedulers whose shift depends on the image's tokens: linear between two sizes; nothing for the others.
+
+    ``most`` is what the pipeline takes for ``max_shift`` where the scheduler's configuration does not say.
+    """
+    config = scheduler.config
+    if not config.get("use_dynamic_shifting"):
+        return {}
+    small, large = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    low, high = config.get("base_shift", 0.5), config.get("max_shift", most)
+    return {"mu": low + (high - low) * (tokens - small) / (large - small)}

@@ -1,0 +1,96 @@
+"""The Wan family: 2.1 text-to-video, and 2.2's 5-billion model with one transformer; videos, or images as videos of one frame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from diffusers import WanPipeline
+from torch import Tensor, nn
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.models.base import Conditioning, ModelError
+from ebbflow.models.pipeline import PipelineModel, load_pipeline
+from ebbflow.recipe.model import Model as ModelConfig
+
+
+class WanModel(PipelineModel):
+    """Adapter of ``WanPipeline``."""
+
+    pipeline_class = WanPipeline
+    # Self-attention and cross-attention, and the feed-forward layers.
+    lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+    text_parts = ("text_encoder",)
+    default_size = (480, 832)
+    draws_videos = True
+
+    def _latent_shape(self) -> tuple[int, ...]:
+        scale, pace = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
+        self._require_multiple(scale * self.transformer.config.patch_size[1])
+        if (self.config.frames - 1) % pace:
+            near = round((self.config.frames - 1) / pace) * pace + 1
+            raise ModelError(f"model.frames = {self.config.frames}: wan draws 1 + a multiple of {pace} frames; take {near}")
+        frames = (self.config.frames - 1) // pace + 1
+        return (self.transformer.config.in_channels, frames, self.height // scale, self.width // scale)
+
+    def sigmas(self, steps: int) -> Tensor:
+        """The schedule of the folder's scheduler. The published one, UniPC, takes second-order steps on it; we take Euler's."""
+        self.pipeline.scheduler.set_timesteps(steps)
+        sigmas = self.pipeline.scheduler.sigmas.clone().float()
+        # UniPC begins 1e-6 below 1 for the sake of its logarithms; there the noise of Flow-SDE is a thousand times too large.
+        return torch.where(sigmas > 1 - 1e-5, 1.0, sigmas)
+
+    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        embeds, _ = self.pipeline.encode_prompt(
+            texts,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.config.max_tokens or 512,
+            device=self.device,
+        )
+        return {"embeds": embeds}
+
+    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        # Wan2.2's pipeline gives every token a time of its own; without an image to animate all are the same, and one will do.
+        return self.transformer(
+            hidden_states=latents,
+            timestep=1000 * sigma,
+            encoder_hidden_states=conditioning["embeds"],
+            return_dict=False,
+        )[0]
+
+    def _to_vae(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics(latents)
+        return latents * std + mean
+
+    def _from_vae(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics(latents)
+        return (latents - mean) / std
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel of the VAE's latents, [C, 1, 1, 1]."""
+        config = self.pipeline.vae.config
+        mean, std = (torch.tensor(values).view(-1, 1, 1, 1).to(like) for values in (config.latents_mean, config.latents_std))
+        return mean, std
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        video = super()._decode(latents)
+        return video[:, 0] if self.config.frames == 1 else video
+
+    def _encode_pixels(self, images: Tensor) -> Tensor:
+        return super()._encode_pixels(images if images.ndim == 5 else images[:, None])
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.transformer.blocks)
+
+
+def load(folder: Path, config: ModelConfig, device: torch.device) -> WanModel:
+    """Load a folder of the family.
+
+    Raises:
+        ModelError: as ``load_pipeline``; the size cannot be drawn; or the folder holds two transformers.
+    """
+    pipeline = load_pipeline(WanModel, folder, config, device)
+    if getattr(pipeline, "transformer_2", None) is not None:
+        raise ModelError(f"{folder} holds two transformers (Wan2.2-A14B), and one can be trained; take Wan2.2-TI2V-5B or Wan2.1")
+    return WanModel(pipeline, config, device)

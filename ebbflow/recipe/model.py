@@ -1,0 +1,78 @@
+"""The base model of a run: its family, where its weights come from, and how it draws."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ebbflow.recipe.algorithms import name_or_path
+from ebbflow.recipe.base import Strict
+from ebbflow.recipe.pretrained import Pretrained
+
+Precision = Literal["float32", "bfloat16", "float16"]
+PIPELINES = {
+    "sd3": "StableDiffusion3Pipeline",
+    "qwen_image": "QwenImagePipeline",
+    "qwen_image_edit": "QwenImageEditPipeline",
+    "flux": "FluxPipeline",
+    "wan": "WanPipeline",
+}
+"""The families that diffusers has a pipeline for, and the pipeline, as a folder's ``model_index.json`` calls it."""
+FAMILIES = ("glyph", *PIPELINES)
+
+
+class GlyphTraining(Strict):
+    """How the glyph base model is trained from scratch when ``model.path`` is left out."""
+
+    height: int = Field(16, ge=16, le=64, multiple_of=8)
+    width: int = Field(32, ge=16, le=256, multiple_of=8)
+    letters: int = Field(4, ge=1, le=16)
+    """Letters per string."""
+    steps: int = Field(900, ge=1)
+    batch: int = Field(64, ge=1)
+    lr: float = Field(2e-3, gt=0, le=1)
+    ema: float = Field(0.99, ge=0, lt=1)
+    caption_noise: float = Field(0.35, ge=0, le=1)
+    """In the last third each letter of a caption is replaced with this probability. It leaves the headroom that
+    reinforcement learning then wins back: without it the base already spells almost everything right."""
+    seed: int = Field(0, ge=0, lt=2**63)
+
+
+class Model(Pretrained):
+    """The base model, in the Hugging Face layout of its family; or the glyph model, trained here unless it has a path."""
+
+    family: Annotated[str, name_or_path(*FAMILIES)] = "glyph"
+    """A family that comes along, or ``package.module:load`` of a user's own (``docs/extending.md``)."""
+    height: int | None = Field(None, ge=8)
+    """Of the images, in pixels; left out, what the family's pipeline draws. The glyph model's is ``training.height``."""
+    width: int | None = Field(None, ge=8)
+    frames: int = Field(1, ge=1)
+    """Of a video; 1 draws images."""
+    guidance: float = Field(1.0, ge=0)
+    """How far samples are steered from the negative prompt towards the prompt: classifier-free guidance (``sd3``, ``wan``), with
+    the norm rescaled (``qwen_image``), or the guidance that the network takes as an input (``flux``). 1 is none."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest prompt in tokens of the large text encoder; left out, the default of the family's pipeline."""
+    precision: Precision = "float32"
+    """Of the network's arithmetic while it generates, trains and is evaluated, and of the weights that are not trained. Latents,
+    log-probs and trained parameters are float32 always."""
+    gradient_checkpointing: bool = False
+    """Compute the activations of each block again in the backward pass: slower, and far less memory."""
+    attention: str | None = None
+    """An attention backend of diffusers (``native``, ``flash``, ``_flash_3_hub`` ...); left out, its default."""
+    training: GlyphTraining = GlyphTraining()
+
+    @model_validator(mode="after")
+    def _only_glyph_is_trained_here(self) -> Model:
+        if self.family != "glyph" and self.path is None:
+            raise ValueError(f"family = {self.family!r} needs the 'path' of its base model; only glyph is trained here")
+        return self
+
+    @model_validator(mode="after")
+    def _glyph_draws_as_it_was_trained(self) -> Model:
+        foreign = ("height", "width", "frames", "guidance", "max_tokens", "attention")
+        given = [key for key in foreign if getattr(self, key) != type(self).model_fields[key].default]
+        if self.family == "glyph" and given:
+            raise ValueError(f"{', '.join(given)}: the glyph model draws what it was trained on; set training.height and width")
+        return self

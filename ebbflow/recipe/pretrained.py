@@ -1,0 +1,34 @@
+"""Weights that come from elsewhere: a folder, a URI, or a repository of the Hugging Face hub at one commit."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, model_validator
+
+from ebbflow.recipe.base import Strict
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class Pretrained(Strict):
+    """Where weights come from."""
+
+    path: str | None = None
+    """A folder or a URI; with a revision, the id of a Hugging Face repository (``owner/name``)."""
+    revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$")
+    """The commit of the repository, 40 hexadecimal digits; nothing is fetched without one."""
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether the path is the id of a repository."""
+        return self.revision is not None
+
+    @model_validator(mode="after")
+    def _a_revision_is_of_a_repository(self) -> Pretrained:
+        if self.revision and not (self.path and REPOSITORY.fullmatch(self.path)):
+            raise ValueError(
+                f"revision is the commit of a Hugging Face repository, and path = {self.path!r} is no owner/name; "
+                "give the id of a repository, or leave revision out"
+            )
+        return self

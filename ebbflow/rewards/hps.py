@@ -1,0 +1,80 @@
+"""``hps``: Human Preference Score v2.1, a CLIP-H trained on human choices and published as an open_clip checkpoint."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+
+from ebbflow.models.base import default_device
+from ebbflow.recipe import rewards as recipe
+from ebbflow.rewards.clip import Clip
+from ebbflow.rewards.network import Files, NetworkReward, Score, build_network, check_vocabulary, read_weights, renamed
+from ebbflow.rewards.pixels import resized_floats
+
+CHECKPOINT = "HPS_v2.1_compressed.pt"
+NAMES = {
+    r"^visual\.transformer\.resblocks": "vision_model.encoder.layers",
+    r"^transformer\.resblocks": "text_model.encoder.layers",
+    r"^visual\.proj$": "visual_projection.weight",
+    r"^text_projection$": "text_projection.weight",
+    r"^visual\.conv1": "vision_model.embeddings.patch_embedding",
+    r"^visual\.class_embedding": "vision_model.embeddings.class_embedding",
+    r"^visual\.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    r"^visual\.ln_pre": "vision_model.pre_layrnorm",  # as transformers spells it
+    r"^visual\.ln_post": "vision_model.post_layernorm",
+    r"^positional_embedding": "text_model.embeddings.position_embedding.weight",
+    r"^token_embedding": "text_model.embeddings.token_embedding",
+    r"^ln_final": "text_model.final_layer_norm",
+    r"\.attn\.": ".self_attn.",
+    r"\.ln_([12])\.": r".layer_norm\1.",
+    r"\.mlp\.c_fc\.": ".mlp.fc1.",
+    r"\.mlp\.c_proj\.": ".mlp.fc2.",
+}
+"""From open_clip's names to those of transformers."""
+
+
+class Hps(NetworkReward):
+    """cos(image, prompt) (2306.09341). The published code computes it in half precision, this in float32.
+
+    Prompts are unescaped as there (``&amp;`` is ``&``); other repairs of broken Unicode, by the package ftfy, are left out.
+    """
+
+    config: recipe.Hps
+
+    def files(self) -> list[Files]:
+        return [Files(self.config, (CHECKPOINT,)), Files(self.config.processor, ("config.json", "tokenizer.json"))]
+
+    def load(self) -> Score:
+        checkpoint, processor = (files.folder() for files in self.files())
+        config = CLIPConfig.from_pretrained(processor, local_files_only=True)
+        tokenizer = CLIPTokenizer.from_pretrained(processor, local_files_only=True)
+        check_vocabulary(tokenizer, config.text_config.vocab_size, processor)
+        weights = from_open_clip(read_weights(checkpoint / CHECKPOINT))
+        model = build_network(CLIPModel, config, weights, checkpoint / CHECKPOINT)
+        pixels = partial(resized_floats, size=config.vision_config.image_size, device=default_device())
+        return partial(_cosines, Clip(model, tokenizer, pixels))
+
+
+def _cosines(clip: Clip, images: np.ndarray, texts: list[str]) -> Tensor:
+    # Twice, as CLIP's first tokenizer did: its training texts had come from web pages.
+    return clip.cosines(images, [html.unescape(html.unescape(text)).strip() for text in texts])
+
+
+def from_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of an open_clip ViT, by the names that ``transformers.CLIPModel`` has for them.
+
+    open_clip keeps the three projections of an attention in one matrix, and the last projections transposed.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in renamed(weights, NAMES).items():
+        if ".in_proj_" in name:
+            for part, rows in zip("qkv", tensor.chunk(3), strict=True):
+                found[name.replace("in_proj_", f"{part}_proj.")] = rows.contiguous()
+        else:
+            found[name] = tensor.T.contiguous() if name in ("visual_projection.weight", "text_projection.weight") else tensor
+    return found

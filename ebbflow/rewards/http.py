@@ -1,0 +1,204 @@
+"""One question to a server of rewards: who may be asked, with which token, for how long, and what is said without an answer.
+
+The standard library's client is used because of what it lacks: it follows no redirect, takes no proxy and no password from the
+environment and unpacks nothing, so a token goes to the host that the recipe names and to no other.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import random
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ValidationError
+
+from ebbflow.recipe.rewards import ServedReward
+from ebbflow.rewards.protocol import first_problem
+
+HOSTS = "EBBFLOW_REWARD_HOSTS"
+MOST_BYTES = 4 * 2**20
+"""Of an answer; a few numbers for each image take thousands."""
+SHOWN = 200
+"""Characters of an answer that a message repeats."""
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+"""Seconds between requests: doubled each time, and then a random share from half to all of it."""
+TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+"""What a bearer token may be (RFC 6750)."""
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class NoAnswer(Exception):
+    """There is no usable answer. The message says why and never holds the token."""
+
+
+class _Passing(NoAnswer):
+    """It may be better in a moment."""
+
+
+def ask(
+    config: ServedReward,
+    url: str,
+    form: type[Answer],
+    body: bytes | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Answer:
+    """The answer to a POST of JSON, or to a GET where there is no body.
+
+    What may pass (no connection, no answer in time, status 429 or 5xx) is asked again, ``config.attempts`` times in all.
+
+    Raises:
+        NoAnswer: nothing may be asked, nothing was answered, or what was answered is not of that form.
+    """
+    token = _allowed(config)
+    for wait in _waits(config.attempts):
+        with suppress(_Passing):
+            return _parsed(config, url, form, _exchange(config, url, body, token))
+        sleep(wait)
+    return _parsed(config, url, form, _exchange(config, url, body, token))
+
+
+def shown(text: bytes | str, config: ServedReward) -> str:
+    """What a server said, as it may stand in a message: on one line, without the token, cut to 200 characters."""
+    if isinstance(text, bytes):
+        text = text.decode(errors="replace")
+    if token := os.environ.get(config.token_variable or ""):
+        text = text.replace(token, "***")
+    return repr(text[:SHOWN])[1:-1][:SHOWN]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host is this machine by its name or address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_token(variable: str | None) -> str | None:
+    """The bearer token in an environment variable; None where no variable is named.
+
+    Raises:
+        NoAnswer: it is not set, or holds what no header could carry.
+    """
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if not token:
+        raise NoAnswer(f"the environment variable {variable} is not set; it must hold the bearer token")
+    if not TOKEN.fullmatch(token):
+        raise NoAnswer(f"what {variable} holds is no bearer token; it may have letters, digits and -._~+/ with = at its end")
+    return token
+
+
+def _allowed(config: ServedReward) -> str | None:
+    """The token to send, once the host may be asked at all."""
+    host = urlsplit(config.url).hostname or ""
+    listed = {name.strip().lower() for name in os.environ.get(HOSTS, "").split(",")}
+    if not is_loopback(host) and host not in listed:
+        raise NoAnswer(f"url = {config.url}: the host {host!r} may not be asked; add it to {HOSTS} where rewards are computed")
+    return read_token(config.token_variable)
+
+
+def _waits(attempts: int) -> list[float]:
+    """Seconds to wait between the attempts."""
+    return [min(LONGEST_WAIT, FIRST_WAIT * 2**past) * random.uniform(0.5, 1) for past in range(attempts - 1)]
+
+
+def _exchange(config: ServedReward, url: str, body: bytes | None, token: str | None) -> bytes:
+    """One request: what came with a status of 200."""
+    end = time.monotonic() + config.timeout
+    try:
+        with closing(_connect(url, config.timeout)) as connection, _deadline(connection.sock, end - time.monotonic()):
+            connection.request("GET" if body is None else "POST", urlsplit(url).path, body, _headers(token))
+            response = connection.getresponse()
+            content = _read(response)
+    except TimeoutError:
+        raise _Passing(f"{url} gave no whole answer in timeout = {config.timeout:g} s") from None
+    except (OSError, HTTPException) as error:
+        raise _Passing(f"{url}: {type(error).__name__}: {shown(str(error), config)}") from None
+    if response.status != 200:
+        raise _refused(config, url, response, content)
+    if len(content) > MOST_BYTES:
+        raise NoAnswer(f"{url} answered with more than {MOST_BYTES} bytes")
+    return content
+
+
+def _connect(url: str, timeout: float) -> HTTPConnection:
+    parts = urlsplit(url)
+    make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = make(parts.hostname or "", parts.port, timeout=timeout)
+    connection.connect()
+    return connection
+
+
+def _headers(token: str | None) -> dict[str, str]:
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+
+
+@contextmanager
+def _deadline(connected: socket.socket, seconds: float) -> Iterator[None]:
+    """Cut the connection when the time is over: the socket's own time-out starts again with every byte that trickles in.
+
+    Raises:
+        TimeoutError: the time was over, whatever the cut then looked like.
+    """
+    over = threading.Event()
+
+    def cut() -> None:
+        over.set()
+        with suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+
+    alarm = threading.Timer(max(0.0, seconds), cut)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    except (OSError, HTTPException):
+        if not over.is_set():
+            raise
+    finally:
+        alarm.cancel()
+    if over.is_set():
+        raise TimeoutError
+
+
+def _read(response: HTTPResponse) -> bytes:
+    """The body, and one byte more than is taken where there is more."""
+    content = response.read(MOST_BYTES + 1)
+    if response.length and len(content) <= MOST_BYTES:  # what was announced and did not come; http.client is silent about it
+        raise IncompleteRead(content, response.length)
+    return content
+
+
+def _refused(config: ServedReward, url: str, response: HTTPResponse, content: bytes) -> NoAnswer:
+    """What a status other than 200 means."""
+    answered = f"{url} answered {response.status}"
+    if 300 <= response.status < 400:
+        place = shown(response.headers.get("Location", "nowhere"), config)
+        return NoAnswer(f"{answered} and points to {place}; redirects are not followed, name the final address")
+    answered += f": {shown(content, config)}"
+    if response.status == 429 or response.status >= 500:
+        return _Passing(answered)
+    if response.status in (401, 403):
+        wanted = f"check the token in {config.token_variable}" if config.token_variable else "name a token with token_variable"
+        return NoAnswer(f"{answered}; {wanted}")
+    return NoAnswer(answered)
+
+
+def _parsed(config: ServedReward, url: str, form: type[Answer], content: bytes) -> Answer:
+    try:
+        return form.model_validate_json(content)
+    except ValidationError as error:
+        reason = shown(first_problem(error), config)
+        raise NoAnswer(f'{url} answered "{shown(content, config)}", which is no {form.__name__} ({reason})') from None

@@ -1,0 +1,125 @@
+"""``imagereward``: a BLIP that reads the prompt while it looks at the image, trained on human rankings (2304.05977)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
+
+from ebbflow.recipe import rewards as recipe
+from ebbflow.rewards.network import (
+    Files,
+    NetworkReward,
+    Score,
+    build_network,
+    check_vocabulary,
+    load_head,
+    pick,
+    read_weights,
+    renamed,
+    under,
+)
+from ebbflow.rewards.pixels import resized_bytes
+
+CHECKPOINT, TEXT_CONFIG = "ImageReward.pt", "med_config.json"
+MEAN, DEVIATION = 0.16717362830052426, 1.0333394966054072
+"""Of the head's output on the training set."""
+MOST_TOKENS = 35
+BLIP_TOKENS = ["[DEC]", "[ENC]"]
+"""Which BLIP adds to BERT's vocabulary, in this order; only a prompt that spells them out holds them."""
+HEAD_WIDTH = 64
+"""Of every attention head of BLIP's image encoder; the checkpoint does not say it."""
+NAMES = {
+    r"^cls_token": "embeddings.class_embedding",
+    r"^pos_embed": "embeddings.position_embedding",
+    r"^patch_embed\.proj": "embeddings.patch_embedding",
+    r"^norm\.": "post_layernorm.",
+    r"^blocks\.": "encoder.layers.",
+    r"\.norm([12])\.": r".layer_norm\1.",
+    r"\.attn\.qkv\.": ".self_attn.qkv.",
+    r"\.attn\.proj\.": ".self_attn.projection.",
+}
+"""From the checkpoint's names of the image encoder's weights to those of transformers; the text encoder's are the same."""
+
+
+TEXT_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "hidden_act",
+    "layer_norm_eps",
+    "pad_token_id",
+)
+
+
+@dataclass(frozen=True)
+class Blip:
+    """The image encoder, the text encoder that attends to its output, and the head."""
+
+    vision: Any
+    text: Any
+    head: nn.Module
+    tokenizer: Any
+
+    def score(self, images: np.ndarray, texts: list[str]) -> Tensor:
+        """uint8 RGB [n, height, width, 3] and n prompts, each cut after 35 tokens -> float32 [n]."""
+        pixels = resized_bytes(images, self.vision.config.image_size, self.vision.device)
+        tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=MOST_TOKENS, return_tensors="pt")
+        tokens = tokens.to(self.text.device)
+        seen = self.vision(pixels).last_hidden_state
+        read = self.text(tokens.input_ids, tokens.attention_mask, encoder_hidden_states=seen).last_hidden_state
+        return (self.head(read[:, 0])[:, 0] - MEAN) / DEVIATION
+
+
+class ImageReward(NetworkReward):
+    """(head(first output of the text encoder) - .167) / 1.033 (2304.05977)."""
+
+    config: recipe.ImageReward
+
+    def files(self) -> list[Files]:
+        return [Files(self.config, (CHECKPOINT, TEXT_CONFIG)), Files(self.config.tokenizer, ("tokenizer.json",))]
+
+    def load(self) -> Score:
+        folder, words = (files.folder() for files in self.files())
+        checkpoint = folder / CHECKPOINT
+        weights = read_weights(checkpoint)
+        vision = load_vision(under(weights, "blip.visual_encoder."), checkpoint)
+        sizes = {key: json.loads((folder / TEXT_CONFIG).read_text())[key] for key in TEXT_KEYS}
+        config = BlipTextConfig(**sizes, encoder_hidden_size=vision.config.hidden_size)
+        text_weights = under(weights, "blip.text_encoder.")
+        text = build_network(BlipTextModel, config, text_weights, checkpoint, add_pooling_layer=False)
+        head = load_head(under(weights, "mlp."), config.hidden_size, checkpoint)
+        tokenizer = BertTokenizer.from_pretrained(words, local_files_only=True)
+        tokenizer.add_tokens(BLIP_TOKENS, special_tokens=True)
+        check_vocabulary(tokenizer, config.vocab_size, words)
+        return Blip(vision, text, head, tokenizer).score
+
+
+def load_vision(weights: Mapping[str, Tensor], source: Path) -> Any:
+    """BLIP's image encoder from the checkpoint's weights; its sizes are read from their shapes.
+
+    Raises:
+        RewardError: the weights are not those of a vision transformer.
+    """
+    patch, places, widening = pick(weights, ("patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight"), source)
+    width, patch_size = patch.shape[0], patch.shape[-1]
+    config = BlipVisionConfig(
+        hidden_size=width,
+        intermediate_size=widening.shape[0],
+        num_hidden_layers=len({name.split(".")[1] for name in weights if name.startswith("blocks.")}),
+        num_attention_heads=width // HEAD_WIDTH,
+        image_size=math.isqrt(places.shape[1] - 1) * patch_size,
+        patch_size=patch_size,
+        layer_norm_eps=1e-6,
+    )
+    return build_network(BlipVisionModel, config, renamed(weights, NAMES), source)

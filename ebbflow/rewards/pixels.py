@@ -1,0 +1,45 @@
+"""Images as the vision transformers of the published rewards take them: resized, cropped, standardised as CLIP was trained."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of CLIP's training images (2103.00020), red, green, blue, in [0, 1]."""
+
+
+def resized_bytes(images: np.ndarray, size: int, device: torch.device) -> Tensor:
+    """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: resized as bytes, so every pixel is rounded and within its range."""
+    height, width = _shorter_edge_to(size, *images.shape[1:3])
+    sized = [np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)) for image in images]
+    return _standardised(_cropped(_unit(np.stack(sized), device), size))
+
+
+def resized_floats(images: np.ndarray, size: int, device: torch.device) -> Tensor:
+    """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: resized as numbers, antialiased, neither rounded nor clipped."""
+    shape = _shorter_edge_to(size, *images.shape[1:3])
+    return _standardised(_cropped(interpolate(_unit(images, device), shape, mode="bicubic", antialias=True), size))
+
+
+def _unit(images: np.ndarray, device: torch.device) -> Tensor:
+    return torch.tensor(images, device=device).permute(0, 3, 1, 2).float() / 255
+
+
+def _shorter_edge_to(size: int, height: int, width: int) -> tuple[int, int]:
+    shorter = min(height, width)
+    return int(size * height / shorter), int(size * width / shorter)
+
+
+def _cropped(pixels: Tensor, size: int) -> Tensor:
+    """The middle; an odd margin is split as torchvision does, by rounding half to even."""
+    top, left = (round((edge - size) / 2) for edge in pixels.shape[-2:])
+    return pixels[..., top : top + size, left : left + size]
+
+
+def _standardised(pixels: Tensor) -> Tensor:
+    mean, std = (pixels.new_tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    return (pixels - mean) / std

@@ -1,0 +1,77 @@
+"""What the client and the server of a remote reward say to each other, in JSON over HTTP (docs/rewards.md).
+
+``POST /score`` takes a ``ScoreRequest`` and gives a ``ScoreAnswer``; ``GET /health`` gives a ``Health``. Unknown keys, numbers
+that are not finite and lists of different lengths are errors on either side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+SCORE, HEALTH = "/score", "/health"
+
+
+class Message(BaseModel):
+    """Base of every message: nothing is added, converted or infinite."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class PromptMessage(Message):
+    """What an image was made for."""
+
+    prompt: str
+    negative_prompt: str = ""
+    target: str | None = None
+    metadata: dict[str, Any] = {}
+
+
+class ScoreRequest(Message):
+    """N images of one size with their prompts."""
+
+    images: list[str]
+    """PNG files of 8-bit RGB in base64."""
+    prompts: list[PromptMessage]
+
+    @model_validator(mode="after")
+    def _one_prompt_each(self) -> ScoreRequest:
+        if len(self.images) != len(self.prompts):
+            raise ValueError(f"{len(self.images)} images cannot be scored against {len(self.prompts)} prompts")
+        return self
+
+
+class ScoreAnswer(Message):
+    """Scores of N images; null where the scorer failed, which is never a number."""
+
+    scores: list[float | None]
+    failures: dict[int, str] = {}
+    """Why a score is null, by position."""
+    metrics: dict[str, list[float | None]] = {}
+    """Further columns of N numbers, by name."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> ScoreAnswer:
+        count = len(self.scores)
+        for column, values in self.metrics.items():
+            if len(values) != count:
+                raise ValueError(f"{count} scores and {len(values)} values of the metric {column!r}")
+        for index in self.failures:
+            if not 0 <= index < count or self.scores[index] is not None:
+                raise ValueError(f"a reason for the failure of image {index}, which has no null among its {count} scores")
+        return self
+
+
+class Health(Message):
+    """Whether scores can be had."""
+
+    reward: str
+    ready: bool
+
+
+def first_problem(error: ValidationError) -> str:
+    """What is wrong with a message and where, without repeating what it holds."""
+    problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    place = ".".join(str(part) for part in problem["loc"])
+    return f"{place}: " * bool(place) + problem["msg"].removeprefix("Value error, ")

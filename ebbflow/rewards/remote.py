@@ -1,0 +1,86 @@
+"""``remote``: the score of a server that speaks ``ebbflow.rewards.protocol``, for scorers with needs of their own."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.recipe.rewards import Remote as RemoteConfig
+from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.http import NoAnswer, ask, shown
+from ebbflow.rewards.protocol import HEALTH, SCORE, Health, PromptMessage, ScoreAnswer, ScoreRequest
+from ebbflow.rollouts.images import encode_png
+
+
+class Remote:
+    """What the server scores; NaN with a reason for every image of a request that got no usable answer."""
+
+    name = "remote"
+
+    def __init__(self, config: RemoteConfig, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.config = config
+        self.sleep = sleep
+
+    def unavailable(self) -> str | None:
+        try:
+            health = ask(self.config, self.config.url + HEALTH, Health, sleep=self.sleep)
+        except NoAnswer as error:
+            return str(error)
+        if health.ready:
+            return None
+        return f"{self.config.url}: the reward {shown(health.reward, self.config)} is not ready; wait until the server is"
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        values = np.full(len(images), np.nan)
+        metrics = {f"{self.name}_{column}": np.full(len(images), np.nan) for column in self.config.metrics}
+        failures: dict[int, str] = {}
+        for start in range(0, len(images), self.config.batch):
+            part = slice(start, start + self.config.batch)
+            try:
+                answer = self._ask(images[part], prompts[part])
+            except NoAnswer as error:
+                failures |= dict.fromkeys(range(len(images))[part], str(error))
+                continue
+            values[part] = _numbers(answer.scores)
+            for column in self.config.metrics:
+                metrics[f"{self.name}_{column}"][part] = _numbers(answer.metrics[column])
+            for index, score in enumerate(answer.scores):
+                if score is None:
+                    failures[start + index] = shown(answer.failures.get(index, "the server gave no reason"), self.config)
+        return RewardResult(values, metrics, failures)
+
+    def _ask(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreAnswer:
+        url = self.config.url + SCORE
+        answer = ask(self.config, url, ScoreAnswer, as_request(images, prompts).model_dump_json().encode(), self.sleep)
+        if len(answer.scores) != len(images):
+            raise NoAnswer(f"{url} answered {len(answer.scores)} scores for {len(images)} images")
+        if missing := set(self.config.metrics) - answer.metrics.keys():
+            given = shown(", ".join(answer.metrics) or "none", self.config)
+            raise NoAnswer(f"{url} answered without the metrics {sorted(missing)}; it has {given}")
+        return answer
+
+
+def as_request(images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreRequest:
+    """The message for images, uint8 RGB [N, height, width, 3], and their prompts."""
+    return ScoreRequest(
+        images=[base64.b64encode(image).decode() for image in encode_png(images)],
+        prompts=[
+            PromptMessage(
+                prompt=prompt.prompt,
+                negative_prompt=prompt.negative_prompt,
+                target=prompt.target,
+                metadata=json.loads(prompt.metadata),
+            )
+            for prompt in prompts
+        ],
+    )
+
+
+def _numbers(values: Sequence[float | None]) -> np.ndarray:
+    """float64 [N], NaN for None."""
+    return np.array([np.nan if value is None else value for value in values], np.float64)

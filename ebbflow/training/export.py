@@ -1,0 +1,29 @@
+"""A trained policy as a pipeline folder that needs nothing of Ebbflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ebbflow.artifacts import new_folder
+from ebbflow.models import load_model
+from ebbflow.training.policy import ADAPTER, Policy, read_card
+
+
+def export_pipeline(base: Path, folder: Path, target: Path) -> None:
+    """Write the base model with the weights of a policy folder to ``target``, in shards, committed; LoRA adapters are merged in.
+
+    ``DiffusionPipeline.from_pretrained(target)`` loads it. The adapters alone need no export: a pipeline's
+    ``load_lora_weights`` reads the policy folder itself.
+
+    Raises:
+        ArtifactError, PolicyError: the policy folder is not whole.
+        ModelError: ``base`` is not the folder of its base model.
+    """
+    card = read_card(folder)
+    model = load_model(base, card.model)
+    Policy(model, card.config, seed=0).load(folder)
+    if card.config.train == "lora":
+        model.transformer.fuse_lora(adapter_names=[ADAPTER])
+        model.transformer.unload_lora()
+    with new_folder(target) as unfinished:
+        model.save(unfinished)

@@ -1,0 +1,106 @@
+"""Where training starts: the base model, an earlier policy, or a LoRA that somebody published."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+
+from ebbflow.artifacts import verify
+from ebbflow.models import Model
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.stage import open_model
+from ebbflow.training.policy import ADAPTER, CARD, Policy, PolicyCard, PolicyError, read_card
+
+PUBLISHED = "published"
+
+
+def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
+    """The policy folder, version 0, of what ``policy.start`` leads to: a policy folder, or a LoRA file or its folder.
+
+    Raises:
+        PolicyError: it is of another base or kind, or its adapters do not fit into the recipe's.
+    """
+    assert recipe.policy.start
+    digest, model = verify(base), open_model(recipe, base)
+    policy = Policy(model, recipe.policy, recipe.seed)
+    if (source / CARD).is_file():
+        _require_base(read_card(source), digest, source)
+        policy.load(source)
+    else:
+        policy.assign(lora_parameters(model, recipe.policy, policy.parameters, source))
+    card = PolicyCard(
+        base_digest=digest, recipe_digest=recipe.digest, config=recipe.policy, model=recipe.model, start=recipe.policy.start.path
+    )
+    if recipe.policy.ema:
+        policy.ensure("ema")
+    policy.save(folder, card)
+
+
+def _require_base(card: PolicyCard, digest: str, source: Path) -> None:
+    if card.base_digest != digest:
+        raise PolicyError(
+            f"policy.start: the policy in {source} was trained from base {card.base_digest[:12]}, this run has {digest[:12]}; "
+            "take a policy of the same base, or its base as model.path"
+        )
+
+
+@torch.no_grad()
+def lora_parameters(model: Model, config: PolicyConfig, own: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
+    """Our adapters' parameters, by name, that compute what a published LoRA does.
+
+    Of a rank below ours, the rows that it lacks keep their random values and meet zeros in the second factor; the ratio of the
+    scales, (alpha / rank) / (our alpha / our rank), goes into the second factor. Layers that it leaves alone stay at the base.
+
+    Args:
+        own: our parameters, ``<layer>.lora_A.<adapter>.weight`` and ``lora_B``.
+
+    Raises:
+        PolicyError: it cannot be read, adapts other layers than ours, or has a larger rank.
+    """
+    if config.train != "lora":
+        raise PolicyError("policy.start names a LoRA and policy.train is 'full'; set policy.train to lora")
+    published = _published(model, source)
+    found = dict(own)
+    scale = config.alpha / config.rank
+    for layer, (first, second, its_scale) in published.items():
+        names = [f"{layer}.lora_{factor}.{ADAPTER}.weight" for factor in "AB"]
+        rank = len(first)
+        if names[0] not in own:
+            raise PolicyError(f"{source} adapts {layer}, which policy.targets leave out; add {layer.rpartition('.')[2]!r}")
+        if rank > config.rank:
+            raise PolicyError(f"{source} has rank {rank} at {layer} and policy.rank = {config.rank}; set policy.rank to {rank}")
+        ours_first, ours_second = (own[name].detach().clone() for name in names)
+        ours_first[:rank] = first
+        ours_second.zero_()
+        ours_second[:, :rank] = second * (its_scale / scale)
+        found |= dict(zip(names, (ours_first, ours_second), strict=True))
+    return found
+
+
+def _published(model: Model, source: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """(first factor [rank, in], second [out, rank], scale) of each layer, read by diffusers in any format that it knows."""
+    try:
+        state, metadata = model.pipeline_class.lora_state_dict(source, return_lora_metadata=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # that there are two adapters now, and then that one is gone, is intended
+            model.transformer.load_lora_adapter(state, prefix="transformer", adapter_name=PUBLISHED, metadata=metadata)
+    except Exception as error:  # diffusers, peft and safetensors each have errors of their own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PolicyError(f"policy.start: {source} cannot be read as a LoRA of this model ({reason[:500]})") from error
+    layers = {
+        name: (module.lora_A[PUBLISHED].weight.float(), module.lora_B[PUBLISHED].weight.float(), module.scaling[PUBLISHED])
+        for name, module in model.transformer.named_modules()
+        if isinstance(module, LoraLayer) and PUBLISHED in module.lora_A
+    }
+    model.transformer.set_adapter(ADAPTER)
+    model.transformer.delete_adapters(PUBLISHED)
+    if not layers:
+        raise PolicyError(f"policy.start: {source} adapts no layer of the transformer; name a LoRA of this model")
+    return layers

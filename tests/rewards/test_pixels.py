@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from network_cases import some_images
+from PIL import Image
+
+from ebbflow.rewards.pixels import MEAN, STD, resized_bytes, resized_floats
+
+CPU = torch.device("cpu")
+BOTH = pytest.mark.parametrize("resized", [resized_bytes, resized_floats])
+
+
+def values(pixels: torch.Tensor) -> np.ndarray:
+    """Back to [0, 1], [N, H, W, 3]."""
+    assert pixels.dtype == torch.float32
+    return pixels.permute(0, 2, 3, 1).numpy() * np.array(STD) + np.array(MEAN)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("height", "width", "top", "left"), [(32, 32, 0, 0), (32, 40, 0, 4), (35, 32, 2, 0), (32, 33, 0, 0), (37, 32, 2, 0)]
+)
+def test_what_has_the_size_is_only_cropped(resized, height, width, top, left):
+    images = some_images(2, height, width)
+    assert np.allclose(values(resized(images, 32, CPU)), images[:, top : top + 32, left : left + 32] / 255, atol=1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize(("height", "width"), [(64, 96), (20, 20), (33, 100), (224, 65)])
+def test_the_shorter_edge_gets_the_size_and_the_middle_remains(resized, height, width):
+    ramp = np.linspace(0, 255, width)[None, :, None] * np.ones((height, 1, 3))
+    got = values(resized(ramp.round().astype(np.uint8)[None], 32, CPU))
+    assert got.shape == (1, 32, 32, 3)
+    scale = min(height, width) / 32
+    middle = (width - 1) / 2 + (np.arange(32) - 15.5) * scale
+    inside = (middle > 2 * scale) & (middle < width - 1 - 2 * scale)
+    assert np.abs(got[0, 16, inside, 0] - middle[inside] / (width - 1)).max() < max(0.02, 1 / width)
+
+
+def test_bytes_are_resized_by_pillow():
+    images = some_images(2, 70, 91)
+    wanted = [np.asarray(Image.fromarray(image).resize((41, 32), Image.Resampling.BICUBIC))[:, 4:36] for image in images]
+    assert np.allclose(values(resized_bytes(images, 32, CPU)), np.stack(wanted) / 255, atol=1e-6)
+
+
+def test_numbers_are_antialiased_and_may_leave_their_range():
+    checkers = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)[None, :, :, None].repeat(3, -1)
+    assert np.abs(values(resized_floats(checkers, 32, CPU))[0, 4:-4, 4:-4] - 0.5).max() < 0.01
+    edge = np.zeros((1, 16, 16, 3), np.uint8)
+    edge[:, :, 8:] = 255
+    assert values(resized_floats(edge, 32, CPU)).max() > 1.02
+    assert values(resized_bytes(edge, 32, CPU)).max() <= 1 + 1e-6

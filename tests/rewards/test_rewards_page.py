@@ -1,0 +1,68 @@
+"""docs/rewards.md names every reward, and its examples are valid."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.rewards import REWARD_NAMES, REWARDS
+from ebbflow.rewards import http, server
+from ebbflow.rewards.protocol import Health, ScoreAnswer, ScoreRequest
+
+PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+TEXT = PAGE.read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+RECIPES = [yaml.safe_load(block) for kind, block in BLOCKS if kind == "yaml"]
+MESSAGES = [block for kind, block in BLOCKS if kind == "json"]
+
+
+@pytest.mark.parametrize("name", REWARD_NAMES)
+def test_every_reward_has_its_row(name):
+    assert re.search(rf"^\| `{name}` \|", TEXT, re.MULTILINE)
+
+
+def test_every_reward_has_an_example():
+    parts = [Recipe.model_validate(recipe).rewards for recipe in RECIPES]
+    assert {config.name for rewards in parts for config in (*rewards.terms, *rewards.guards)} >= set(REWARD_NAMES) - {
+        "similarity"
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_example_is_a_recipe(recipe):
+    assert recipe.keys() == {"rewards"}
+    resolved = Recipe.model_validate(recipe).rewards
+    assert [config.name for config in resolved.terms] == [term["name"] for term in recipe["rewards"]["terms"]]
+
+
+def test_the_messages_are_those_of_the_protocol():
+    request, answer, health = MESSAGES
+    asked, answered = ScoreRequest.model_validate_json(request), ScoreAnswer.model_validate_json(answer)
+    assert server._decoded(asked.images).shape == (1, 8, 8, 3)
+    assert answered.failures.keys() == {0}
+    assert json.loads(health) == Health(reward="geneval", ready=True).model_dump()
+    for message in (ScoreRequest, ScoreAnswer, Health):
+        assert all(f'"{key}"' in TEXT for key in message.model_fields)
+
+
+@pytest.mark.parametrize("config", REWARDS, ids=REWARD_NAMES)
+def test_every_key_of_its_own_is_on_the_page(config):
+    keys = config.model_fields.keys() - {"name", "weight", "label"}
+    assert [key for key in keys if not re.search(rf"[`{{ ]{key}[:`]", TEXT)] == []
+
+
+def test_the_limits_are_those_of_the_server():
+    assert f"{server.MOST_BYTES >> 20} MiB, {server.MOST_IMAGES}\nimages, {server.MOST_PIXELS >> 20} Mi pixels" in TEXT
+    assert http.HOSTS in TEXT
+    assert f"at most {http.SHOWN} characters" in TEXT
+
+
+def test_the_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)", TEXT)
+    assert links
+    assert [link for link in links if not (PAGE.parent / link).exists()] == []

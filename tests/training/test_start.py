@@ -1,0 +1,132 @@
+"""Where training starts: an earlier policy or a published LoRA computes what it did before, whatever its rank and scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model_state_dict
+from training_cases import FULL, LORA, move
+
+from ebbflow.artifacts import verify
+from ebbflow.models import load_model
+from ebbflow.recipe import Recipe
+from ebbflow.training.export import export_pipeline
+from ebbflow.training.policy import Policy, PolicyCard, PolicyError, read_card
+from ebbflow.training.start import write_start
+
+
+@pytest.fixture
+def predict():
+    def at_fixed_points(model):
+        with torch.no_grad():
+            latents = torch.randn(3, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+            return model.velocity(latents, torch.tensor([1.0, 0.5, 0.1]), model.encode_texts(["ABCD", "WXYZ", "Q"]))
+
+    return at_fixed_points
+
+
+@pytest.fixture
+def publish(base_folder, tmp_path):
+    """``publish(rank, alpha, targets)``: a LoRA in diffusers' own layout, and the model that carries it."""
+
+    def make(rank=3, alpha=6, targets=("attn.to_q", "attn.to_k")):
+        model, folder = load_model(base_folder), tmp_path / "published"
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets))
+        model.transformer.add_adapter(config)
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.transformer.named_parameters():
+            if "lora_" in name:
+                parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+        model.pipeline_class.save_lora_weights(
+            folder,
+            transformer_lora_layers=get_peft_model_state_dict(model.transformer),
+            transformer_lora_adapter_metadata=model.transformer.peft_config["default"].to_dict(),
+        )
+        return folder, model
+
+    return make
+
+
+def started(base, source, policy, folder):
+    """The model with the policy that training would start with."""
+    recipe = Recipe.model_validate({"policy": {**policy, "start": {"path": str(source)}}})
+    write_start(recipe, base, source, folder)
+    model = load_model(base)
+    Policy(model, recipe.policy, 0).load(folder, to_train=True)
+    return model
+
+
+@pytest.mark.parametrize(("rank", "alpha"), [(3, 6), (3, 1), (8, 4), (8, 8)], ids=str)
+def test_a_published_lora_computes_the_same_under_another_rank_and_scale(base_folder, publish, predict, tmp_path, rank, alpha):
+    source, published = publish(rank, alpha)
+    wanted, base = predict(published), predict(load_model(base_folder))
+    assert (wanted - base).abs().max() > 0.01
+    model = started(base_folder, source, {"train": "lora", "rank": 8, "alpha": 4}, tmp_path / "policy")
+    torch.testing.assert_close(predict(model), wanted, rtol=0, atol=1e-5)
+    card = read_card(tmp_path / "policy")
+    assert (card.version, card.start, card.base_digest) == (0, str(source), verify(base_folder))
+
+
+def test_the_reference_of_a_started_policy_is_the_base(base_folder, publish, predict, tmp_path):
+    source, _ = publish()
+    recipe = Recipe.model_validate({"policy": {"train": "lora", "start": {"path": str(source)}}})
+    write_start(recipe, base_folder, source, tmp_path / "policy")
+    model = load_model(base_folder)
+    policy = Policy(model, recipe.policy, 0)
+    policy.load(tmp_path / "policy", to_train=True)
+    with policy.using("reference"):
+        torch.testing.assert_close(predict(model), predict(load_model(base_folder)), rtol=0, atol=1e-6)
+
+
+def test_one_file_will_do(base_folder, publish, predict, tmp_path):
+    source, published = publish()
+    (file,) = source.glob("*.safetensors")
+    model = started(base_folder, file, {"train": "lora"}, tmp_path / "policy")
+    torch.testing.assert_close(predict(model), predict(published), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("published", "policy", "message"),
+    [
+        ({"rank": 9}, {"train": "lora", "rank": 8}, "has rank 9 at .* policy.rank = 8; set policy.rank to 9"),
+        ({"targets": ["ff.net.2"]}, {"train": "lora"}, "adapts transformer_blocks.0.ff.net.2, which policy.targets leave out"),
+        ({}, {"train": "full"}, "policy.train is 'full'; set policy.train to lora"),
+    ],
+    ids=["rank", "targets", "full"],
+)
+def test_what_does_not_fit_is_refused(base_folder, publish, tmp_path, published, policy, message):
+    source, _ = publish(**published)
+    with pytest.raises(PolicyError, match=message):
+        started(base_folder, source, policy, tmp_path / "policy")
+    assert not (tmp_path / "policy").exists()
+
+
+def test_what_is_no_lora_is_refused(base_folder, tmp_path):
+    (tmp_path / "some.safetensors").write_bytes(b"not a tensor")
+    with pytest.raises(PolicyError, match="some.safetensors cannot be read as a LoRA of this model"):
+        started(base_folder, tmp_path / "some.safetensors", {"train": "lora"}, tmp_path / "policy")
+
+
+@pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
+def test_an_earlier_policy_goes_on_with_its_weights(base_folder, model, predict, tmp_path, config):
+    policy = Policy(model, config, 0)
+    move(policy)
+    card = PolicyCard(base_digest=verify(base_folder), recipe_digest="r", config=config, version=7)
+    policy.save(tmp_path / "earlier", card)
+    keys = config.model_dump(exclude={"start"})
+    again = started(base_folder, tmp_path / "earlier", keys, tmp_path / "policy")
+    assert torch.equal(predict(again), predict(model))
+    policy.save(tmp_path / "foreign", card.model_copy(update={"base_digest": "0" * 64}))
+    with pytest.raises(PolicyError, match="trained from base 000000000000, this run has"):
+        started(base_folder, tmp_path / "foreign", keys, tmp_path / "never")
+
+
+@pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
+def test_an_exported_policy_needs_no_adapters(base_folder, model, predict, tmp_path, config):
+    policy = Policy(model, config, 0)
+    move(policy)
+    policy.save(tmp_path / "policy", PolicyCard(base_digest="b", recipe_digest="r", config=config, version=1))
+    export_pipeline(base_folder, tmp_path / "policy", tmp_path / "exported")
+    exported = load_model(tmp_path / "exported")
+    assert not any("lora" in name for name in exported.transformer.state_dict())
+    torch.testing.assert_close(predict(exported), predict(model), rtol=0, atol=1e-5)
