@@ -275,9 +275,7 @@ def _wan(vae: AutoencoderKLWan, flow_shift: float, expand_timesteps: bool) -> Wa
         text_dim=32,
         ffn_dim=64,
     )
-    scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift, num_train_timesteps=1000
-    )
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)
     return WanPipeline(tokenizer, _umt5(tokenizer, width=32), vae, scheduler, transformer, expand_timesteps=expand_timesteps)
 
 

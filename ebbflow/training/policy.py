@@ -213,13 +213,22 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
-    model.transformer.to(DTYPES[model.precision]).requires_grad_(False)
+    _round_weights(model)
+    model.transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.transformer.add_adapter(_lora_config(model, config), adapter_name=ADAPTER)
     for parameter in model.transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def _round_weights(model: Model) -> None:
+    """Keep the weights in the model's precision, but for the layers that diffusers names as too delicate for it."""
+    delicate = set(model.transformer._keep_in_fp32_modules or ())
+    for name, parameter in model.transformer.named_parameters():
+        if not delicate.intersection(name.split(".")):
+            parameter.data = parameter.data.to(DTYPES[model.precision])
 
 
 def _lora_config(model: Model, config: PolicyConfig) -> LoraConfig:

@@ -1,0 +1,62 @@
+"""The same pipeline on a published layout: a tiny SD3 with guidance, in bfloat16, from a LoRA of diffusers to a version."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import mlflow.pyfunc
+import pandas as pd
+import torch
+from diffusers import StableDiffusion3Pipeline
+from mlflow import MlflowClient
+from peft import LoraConfig, get_peft_model_state_dict
+from PIL import Image
+
+from ebbflow.models import load_model
+from ebbflow.models.tiny import build_tiny
+from ebbflow.recipe.model import Model
+from tests.pipeline.conftest import run_pipeline
+
+PROMPTS = [f'a shop window with a sign that says "NO {number}"' for number in range(12)]
+
+
+def _publish_lora(base: Path, folder: Path) -> None:
+    transformer = load_model(base, Model(family="sd3", path=str(base), height=64, width=64)).transformer
+    transformer.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=["attn.to_q", "attn.to_v"]))
+    for name, parameter in transformer.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    metadata = transformer.peft_config["default"].to_dict()
+    StableDiffusion3Pipeline.save_lora_weights(
+        folder, transformer_lora_layers=get_peft_model_state_dict(transformer), transformer_lora_adapter_metadata=metadata
+    )
+
+
+def test_a_published_layout_goes_from_a_lora_to_a_registered_version(workplace: Path) -> None:
+    base, lora, prompts = workplace / "sd3", workplace / "lora", workplace / "prompts.txt"
+    build_tiny("sd3", base)
+    _publish_lora(base, lora)
+    prompts.write_text("\n".join(PROMPTS))
+    online = {"kind": "online", "steps": 1, "prompts_per_step": 2, "group_size": 4, "micro_batch": 8}
+    offline = {"kind": "offline", "prompts": 4, "group_size": 4, "micro_batch": 8, "batch_size": 8, "epochs": 1}
+    changes = {
+        "model": {"family": "sd3", "path": str(base), "height": 64, "width": 64, "guidance": 3.0, "precision": "bfloat16"},
+        "prompts": {"source": str(prompts), "validation": 2, "held_out": 4},
+        "rewards": {"terms": ["jpeg_compressibility"], "guards": ["jpeg_incompressibility"]},
+        "policy": {"train": "lora", "rank": 4, "alpha": 4, "start": {"path": str(lora)}},
+        "stages": [online | {"sampler": {"steps": 4}, "window": {"size": 2}}, offline | {"sampler": {"steps": 3}}],
+        "promotion": {"model_name": "tiny-sd3"},
+    }
+    done = run_pipeline(workplace, changes)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (path,) = (workplace / "runs").glob("*/summary.json")
+    summary = json.loads(path.read_text())
+    assert summary["before"].keys() == summary["after"].keys() == {"reward", "jpeg_compressibility", "jpeg_incompressibility"}
+
+    uri = f"sqlite:///{workplace}/runs/mlflow.db"
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    place = client.get_model_version_download_uri("tiny-sd3", summary["model_version"])
+    drawn = mlflow.pyfunc.load_model(place).predict(pd.DataFrame({"prompt": PROMPTS[:2]}))
+    assert [Image.open(io.BytesIO(image)).size for image in drawn["image"]] == [(64, 64), (64, 64)]
