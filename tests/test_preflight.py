@@ -5,6 +5,7 @@ import pytest
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.artifacts import new_folder
 from ebbflow.data.pairs import PairError
+from ebbflow.models import ModelError
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import Distillation, TrajectoryConfig
@@ -106,3 +107,33 @@ def test_a_cluster_needs_a_teacher_at_a_uri(tmp_path: Path, own: bool) -> None:
     with pytest.raises(RecipeError, match=r"teacher = '.*teacher' is on the disk of one machine.* name its URI"):
         check_recipe(with_teacher("s3://bucket/runs", str(tmp_path / "teacher"), own), SERVER, on_cluster=True)
     check_recipe(with_teacher("s3://bucket/runs", "s3://bucket/teacher", own), SERVER, on_cluster=True)
+
+
+def with_model(tmp_path: Path, **model: str) -> Recipe:
+    return Recipe.model_validate({"output": str(tmp_path), "model": model})
+
+
+def test_a_base_model_of_another_family_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    with pytest.raises(ModelError, match=r"base' is no pipeline folder.* with its commit as model.revision"):
+        check_recipe(with_model(tmp_path, family="sd3", path=str(folder)), SERVER, on_cluster=False)
+    (folder / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    with pytest.raises(ModelError, match="is a FluxPipeline, and model.family = 'sd3' .* set model.family to flux"):
+        check_recipe(with_model(tmp_path, family="sd3", path=str(folder)), SERVER, on_cluster=False)
+    check_recipe(with_model(tmp_path, family="flux", path=str(folder)), SERVER, on_cluster=False)
+
+
+def test_a_cluster_needs_a_base_model_that_every_pod_can_fetch(tmp_path: Path) -> None:
+    shared = {"output": "s3://bucket/runs"}
+    local = with_model(tmp_path, family="sd3", path="models/sd3").model_copy(update=shared)
+    with pytest.raises(RecipeError, match="model.path = 'models/sd3' is on the disk of one machine"):
+        check_recipe(local, SERVER, on_cluster=True)
+    pinned = with_model(tmp_path, family="sd3", path="owner/sd3", revision="0" * 40).model_copy(update=shared)
+    check_recipe(pinned, SERVER, on_cluster=True)
+
+
+def test_a_start_must_be_there(tmp_path: Path) -> None:
+    recipe = Recipe.model_validate({"output": str(tmp_path), "policy": {"train": "lora", "start": {"path": "owner/lora"}}})
+    with pytest.raises(RecipeError, match=r"policy.start.path = 'owner/lora': there is no such .* policy.start.revision"):
+        check_recipe(recipe, SERVER, on_cluster=False)
