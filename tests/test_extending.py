@@ -18,7 +18,7 @@ from PIL import Image
 from ebbflow.algorithms.base import TrajectoryTerms
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.data.prepare import prepare
-from ebbflow.data.prompts import PromptError
+from ebbflow.data.prompts import Prompt, PromptError
 from ebbflow.evaluation.serve import generate_images
 from ebbflow.models import load_model
 from ebbflow.models.glyph import to_latents
@@ -257,5 +257,5 @@ def test_a_registered_policy_is_served_by_its_family(base_folder, tmp_path, shif
     for family, drawn in ((SHIFTED, shifted), ("glyph", model)):
         folder = tmp_path / family.replace(":", "-")
         write_base_policy(folder, "base", "recipe", PolicyConfig(), ModelConfig(family=family, path="base"))
-        (png,) = generate_images(base_folder, folder, ['"EBBS"'], [7])
+        (png,) = generate_images(base_folder, folder, [Prompt(0, '"EBBS"', "", None, "", "", "{}")], [7])
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), draw(drawn, ['"EBBS"'], seed=7)[0])

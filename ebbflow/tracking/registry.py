@@ -39,7 +39,14 @@ REQUIREMENTS = ("diffusers", "peft", "pillow", "safetensors", "torch", "transfor
 """What serving imports beside Ebbflow itself; pinned to what is installed. Explicit, because MLflow would load the model to find
 out."""
 SIGNATURE = ModelSignature(
-    inputs=Schema([ColSpec("string", "prompt"), ColSpec("long", "seed", required=False)]),
+    inputs=Schema(
+        [
+            ColSpec("string", "prompt"),
+            ColSpec("string", "negative_prompt", required=False),
+            ColSpec("long", "seed", required=False),
+            ColSpec("binary", "image", required=False),
+        ]
+    ),
     outputs=Schema([ColSpec("binary", "image")]),
 )
 

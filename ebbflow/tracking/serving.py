@@ -5,11 +5,13 @@ The model's data folder holds ``policy/`` and, unless the base model was registe
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from ebbflow.data.prompts import Prompt
 from ebbflow.tracking.runs import TrackingError
 
 
@@ -20,12 +22,20 @@ class ServedPolicy:
         self.base, self.policy = base, policy
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        """One PNG per row of ``prompt`` and, where given, ``seed`` (0 without it)."""
+        """One PNG per row of ``prompt`` and, where given, ``negative_prompt``, ``seed`` (0 without it) and ``image`` to edit."""
         from ebbflow.evaluation.serve import generate_images
 
-        prompts = [str(prompt) for prompt in model_input["prompt"]]
-        seeds = model_input["seed"].fillna(0).astype("int64").tolist() if "seed" in model_input else [0] * len(prompts)
-        return pd.DataFrame({"image": generate_images(self.base, self.policy, prompts, seeds)})
+        rows = model_input.astype(object).where(model_input.notna(), None).to_dict("records")
+        images = generate_images(
+            self.base, self.policy, [_prompt(row) for row in rows], [int(row.get("seed") or 0) for row in rows]
+        )
+        return pd.DataFrame({"image": images})
+
+
+def _prompt(row: dict[Hashable, Any]) -> Prompt:
+    """A row as one of a prompt table that no file ever held."""
+    negative, image = row.get("negative_prompt") or "", row.get("image")
+    return Prompt(0, str(row["prompt"]), str(negative), None, source="", split="", metadata="{}", image=image)
 
 
 def _load_pyfunc(data_path: str) -> ServedPolicy:

@@ -14,7 +14,7 @@ from ebbflow.data.schema import rollout_schema, score_schema
 from ebbflow.data.tables import TableError, about_table, nullable, read_table, write_table
 from ebbflow.offline.shards import generate_shard, read_latents, score_shard
 from ebbflow.rewards.combine import RewardError
-from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.rollouts.generate import Rollouts, SampleKeys, generate
 from ebbflow.rollouts.images import decode_png, encode_png
 from ebbflow.stage import Place
 from ebbflow.training.policy import Policy
@@ -177,8 +177,7 @@ def film(model, monkeypatch):
     velocity, decode, (channels, height, width) = model.velocity, model.decode, model.latent_shape
 
     def of_frames(latents, sigma, conditioning):
-        # A network may well leave its output in another order in memory.
-        return torch.stack([velocity(latents[:, :, frame], sigma, conditioning) for frame in range(3)], 1).movedim(1, 2)
+        return torch.stack([velocity(latents[:, :, frame], sigma, conditioning) for frame in range(3)], 2)
 
     def to_videos(latents):
         return np.stack([decode(latents[:, :, frame]) for frame in range(3)], 1)
@@ -206,6 +205,15 @@ def test_a_shard_of_videos_holds_their_latents_and_every_frame(place, film, poli
     score_shard(place, scorer, make_prompts(6), rollouts, tmp_path / "scores.parquet")
     darkness = 1 - videos.mean((1, 2, 3, 4)) / 255
     assert read_table(tmp_path / "scores.parquet")["reward"].to_pylist() == pytest.approx(darkness, abs=1e-12)
+
+
+def test_how_latents_lie_in_memory_makes_no_difference(place, model, policy, shards, make_prompts, tmp_path, monkeypatch):
+    def turned(*arguments, **options):
+        return Rollouts(generate(*arguments, **options).latents.mT.contiguous().mT, None)
+
+    monkeypatch.setattr("ebbflow.offline.shards.generate", turned)
+    generate_shard(place, model, policy, 7, make_prompts(6), 0, tmp_path / "turned.parquet")
+    assert torch.equal(read_latents(tmp_path / "turned.parquet"), read_latents(shards[0]))
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3), (3, 4, 5), (3, 1, 4, 5), (16, 3, 4, 5)])

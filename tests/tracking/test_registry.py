@@ -15,11 +15,21 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from ebbflow.artifacts import ArtifactError, new_folder, verify
+from ebbflow.data.prompts import Prompt
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.records import Comparison, Verdict
-from ebbflow.tracking.registry import Registration, RegistryError, download_champion, find_champion, register, served_folder
+from ebbflow.tracking import registry
+from ebbflow.tracking.registry import (
+    Registration,
+    RegistryError,
+    champion_folders,
+    download_champion,
+    find_champion,
+    register,
+    served_folder,
+)
 from ebbflow.tracking.runs import TrackedRun, connect, start_run
 from ebbflow.training.policy import ITERATE, STATISTICS, Policy, PolicyCard, read_card
 
@@ -255,10 +265,10 @@ def test_a_damaged_policy_gets_no_new_commit(recipe: Recipe, name: str, base_fol
 def test_the_registered_model_renders_with_seeds(
     recipe: Recipe, name: str, policy: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def generate_images(base: Path, policy: Path, prompts: list[str], seeds: list[int]) -> list[bytes]:
+    def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list[int]) -> list[bytes]:
         assert (base / "model_index.json").is_file()
         assert (policy / "policy.json").is_file()
-        return [f"{prompt}/{seed}".encode() for prompt, seed in zip(prompts, seeds, strict=True)]
+        return [f"{p.prompt}/{p.negative_prompt}/{p.image!r}/{seed}".encode() for p, seed in zip(prompts, seeds, strict=True)]
 
     serve = types.ModuleType("ebbflow.evaluation.serve")
     serve.generate_images = generate_images  # type: ignore[attr-defined]
@@ -268,8 +278,24 @@ def test_the_registered_model_renders_with_seeds(
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
     model = mlflow.pyfunc.load_model(str(download_champion(champion, tmp_path / "champion").parents[1]))
-    assert model.predict(pd.DataFrame({"prompt": ["AB"], "seed": [5]}))["image"].tolist() == [b"AB/5"]
-    assert model.predict(pd.DataFrame({"prompt": ["AB"]}))["image"].tolist() == [b"AB/0"]
+    rows = pd.DataFrame({"prompt": ["AB", "CD"], "seed": [5, 6], "negative_prompt": ["dull", None], "image": [b"png", None]})
+    assert model.predict(rows)["image"].tolist() == [b"AB/dull/b'png'/5", b"CD//None/6"]
+    assert model.predict(pd.DataFrame({"prompt": ["AB"]}))["image"].tolist() == [b"AB//None/0"]
+
+
+def test_a_large_base_model_is_only_referred_to(
+    recipe: Recipe, name: str, policy: Path, base_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "STORED_BASE", registry.folder_bytes(base_folder) - 1)
+    tracked = new_run(recipe)
+    register(
+        tracked, policy, base_folder, verdict(True), {"base_digest": verify(base_folder)}, model_name=name, expected_champion=None
+    )
+    champion = find_champion(tracked.tracking_uri, name)
+    assert champion is not None
+    found, its_policy = champion_folders(champion, tmp_path / "champion", base_folder)
+    assert found == base_folder
+    assert not (its_policy.parent / "base").exists()
 
 
 def test_a_model_without_its_base_says_so(recipe: Recipe, name: str, policy: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_remote_output_needs_a_server() -> None:
 def test_the_parent_run_carries_the_recipe(recipe: Recipe, tracked: TrackedRun, client: MlflowClient) -> None:
     run = client.get_run(tracked.run_id)
     assert run.data.params["stages.1.algorithm.name"] == "diffusion_nft"
-    assert run.data.params["rewards.guards.0"] == "tesseract"
+    assert run.data.params["rewards.guards.0.name"] == "tesseract"
     assert run.data.tags["ebbflow.recipe_digest"] == recipe.digest == tracked.recipe_digest
     assert "online mix_grpo" in run.data.tags["mlflow.note.content"]
     [logged] = Path(recipe.output, "mlartifacts").rglob(f"{tracked.run_id}/artifacts/recipe.yaml")
