@@ -89,7 +89,7 @@ def progress(evaluations: Sequence[Evaluation], metrics: Sequence[str], chosen: 
     """Held-out means of several metrics over the run's evaluations; the chosen policy is marked, the champion a dashed line."""
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure(5.3, 3.0)
-        places = range(len(evaluations))
+        places, shown = range(len(evaluations)), [*evaluations, *([champion] if champion else [])]
         ends = []
         for metric, colour in zip(metrics, _colours(len(metrics)), strict=True):
             values = [evaluation.held_out.get(metric, math.nan) for evaluation in evaluations]
@@ -100,10 +100,11 @@ def progress(evaluations: Sequence[Evaluation], metrics: Sequence[str], chosen: 
         if champion is not None and metrics[0] in champion.held_out:
             axes.axhline(champion.held_out[metrics[0]], color=SERIES[0], linestyle=(0, (4, 3)), linewidth=1)
         axes.axvline([evaluation.label for evaluation in evaluations].index(chosen), color=GRID, linewidth=7, zorder=0)
-        axes.set(ylim=(0, 1), xlim=(-0.15, len(evaluations) - 0.85))
+        low, high = limits([value for evaluation in shown for name, value in evaluation.held_out.items() if name in metrics])
+        axes.set(ylim=(low, high), xlim=(-0.15, len(evaluations) - 0.85))
         _name_places(axes, [evaluation.label for evaluation in evaluations])
         axes.grid(axis="x", visible=False)
-        _name_ends(axes, ends, len(evaluations) - 1)
+        _name_ends(axes, ends, len(evaluations) - 1, low, high)
         return _svg(figure, "Metrics over evaluations")
 
 
@@ -201,14 +202,22 @@ def _name_places(axes: Axes, names: Sequence[str]) -> None:
     axes.set_xticks(list(shown), [names[place].replace(" ", "\n", 1) for place in shown])
 
 
-def _name_ends(axes: Axes, ends: list[tuple[float, str, str]], place: int) -> None:
-    """Name each curve at its end, pushed apart where they end close together."""
-    gap, lowest = 0.075, -1.0
+def limits(values: Sequence[float]) -> tuple[float, float]:
+    """Of an axis for scores: 0 to 1, where most live, and as far beyond as they go."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min([0.0, *finite]), max([1.0, *finite])
+    room = 0.05 * (high - low)
+    return low - room * (low < 0), high + room * (high > 1)
+
+
+def _name_ends(axes: Axes, ends: list[tuple[float, str, str]], place: int, low: float, high: float) -> None:
+    """Name each curve at its end, pushed apart where they end close together; the axis goes from ``low`` to ``high``."""
+    gap, lowest = 0.075 * (high - low), low - (high - low)
     positions = []
     for value, _, _ in sorted(ends):
         lowest = max(value, lowest + gap)
         positions.append(lowest)
-    overshoot = max(0.0, (positions[-1] if positions else 0.0) - 1.0)
+    overshoot = max(0.0, (positions[-1] if positions else low) - high)
     for (value, name, colour), position in zip(sorted(ends), positions, strict=True):
         text = f"{name} {value:.2f}"
         axes.annotate(

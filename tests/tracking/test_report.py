@@ -23,6 +23,7 @@ from ebbflow.evaluation.gate import decide
 from ebbflow.recipe import Recipe
 from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun
 from ebbflow.rollouts.images import decode_png, encode_png
+from ebbflow.tracking import charts
 from ebbflow.tracking.pictures import image_grid
 from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report, write_summary
 
@@ -310,3 +311,11 @@ def test_an_image_grid_shows_the_first_frames_of_videos() -> None:
 def test_an_image_grid_needs_pictures_and_captions(pngs: list[bytes], captions: list[str], columns: int) -> None:
     with pytest.raises(ValueError, match="a grid needs pictures"):
         image_grid(pngs, captions, columns)
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [([], 0, 1), ([0.2, 0.9, math.nan], 0, 1), ([5.0, 6.0], 0, 6.3), ([-1.5, 0.5], -1.625, 1), ([-0.5, 1.5], -0.6, 1.6)],
+)
+def test_the_axis_of_scores_goes_as_far_as_they_do(values: list[float], low: float, high: float) -> None:
+    assert charts.limits(values) == pytest.approx((low, high))
