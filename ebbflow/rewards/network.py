@@ -174,7 +174,6 @@ def build_network(kind: Any, config: Any, weights: dict[str, Tensor], source: Pa
 def _frozen(loaded: tuple[Any, dict[str, Any]], kind: Any, source: Path) -> Any:
     network, report = loaded
     misfits = sorted(str(name) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[key])
-    misfits = [name for name in misfits if not name.endswith("position_ids")]  # 0, 1, 2 ..., which older files hold
     if misfits:
         raise RewardError(
             f"{source} does not hold the weights of this {kind.__name__}: {len(misfits)} do not fit, first {misfits[0]}; "

@@ -208,7 +208,7 @@ def _draw(weights: dict[str, torch.Tensor]) -> None:
     for name, weight in sorted(weights.items()):
         noise = torch.randn(weight.shape, generator=stream)
         if weight.ndim > 1 and "embed" not in name:
-            weight.copy_(noise * (1.5 / weight[0].numel() ** 0.5))
+            weight.copy_(noise * weight[0].numel() ** -0.5)
         elif weight.ndim > 1 or "embed" in name:
             weight.copy_(noise * 0.5)
         else:

@@ -80,6 +80,8 @@ def test_weights_in_half_precision_are_scored_in_float32(folder, tmp_path):
     write_clip(tmp_path)
     halved = {name: weight.half() for name, weight in load_file(folder / "model.safetensors").items()}
     save_file(halved, tmp_path / "model.safetensors", {"format": "pt"})
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**said, "dtype": "float16"}))
     assert {weight.dtype for weight in load_clip(tmp_path).model.parameters()} == {torch.float32}
     values = load_reward(reward("clipscore", path=str(tmp_path)))(IMAGES, PROMPTS).values
     assert np.allclose(values, load_reward(reward("clipscore", path=str(folder)))(IMAGES, PROMPTS).values, rtol=0, atol=5e-3)
@@ -118,8 +120,11 @@ def test_weights_of_another_network_are_refused(change, tmp_path):
 def test_a_pickle_in_the_place_of_the_weights_is_not_read(tmp_path):
     write_clip(tmp_path)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
+    half = (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
     made = load_reward(reward("pickscore", path=str(tmp_path)))
+    with pytest.raises(RewardError, match="'pickscore' cannot be loaded: .*model.safetensors"):
+        made(IMAGES, PROMPTS)
+    half.unlink()
     assert "holds no model*.safetensors" in str(made.unavailable())
 
 

@@ -106,7 +106,7 @@ def box(left, top, right, bottom):
 
 
 def test_reading_order_is_lines_from_top_to_bottom_each_from_left_to_right():
-    # The second word of the first line is higher than the first by more than ten pixels, as "ace" and "Tall" in large letters are.
+    # The words of the first line differ by 20 pixels at their upper edge, as "ace" and "Tall" in large letters do.
     boxes = [box(200, 100, 300, 140), box(10, 104, 90, 138), box(10, 30, 150, 80), box(200, 10, 330, 82), box(0, 200, 9, 210)]
     assert ocr.reading_order(np.array(boxes)) == [2, 3, 1, 0, 4]
 
