@@ -49,6 +49,28 @@ def _paths(recipe: Recipe) -> list[str]:
 
 
 @main.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option(
+    "--processes",
+    default=2,
+    show_default=True,
+    envvar="EBBFLOW_TRAIN_PROCESSES",
+    type=click.IntRange(min=1),
+    help="Of an offline stage's training.",
+)
+def estimate(recipe: Path, processes: int) -> None:
+    """Say what RECIPE will take: memory of each process, evaluations of the network, bytes kept. Nothing is run or fetched."""
+    from ebbflow import estimate as estimates  # with ebbflow.models: brings torch along
+    from ebbflow.models import ModelError
+    from ebbflow.sizes import SizeError
+
+    try:
+        click.echo(estimates.describe(estimates.estimate(load_recipe(recipe), processes)))
+    except (RecipeError, SizeError, ModelError) as error:
+        sys.exit(str(error))
+
+
+@main.command()
 def keys() -> None:
     """Print every key that a recipe may have, with its default and its meaning."""
     for place, default, meaning in _keys(Recipe, "", {}):

@@ -21,6 +21,7 @@ from tasks.evaluate_policy import evaluate_policy
 from tasks.generate_rollouts import generate_rollouts
 from tasks.import_pairs import import_pairs
 from tasks.import_policy import import_policy
+from tasks.plan_run import plan_run
 from tasks.prepare_prompts import prepare_prompts
 from tasks.register_policy import register_policy
 from tasks.resources import light
@@ -62,6 +63,12 @@ def post_train(recipe: Recipe = Recipe()) -> PostTraining:
         recipe=recipe, run=run, base=base, history=history, champion=champion, verdict=verdict, registration=registration
     )
     return PostTraining(report, summary, candidate, verdict, registration, run)
+
+
+@workflow
+def dry_run(recipe: Recipe = Recipe()) -> str:
+    """What a run of the recipe would take, as text: the resolved recipe, machines, memory, work, bytes kept. It runs nothing."""
+    return plan_run(recipe=recipe)
 
 
 @dynamic(**light())

@@ -126,11 +126,12 @@ class PipelineModel:
         return Conditioning(tensors, negative, self.config.guidance)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        prediction = self._predict(latents, sigma, conditioning)
-        if conditioning.negative is not None:
-            negative = self._predict(latents, sigma, conditioning.negative)
-            prediction = self._guide(prediction, negative, conditioning.guidance)
-        return self._unpack(prediction)
+        if conditioning.negative is None:
+            return self._unpack(self._predict(latents, sigma, conditioning))
+        # One pass over both keeps a device busier than two over half as many rows.
+        both = Conditioning.cat([conditioning.negative, conditioning.unguided()])
+        negative, prediction = self._predict(torch.cat([latents] * 2), torch.cat([sigma] * 2), both).chunk(2)
+        return self._unpack(self._guide(prediction, negative, conditioning.guidance))
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> np.ndarray:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import StableDiffusion3Pipeline
@@ -16,7 +18,7 @@ from ebbflow.recipe.model import Model as ModelConfig
 
 
 class SD3Model(PipelineModel):
-    """Adapter of ``StableDiffusion3Pipeline``; the T5 encoder may be absent, as in the pipeline."""
+    """Adapter of ``StableDiffusion3Pipeline``; the T5 encoder may be null in the folder's ``model_index.json``."""
 
     pipeline_class = StableDiffusion3Pipeline
     # Of Flow-GRPO: the attention of the image and of the text stream.
@@ -32,6 +34,11 @@ class SD3Model(PipelineModel):
     ]
     text_parts = ("text_encoder", "text_encoder_2", "text_encoder_3")
     default_size = (1024, 1024)
+
+    @staticmethod
+    def own_parts(folder: Path) -> dict[str, Any]:
+        index = json.loads((folder / "model_index.json").read_text())
+        return {part: None for part in ("text_encoder_3", "tokenizer_3") if index.get(part, [None])[0] is None}
 
     def _latent_shape(self) -> tuple[int, ...]:
         patch, scale = self.transformer.config.patch_size, self.pipeline.vae_scale_factor

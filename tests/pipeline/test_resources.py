@@ -43,6 +43,7 @@ KINDS = {
     "tasks.generate_rollouts.generate_rollouts": "accelerated",
     "tasks.import_pairs.import_pairs": "accelerated",
     "tasks.import_policy.import_policy": "accelerated",
+    "tasks.plan_run.plan_run": "light",
     "tasks.prepare_prompts.prepare_prompts": "light",
     "tasks.register_policy.register_policy": "light",
     "tasks.score_rollouts.score_rollouts": "scorer",

@@ -1,0 +1,377 @@
+"""Speed and memory of rollout and training at the size of SD3.5 medium: ``python -m benchmarks.gpu [--compile] [--write]``.
+
+The network has the size of Stable Diffusion 3.5 medium and random weights, so nothing is downloaded. Without a GPU the same runs
+on the CPU with a tiny network, which proves the benchmark and measures nothing of interest. Every phase is measured against plain
+diffusers, in turns and in the same process: rollouts against the pipeline's own loop, updates against a plain training loop.
+Before anything is timed, both sides have to draw the same latents. FLOPs are counted, and their rate is compared with that of a
+large matrix product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.gpu_report import report
+from benchmarks.gpu_sides import (
+    LORA,
+    SIZES,
+    STAGE,
+    STEPS,
+    Bench,
+    Size,
+    build,
+    pipeline_loop,
+    plain_update,
+    prompts_of,
+    random_model,
+    random_prompts,
+    rollout,
+    training_batch,
+)
+from benchmarks.machine import machine
+from ebbflow.models.base import default_device, predict
+from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.model import Precision
+from ebbflow.rollouts.generate import generate
+from ebbflow.training.batches import TrajectoryBatch, micro_batches, parts
+from ebbflow.training.policy import Policy
+from ebbflow.training.update import Learner
+
+RESULTS = Path(__file__).parent / "results" / "gpu"
+GUIDANCE = 4.5
+TOLERANCE = 1e-3
+"""Of the gate: the largest difference between the final latents of both sides in float32, as a share of the largest latent."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Counted FLOPs: of a row through the transformer, and of an image through the VAE's decoder."""
+
+    forward: int
+    forward_and_backward: int
+    decode: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that both sides do.
+
+    Attributes:
+        rows: images or terms per pass.
+        images: of one call.
+        terms: of one call; none in a rollout.
+        flops: that one call needs, whatever a side computes beyond that.
+    """
+
+    phase: str
+    guidance: float
+    rows: int
+    images: int
+    terms: int | None
+    flops: int
+    ours: Callable[[], Any]
+    peer: Callable[[], Any]
+
+
+def main() -> None:
+    arguments = _parse()
+    diffusers.utils.logging.set_verbosity_error()
+    device = default_device()
+    precision: Precision = "float32" if device.type == "cpu" else "bfloat16"
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # the tiny network gains nothing from more
+    given = {"resolution": arguments.resolution, "training_micro_batch": arguments.training_micro_batch}
+    given["micro_batches"] = arguments.micro_batches and tuple(arguments.micro_batches)
+    size = replace(SIZES[arguments.size], **{name: value for name, value in given.items() if value})
+    command = {"command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]), "size": arguments.size}
+    results = command | benchmark(size, device, precision, arguments.repeat, arguments.compile)
+    print(report(results))
+    if arguments.write:
+        RESULTS.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        RESULTS.with_suffix(".md").write_text(report(results))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usual = "medium" if torch.cuda.is_available() else "tiny"
+    parser.add_argument(
+        "--size", choices=SIZES, default=usual, help="of the network and of the work (on this machine: %(default)s)"
+    )
+    parser.add_argument("--resolution", type=int, metavar="PIXELS", help="of the images (medium: 512)")
+    parser.add_argument("--micro-batches", type=int, nargs="+", metavar="N", help="images per pass of a rollout (medium: 4 16)")
+    parser.add_argument("--training-micro-batch", type=int, metavar="N", help="terms per pass of an update (medium: 4)")
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="timed calls of each side, after one to warm up (5)")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile of the transformer's blocks, for both sides; takes minutes"
+    )
+    parser.add_argument("--write", action="store_true", help="keep the results in benchmarks/results/gpu.json and gpu.md")
+    return parser.parse_args()
+
+
+def benchmark(size: Size, device: torch.device, precision: Precision, repeat: int, compiled: bool = False) -> dict[str, Any]:
+    """All measurements, as the results file has them.
+
+    Raises:
+        SystemExit: the two sides do not draw the same latents.
+    """
+    torch.manual_seed(0)
+    flops, bench = count_flops(size), build(size, device, precision)
+    peak = matmul_peak(size.matrix, device, bench.dtype)
+    _say(f"a large matrix product in {precision}: {peak / 1e12:.3g} TFLOP/s")
+    difference = require_same_latents(bench)
+    _say(f"both sides draw the same latents: largest difference {difference:.1e}")
+    if compiled:
+        compile_blocks(bench)
+    measured = [compare(case, device, peak, repeat) for case in base_cases(bench, flops)]
+    policy = Policy(bench.model, LORA, seed=0)
+    errors = ratio_errors(bench)
+    measured += [compare(case, device, peak, repeat) for case in policy_cases(bench, policy, flops)]
+    return {
+        "machine": machine() | _device_of(device),
+        "precision": precision,
+        "compiled": compiled,
+        "parameters": sum(p.numel() for p in bench.model.transformer.parameters() if not p.requires_grad),
+        "rank": LORA.rank,
+        "resolution": size.resolution,
+        "steps": STEPS,
+        "peak_flops_per_second": peak,
+        "flops": vars(flops),
+        "latents_difference": difference,
+        "measured": measured,
+        "ratio_errors": errors,
+    }
+
+
+def _device_of(device: torch.device) -> dict[str, Any]:
+    """The device, and the versions that its speed depends on."""
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "diffusers": diffusers.__version__}
+    if device.type == "cpu":
+        return versions | {"device": "cpu", "threads": torch.get_num_threads()}
+    return versions | {"device": torch.cuda.get_device_name(device), "memory": torch.cuda.mem_get_info(device)[1]}
+
+
+def compile_blocks(bench: Bench) -> None:
+    """Compile block by block: the blocks are alike, so that a few graphs serve all of them."""
+    # Batch, gradient, autocast and adapters make different graphs of the same code; past the limit it would run uncompiled.
+    torch._dynamo.config.recompile_limit = 256
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    for block in bench.model.blocks():
+        block.compile(dynamic=False)  # or the second number of rows would get slower kernels than the first
+
+
+# What is measured.
+
+
+def base_cases(bench: Bench, flops: Flops) -> Iterator[Case]:
+    """Rollouts of the base model: to the final latents with every micro-batch, and to images with the largest."""
+    for guidance in (1.0, GUIDANCE):
+        for rows in bench.size.micro_batches:
+            yield rollout_case("rollout", bench, guidance, rows, flops)
+    yield rollout_case("rollout, images", bench, GUIDANCE, max(bench.size.micro_batches), flops, images=True)
+
+
+def policy_cases(bench: Bench, policy: Policy, flops: Flops) -> Iterator[Case]:
+    """Rollouts through the adapters, as training has them, and updates of the adapters."""
+    yield rollout_case("rollout, LoRA", bench, GUIDANCE, max(bench.size.micro_batches), flops, autocast=True)
+    learner = Learner(policy, STAGE)
+    for guidance in (1.0, GUIDANCE):
+        yield training_case(bench, learner, guidance, flops)
+
+
+def rollout_case(
+    phase: str, bench: Bench, guidance: float, rows: int, flops: Flops, images: bool = False, autocast: bool = False
+) -> Case:
+    prompts, count = prompts_of(bench, guidance), len(bench.keys)
+
+    def ours() -> Any:
+        drawn = rollout(bench, prompts, rows)
+        return bench.model.decode(drawn.latents) if images else drawn
+
+    def peer() -> Any:
+        return pipeline_loop(bench, prompts, rows, "np" if images else "latent", autocast)
+
+    work = count * (STEPS * _rows_of(guidance) * flops.forward + images * flops.decode)
+    return Case(phase, guidance, rows, count, None, work, ours, peer)
+
+
+def training_case(bench: Bench, learner: Learner, guidance: float, flops: Flops) -> Case:
+    rows = bench.size.training_micro_batch
+    batch = training_batch(bench, guidance, rows)
+    optimizer = torch.optim.AdamW(learner.policy.parameters.values(), lr=STAGE.optimizer.lr)
+
+    def ours() -> Any:
+        return learner.update(batch, micro_batches(batch.unit, rows))
+
+    def peer() -> Any:
+        return plain_update(bench, optimizer, batch, rows)
+
+    work = len(batch.points) * _rows_of(guidance) * flops.forward_and_backward
+    return Case("update, LoRA", guidance, rows, len(bench.keys), len(batch.points), work, ours, peer)
+
+
+def _rows_of(guidance: float) -> int:
+    """Rows through the network per prediction."""
+    return 2 if guidance > 1 else 1
+
+
+def ratio_errors(bench: Bench) -> list[dict[str, Any]]:
+    """``ratio_error`` for rollouts with as many rows a pass as training has, and with others."""
+    rows = bench.size.training_micro_batch
+    return [ratio_error(bench, rolled, rows) for rolled in dict.fromkeys((rows, *bench.size.micro_batches))]
+
+
+def ratio_error(bench: Bench, rollout_rows: int, training_rows: int) -> dict[str, Any]:
+    """How far the log-ratios before the first update are from 0 in bfloat16.
+
+    Log-probs are means over the latent's elements; times their number they are log-densities.
+    """
+    batch = training_batch(bench, GUIDANCE, rollout_rows, "bfloat16")
+    slices = parts(batch.unit, micro_batches(batch.unit, training_rows))
+    errors = torch.cat([_log_ratio(bench, batch, part) for part in slices]).abs()
+    elements = batch.points.latents[0].numel()
+    return {
+        "rollout_rows": rollout_rows,
+        "training_rows": training_rows,
+        "mean_log_prob": errors.mean().item(),
+        "mean_log_density": errors.mean().item() * elements,
+        "max_log_density": errors.max().item() * elements,
+    }
+
+
+def _log_ratio(bench: Bench, batch: TrajectoryBatch, part: slice) -> Tensor:
+    """Of some terms; predicted with gradient, as an update does it."""
+    terms = batch.terms(part, predict(bench.model, *batch.points.at(part), "bfloat16"), {})
+    return (terms.log_prob - terms.old_log_prob).detach()
+
+
+# How it is measured.
+
+
+def require_same_latents(bench: Bench, count: int = 2) -> float:
+    """The largest difference between the final latents of both sides as a share of the largest latent.
+
+    In float32, so that nothing but a difference in what is computed is left, and with the deterministic sampler.
+
+    Raises:
+        SystemExit: it is above ``TOLERANCE``: the times of different work cannot be compared.
+    """
+    prompts = random_prompts(bench.size, count, GUIDANCE, bench.device, torch.float32)
+    keys, sampler = bench.keys.rows(slice(count)), Sampler(name="ode", steps=STEPS)
+    bench.model.transformer.float()
+    with torch.backends.cudnn.flags(enabled=False):  # its convolutions of float32 round to TF32
+        ours = generate(bench.model, prompts, keys, sampler, precision="float32").latents
+        (peer,) = pipeline_loop(bench, prompts, count, "latent")
+    bench.model.transformer.to(bench.dtype)
+    difference = ((ours - peer).abs().max() / peer.abs().max()).item()
+    if not difference < TOLERANCE:
+        raise SystemExit(
+            f"the final latents of adapter and pipeline differ by {difference:.2e} of the largest, more than {TOLERANCE:g}; "
+            "find out why before their speed is compared: python -m pytest tests/models"
+        )
+    return difference
+
+
+def compare(case: Case, device: torch.device, peak: float, repeat: int) -> dict[str, Any]:
+    """Time both sides in turns, after a call of each to warm up."""
+    sides = {"ours": case.ours, "peer": case.peer}
+    for call in sides.values():
+        call()
+    taken: dict[str, list[tuple[float, int | None]]] = {name: [] for name in sides}
+    for turn in range(repeat):
+        for name in sorted(sides, reverse=turn % 2 == 1):  # whoever is second meets a warmer chip
+            taken[name].append(timed(sides[name], device))
+    found = {name: speed(case, peak, calls) for name, calls in taken.items()}
+    ratio = found["ours"]["images_per_second"] / found["peer"]["images_per_second"]
+    asked = {
+        "phase": case.phase,
+        "guidance": case.guidance,
+        "rows_per_pass": case.rows,
+        "images": case.images,
+        "flops": case.flops,
+    }
+    _say(f"{case.phase}, guidance {case.guidance}, {case.rows} rows a pass: {found['ours']['seconds']:.3f} s, ratio {ratio:.2f}")
+    return asked | found | {"ratio": ratio}
+
+
+def speed(case: Case, peak: float, calls: list[tuple[float, int | None]]) -> dict[str, Any]:
+    """What the median call amounts to, and the most bytes that any had allocated."""
+    seconds = median(spent for spent, _ in calls)
+    return {
+        "seconds": seconds,
+        "all_seconds": [spent for spent, _ in calls],
+        "images_per_second": case.images / seconds,
+        "terms_per_second": case.terms / seconds if case.terms else None,
+        "flops_per_second": case.flops / seconds,
+        "share_of_peak": case.flops / seconds / peak,
+        "peak_memory": max((used for _, used in calls if used is not None), default=None),
+    }
+
+
+def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, int | None]:
+    """(seconds until the device has finished, the most bytes allocated on it meanwhile: None on a CPU, which counts none)."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start, None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - start, torch.cuda.max_memory_allocated(device)
+
+
+def matmul_peak(side: int, device: torch.device, dtype: torch.dtype, products: int = 20) -> float:
+    """FLOP/s of the fastest of five runs of square matrix products."""
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    result = torch.empty_like(left)
+
+    def multiply() -> None:
+        for _ in range(products):
+            torch.mm(left, right, out=result)
+
+    multiply()
+    return products * 2 * side**3 / min(timed(multiply, device)[0] for _ in range(5))
+
+
+def count_flops(size: Size) -> Flops:
+    """Count on PyTorch's device without data: it takes no memory, and the count is the same wherever the benchmark runs."""
+    device = torch.device("meta")
+    model = random_model(size, device, "float32")
+    latents, sigma = torch.empty(1, *model.latent_shape, device=device), torch.empty(1, device=device)
+    prompts = random_prompts(size, 1, 1.0, device, torch.float32)
+    forward = counted(lambda: model.velocity(latents, sigma, prompts))
+    decode = counted(lambda: model.pipeline.vae.decode(latents))
+    Policy(model, LORA, seed=0)
+    both = counted(lambda: model.velocity(latents, sigma, prompts).sum().backward())
+    return Flops(forward, both, decode)
+
+
+def counted(call: Callable[[], Any]) -> int:
+    """FLOPs of the matrix products and convolutions in a call; what attention computes twice to save memory counts once."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        call()
+    return counter.get_total_flops()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""What ``benchmarks.gpu`` builds, and what this library (ours) and plain diffusers (the peer) do with it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from torch import Tensor
+
+from ebbflow.flow.noise import noise
+from ebbflow.flow.windows import plan
+from ebbflow.models.base import DTYPES, Conditioning
+from ebbflow.models.sd3 import SD3Model
+from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import Precision
+from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.stages import OnlineStage
+from ebbflow.rollouts.generate import Rollouts, SampleKeys, generate
+from ebbflow.training.batches import Corrected, TrajectoryBatch, trajectory_batch
+
+STEPS = 10
+LORA = PolicyConfig(train="lora", rank=32, alpha=32)
+STAGE = OnlineStage.model_validate(
+    {
+        "algorithm": {"name": "flow_grpo"},
+        "sampler": {"name": "flow_sde", "steps": STEPS},
+        "window": {"kind": "fixed", "size": 3},
+        "reference": {"weight": 0.0},  # the plain loop has none
+        "optimizer": {"lr": 1e-6},  # both sides train the same adapters many times over, which must not lead anywhere
+    }
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is built, and how much work it gets.
+
+    Attributes:
+        transformer, vae: configurations of diffusers' classes.
+        resolution: height and width of the images in pixels.
+        tokens: length of the prompt embeddings.
+        micro_batches: images per pass of a rollout; every rollout draws as many images as the largest has.
+        training_micro_batch: terms per forward and backward pass.
+        matrix: side of the matrices whose product gives the peak.
+    """
+
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    resolution: int
+    tokens: int
+    micro_batches: tuple[int, ...]
+    training_micro_batch: int
+    matrix: int
+
+
+VAE = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "shift_factor": 0.0609,
+    "scaling_factor": 1.5305,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+SIZES = {
+    # The published configuration of Stable Diffusion 3.5 medium; prompts of 77 CLIP and 256 T5 tokens.
+    "medium": Size(
+        transformer={
+            "sample_size": 128,
+            "in_channels": 16,
+            "out_channels": 16,
+            "num_layers": 24,
+            "num_attention_heads": 24,
+            "attention_head_dim": 64,
+            "joint_attention_dim": 4096,
+            "caption_projection_dim": 1536,
+            "pooled_projection_dim": 2048,
+            "pos_embed_max_size": 384,
+            "dual_attention_layers": tuple(range(13)),
+            "qk_norm": "rms_norm",
+        },
+        vae=VAE | {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16, "sample_size": 1024},
+        resolution=512,
+        tokens=77 + 256,
+        micro_batches=(4, 16),
+        training_micro_batch=4,
+        matrix=8192,
+    ),
+    "tiny": Size(
+        transformer={
+            "sample_size": 16,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "joint_attention_dim": 48,
+            "caption_projection_dim": 32,
+            "pooled_projection_dim": 40,
+            "pos_embed_max_size": 48,
+            "dual_attention_layers": (0,),
+            "qk_norm": "rms_norm",
+        },
+        vae=VAE | {"block_out_channels": (8, 8, 16, 16), "norm_num_groups": 4, "latent_channels": 4, "sample_size": 128},
+        resolution=64,
+        tokens=12,
+        micro_batches=(2, 4),
+        training_micro_batch=2,
+        matrix=512,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Both sides, around one transformer.
+
+    Attributes:
+        model: our adapter; its VAE is float32 and comes to the device for the time of its call.
+        pipeline: the plain pipeline, all of it in ``precision`` and on the device.
+        keys: of the images of a rollout.
+        noise: what the pipeline starts from, that of the keys, [N, *latent_shape].
+    """
+
+    size: Size
+    device: torch.device
+    precision: Precision
+    model: SD3Model
+    pipeline: StableDiffusion3Pipeline
+    keys: SampleKeys
+    noise: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
+
+
+def build(size: Size, device: torch.device, precision: Precision) -> Bench:
+    """Both sides with random weights on the device."""
+    model = random_model(size, device, precision)
+    transformer, vae = model.transformer.to(DTYPES[precision]), copy.deepcopy(model.pipeline.vae).to(DTYPES[precision])
+    pipeline = pipeline_of(transformer, vae)
+    pipeline.set_progress_bar_config(disable=True)
+    images = max(size.micro_batches)
+    keys = SampleKeys(0, list(range(images)), [0] * images)
+    start = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples).to(device)
+    return Bench(size, device, precision, model, pipeline, keys, start)
+
+
+def random_model(size: Size, device: torch.device, precision: Precision) -> SD3Model:
+    """Our adapter around a float32 pipeline without text encoders; drawn on the device, as a CPU is slow to draw billions."""
+    with torch.device(device):
+        transformer, vae = SD3Transformer2DModel(**size.transformer), AutoencoderKL(**size.vae)
+    for part in (transformer, vae):
+        part.to(device).requires_grad_(False).eval()
+    side = {"height": size.resolution, "width": size.resolution}
+    config = ModelConfig(family="sd3", path="random-weights", precision=precision, **side)
+    return SD3Model(pipeline_of(transformer, vae), config, device)
+
+
+def pipeline_of(transformer: SD3Transformer2DModel, vae: AutoencoderKL) -> StableDiffusion3Pipeline:
+    return StableDiffusion3Pipeline(transformer, FlowMatchEulerDiscreteScheduler(shift=3.0), vae, *[None] * 6)
+
+
+def random_prompts(size: Size, count: int, guidance: float, device: torch.device, dtype: torch.dtype) -> Conditioning:
+    """Random embeddings in place of encoded prompts, always the same ones."""
+    draw = None if device.type == "meta" else torch.Generator(device).manual_seed(1)
+    width, pooled = size.transformer["joint_attention_dim"], size.transformer["pooled_projection_dim"]
+
+    def embed() -> dict[str, Tensor]:
+        shapes = {"embeds": (count, size.tokens, width), "pooled": (count, pooled)}
+        return {name: torch.randn(shape, generator=draw, device=device, dtype=dtype) for name, shape in shapes.items()}
+
+    return Conditioning(embed(), Conditioning(embed()) if guidance > 1 else None, guidance)
+
+
+def prompts_of(bench: Bench, guidance: float) -> Conditioning:
+    return random_prompts(bench.size, len(bench.keys), guidance, bench.device, bench.dtype)
+
+
+# Ours.
+
+
+def rollout(bench: Bench, prompts: Conditioning, rows: int, precision: Precision | None = None) -> Rollouts:
+    """A rollout of the stage, ``rows`` images per pass: a stochastic window, recorded, and deterministic steps after it."""
+    assert STAGE.window
+    chosen = plan(STAGE.window, STEPS, optimisation_step=0, seed=0)
+    return generate(bench.model, prompts, bench.keys, STAGE.sampler, chosen, rows, precision)
+
+
+def training_batch(bench: Bench, guidance: float, rows: int, precision: Precision | None = None) -> TrajectoryBatch:
+    """The terms of one update on such a rollout, with random advantages."""
+    prompts = prompts_of(bench, guidance)
+    trajectory = rollout(bench, prompts, rows, precision).trajectory
+    assert trajectory
+    advantage = torch.randn(len(bench.keys), device=bench.device)
+    return trajectory_batch(Corrected.nothing(trajectory), prompts, advantage, bench.keys, STAGE.sampler)
+
+
+# The peer.
+
+
+def pipeline_loop(bench: Bench, prompts: Conditioning, rows: int, output: str, autocast: bool = False) -> list[Any]:
+    """What the pipeline returns for each ``rows`` prompts, called as its users call it.
+
+    ``autocast`` is what diffusers' training scripts put around it while there are float32 adapters on a network of less.
+    """
+    drawn = []
+    with mixed_precision(bench, autocast):
+        for start in range(0, len(prompts), rows):
+            part = slice(start, start + rows)
+            images = bench.pipeline(
+                **pipeline_prompts(prompts.rows(part)),
+                latents=bench.noise[part],
+                num_inference_steps=STEPS,
+                guidance_scale=prompts.guidance,
+                output_type=output,
+            ).images
+            drawn.append(images)
+    return drawn
+
+
+def pipeline_prompts(prompts: Conditioning) -> dict[str, Tensor]:
+    """Encoded prompts as arguments of the pipeline."""
+    given = {"prompt_embeds": prompts["embeds"], "pooled_prompt_embeds": prompts["pooled"]}
+    if prompts.negative is None:
+        return given
+    return given | {f"negative_{name}": value for name, value in pipeline_prompts(prompts.negative).items()}
+
+
+def plain_update(bench: Bench, optimizer: torch.optim.Optimizer, batch: TrajectoryBatch, rows: int) -> None:
+    """An optimiser step as a plain training script takes it: the same terms through the same network, with a squared error."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for start in range(0, len(batch.points), rows):
+        part = slice(start, start + rows)
+        prediction = plain_prediction(bench, *batch.points.at(part))
+        loss = torch.nn.functional.mse_loss(prediction.float(), batch.next_latents[part])
+        (loss * len(prediction) / len(batch.points)).backward()
+    torch.nn.utils.clip_grad_norm_(parameters, STAGE.optimizer.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def plain_prediction(bench: Bench, latents: Tensor, sigma: Tensor, prompts: Conditioning) -> Tensor:
+    """The velocity, with guidance as the pipeline computes it: both halves in one pass."""
+    halves = [prompts] if prompts.negative is None else [prompts.negative, prompts]
+    with mixed_precision(bench):
+        prediction = bench.model.transformer(
+            hidden_states=torch.cat([latents] * len(halves)),
+            timestep=torch.cat([1000 * sigma] * len(halves)),
+            encoder_hidden_states=torch.cat([half["embeds"] for half in halves]),
+            pooled_projections=torch.cat([half["pooled"] for half in halves]),
+            return_dict=False,
+        )[0]
+    if prompts.negative is None:
+        return prediction
+    negative, positive = prediction.chunk(2)
+    return negative + prompts.guidance * (positive - negative)
+
+
+def mixed_precision(bench: Bench, wanted: bool = True) -> torch.autocast:
+    return torch.autocast(bench.device.type, bench.dtype, enabled=wanted and bench.precision != "float32")

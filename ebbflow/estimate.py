@@ -1,0 +1,470 @@
+r"""What a recipe will take: memory of each kind of process, evaluations of the network, bytes kept. Nothing is loaded.
+
+With P parameters and B other numbers in the transformer, A trained parameters (all P, or a LoRA's), b bytes of a number in
+``model.precision``, n samples or terms at a time, s tokens of width h in each of L blocks, and D numbers in a sample's latents,
+a process holds in bytes
+
+=============  =================================================================================================
+weights        LoRA: b (P + B) + 4 A. Full: 4 (P + B), and 2 P of casts that autocast keeps where b = 2
+optimiser      8 A of AdamW (1711.05101), and 4 A of gradients; these come after the parameters that a copy
+               was swapped in for are back, which take as much
+copies         4 A each (``ebbflow.training.policy``): the reference always, old, ema and teacher where a stage
+               has them; where nothing trains, also the parameters that a copy is swapped in for
+activations    n s h L 34 b / 2 (2205.05198, without the scores that flash attention never stores), times 1.5:
+               modulation and gates, which that transformer lacks. With ``gradient_checkpointing``
+               n s h (L b + 34 1.5 b / 2). Twice with classifier-free guidance, where it trains. Without
+               gradients n s h 10 b: a token's residual, its modulated copy, and the 4 h of the feed-forward
+               layer before and after its nonlinearity; or what the VAE takes afterwards
+samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each trained step
+others         text encoders, VAE or networks of rewards that are there at the same time
+=============  =================================================================================================
+
+In offline stages the first three are shared out over the processes (FSDP2) and a block is whole while it works, but every process
+loads all weights before. The activations are an estimate: what autograd saved in small models of all families was .7 to 1.8 times
+as much (``tests/test_estimate.py``). CUDA's own memory and what its allocator cannot use come on top: leave a tenth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ebbflow.evaluation.evaluate import DRIFT_SIGMAS, MICRO_BATCH
+from ebbflow.flow.dpm_solver import shorter_schedule
+from ebbflow.flow.windows import plan
+from ebbflow.models.pipeline import ENCODED_AT_ONCE, PIXELS_AT_ONCE
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.algorithms import ForwardConfig
+from ebbflow.recipe.model import Precision
+from ebbflow.recipe.rewards import RewardConfig
+from ebbflow.sizes import Sample, Sizes, lora_parameters, lora_targets, sample_of, sizes_of
+from ebbflow.stage import Place
+
+BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+BLOCK_BYTES = 34
+"""Of activations that a block keeps for each token and unit of width, in 16 bits (2205.05198, equation 2 without 5 a s / h)."""
+MODULATION = 1.5
+"""How much more blocks keep whose norms are shifted, scaled and gated; measured (``tests/test_estimate.py``)."""
+INFERENCE_NUMBERS = 10
+"""That are alive for each token and unit of width without gradients."""
+VAE_BYTES_PER_PIXEL = 2048
+"""While it decodes: four maps of 128 channels in float32. A guess that was not measured."""
+PNG_BYTES_PER_PIXEL = 3
+"""At most, which noise takes; photographs take about half."""
+KEY_BYTES = 3 * 8
+REWARD_PARAMETERS = {
+    "pickscore": 986_109_441,
+    "hps": 986_109_441,
+    "clipscore": 427_616_513,
+    "aesthetic": 427_616_513,
+    "imagereward": 445_278_720,
+}
+"""Of networks that rewards load in float32: CLIP-H, CLIP-L and BLIP as transformers builds them."""
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process, by what takes them; see this module.
+
+    Attributes:
+        loading: what must fit before the model is shared out over processes; 0 where it is not.
+    """
+
+    weights: int = 0
+    optimizer: int = 0
+    copies: int = 0
+    activations: int = 0
+    samples: int = 0
+    others: int = 0
+    loading: int = 0
+
+    @property
+    def total(self) -> int:
+        """The most at any time."""
+        return max(self.weights + self.optimizer + self.copies + self.activations + self.samples + self.others, self.loading)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a stage does in a round, at most: keys that choose among samples can only lower it.
+
+    Attributes:
+        samples: that are generated.
+        denoising: evaluations of the network to generate them, of one sample each.
+        training: evaluations with a gradient, forward and backward.
+        comparing: evaluations without one beside them: of copies, of the rollout under the training policy, of the drift.
+        shards: bytes of rollouts that are kept.
+        policy: bytes of the policy folder that it leaves.
+    """
+
+    samples: int
+    denoising: int
+    training: int
+    comparing: int
+    shards: int
+    policy: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a recipe takes.
+
+    Attributes:
+        trained: parameters.
+        processes: of the training of an offline stage.
+        memory: of one process, by what it does.
+        work: of each stage, by its label in the first round.
+        evaluation: evaluations of the network in one evaluation of a policy.
+        stored: bytes that a whole run leaves in the artifact store, by kind.
+        main_memory: bytes of the parts that wait beside the device.
+        prompt: bytes of one encoded prompt, which wait there too, once for each different prompt.
+    """
+
+    recipe: Recipe
+    sizes: Sizes
+    sample: Sample
+    trained: int
+    processes: int
+    memory: dict[str, Memory]
+    work: dict[str, Work]
+    evaluation: int
+    stored: dict[str, int]
+    main_memory: int
+    prompt: int
+
+
+def estimate(recipe: Recipe, processes: int = 2) -> Estimate:
+    """What a recipe takes with so many processes in the training of an offline stage.
+
+    Raises:
+        SizeError: the base model's sizes are not known.
+        ModelError: the family cannot draw the recipe's size.
+        ValueError: fewer processes than one.
+    """
+    if processes < 1:
+        raise ValueError(f"processes = {processes}: an offline stage trains with at least one")
+    sizes = sizes_of(recipe.model)
+    facts = _Facts(recipe, sizes, sample_of(recipe.model, sizes), trained_parameters(recipe, sizes))
+    places = [Place(recipe, 0, index) for index in range(len(recipe.stages))]
+    work = {place.label: _work(facts, place) for place in places}
+    judged = recipe.prompts.validation + recipe.prompts.held_out
+    evaluations = 2 + recipe.rounds * len(places)  # of the base model, the champion, and after every stage
+    return Estimate(
+        recipe=recipe,
+        sizes=sizes,
+        sample=facts.sample,
+        trained=facts.trained,
+        processes=processes,
+        memory={"text encoding": facts.encoding(), "evaluation": facts.evaluation()} | _stages(facts, places, processes),
+        work=work,
+        evaluation=judged * facts.sample.passes * (recipe.evaluation.steps + 2 * len(DRIFT_SIGMAS)),
+        stored={
+            "base model": sizes.stored,
+            "rollout shards": recipe.rounds * sum(done.shards for done in work.values()),
+            "policies": recipe.rounds * sum(done.policy for done in work.values()),
+            "evaluations": evaluations * judged * PNG_BYTES_PER_PIXEL * facts.sample.pixels,
+        },
+        main_memory=BYTES[recipe.model.precision] * sizes.text_encoders + 4 * sizes.vae,
+        prompt=facts.prompt_bytes,
+    )
+
+
+def trained_parameters(recipe: Recipe, sizes: Sizes) -> int:
+    """Parameters that the recipe trains.
+
+    Raises:
+        SizeError: no layer is called as ``policy.targets`` says.
+    """
+    if recipe.policy.train == "full":
+        return sizes.parameters
+    return lora_parameters(sizes.linears, recipe.policy.targets or lora_targets(recipe.model), recipe.policy.rank)
+
+
+def activation_bytes(sizes: Sizes, tokens: int, precision: Precision, checkpointing: bool) -> int:
+    """What one forward pass keeps for the backward pass of one sample."""
+    number = tokens * sizes.width * BYTES[precision]
+    if checkpointing:
+        return number * sizes.blocks + block_bytes(sizes.width, tokens, precision)
+    return sizes.blocks * block_bytes(sizes.width, tokens, precision)
+
+
+def block_bytes(width: int, tokens: int, precision: Precision) -> int:
+    """What one block keeps of one sample for the backward pass."""
+    return int(MODULATION * BLOCK_BYTES * tokens * width * BYTES[precision] / 2)
+
+
+def inference_bytes(width: int, tokens: int, precision: Precision) -> int:
+    """What is alive at once in a forward pass of one sample without gradients."""
+    return INFERENCE_NUMBERS * tokens * width * BYTES[precision]
+
+
+def shard_bytes(sample: Sample, samples: int) -> int:
+    """A rollout shard: of every sample its keys, its latents in float32 and its picture."""
+    return samples * (KEY_BYTES + 4 * sample.elements + PNG_BYTES_PER_PIXEL * sample.pixels)
+
+
+def _stages(facts: _Facts, places: Sequence[Place], processes: int) -> dict[str, Memory]:
+    """The memory of every process of every stage."""
+    found: dict[str, Memory] = {}
+    for place in places:
+        if place.config.kind == "online":
+            found[f"{place.label} training"] = facts.online(place)
+            continue
+        if not place.offline.pairs:
+            found[f"{place.label} rollout"] = facts.rollout(place)
+        found[f"{place.label} training"] = facts.offline(place, processes)
+    return found
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the memory of every kind of process follows from."""
+
+    recipe: Recipe
+    sizes: Sizes
+    sample: Sample
+    trained: int
+
+    @property
+    def prompt_bytes(self) -> int:
+        return BYTES[self.recipe.model.precision] * self.sample.conditioning * self.sample.passes
+
+    @property
+    def latents(self) -> int:
+        return 4 * self.sample.elements
+
+    def weights(self, precision: Precision) -> int:
+        numbers = self.sizes.parameters + self.sizes.buffers
+        if self.recipe.policy.train == "lora":
+            return BYTES[self.recipe.model.precision] * numbers + 4 * self.trained
+        return 4 * numbers + (2 * self.sizes.parameters if precision != "float32" else 0)
+
+    def copies(self, place: Place) -> int:
+        """Of the copies that the policy of a stage has."""
+        return 4 * self.trained * (1 + place.keeps_old + bool(self.recipe.policy.ema) + bool(place.teacher))
+
+    def encoding(self) -> Memory:
+        """The text encoders come beside the policy."""
+        precision, sizes = self.recipe.model.precision, self.sizes
+        edits = self.recipe.model.family == "qwen_image_edit"
+        return Memory(
+            weights=self.weights("float32"),
+            copies=4 * self.trained,
+            activations=ENCODED_AT_ONCE * inference_bytes(sizes.text_width, self.sample.text_tokens, precision),
+            samples=ENCODED_AT_ONCE * self.prompt_bytes,
+            others=BYTES[precision] * sizes.text_encoders + (4 * sizes.vae if edits else 0),
+        )
+
+    def evaluation(self) -> Memory:
+        """All validation and held-out prompts at once; the drift takes two velocities for each of its noise levels."""
+        prompts, rewards = self.recipe.prompts.validation + self.recipe.prompts.held_out, self.recipe.rewards
+        return Memory(
+            weights=self.weights(self.recipe.model.precision),
+            copies=2 * 4 * self.trained,
+            activations=self._generating(prompts, MICRO_BATCH, self.recipe.model.precision),
+            samples=prompts * (self.prompt_bytes + self.latents * (2 + 2 * len(DRIFT_SIGMAS))),
+            others=_reward_bytes([*rewards.terms, *rewards.guards]),
+        )
+
+    def rollout(self, place: Place) -> Memory:
+        """Of a shard: whole groups, as many as fit into ``micro_batch``, at a time."""
+        config = place.config
+        precision = config.rollout_precision or self.recipe.model.precision
+        samples = max(1, config.micro_batch // config.group_size) * config.group_size
+        swapped = 4 * self.trained if place.algorithm.generates != "current" else 0
+        return Memory(
+            weights=self.weights(precision),
+            copies=self.copies(place) + swapped,
+            activations=self._generating(samples, config.micro_batch, precision),
+            samples=samples * (self.prompt_bytes + self.latents),
+        )
+
+    def online(self, place: Place) -> Memory:
+        """Rollout, rewards and training take turns in one process; the samples of a step stay."""
+        config = place.online
+        samples = config.prompts_per_step * config.group_size
+        kept, _ = units_of(place)
+        steps = trained_steps(place)
+        share = math.ceil(kept / config.updates_per_step)  # of the samples, in an update
+        recorded = 3 * steps if place.config.hyper.kind == "trajectory" else 0
+        return Memory(
+            weights=self.weights(self.recipe.model.precision),
+            optimizer=12 * self.trained,
+            copies=self.copies(place),
+            activations=max(
+                self._generating(samples, config.micro_batch, config.rollout_precision or self.recipe.model.precision),
+                self._training(place),
+            ),
+            samples=samples * (self.prompt_bytes + self.latents * (1 + recorded)) + self._update(place, share),
+            others=_reward_bytes(self.recipe.rewards.terms),
+        )
+
+    def offline(self, place: Place, processes: int) -> Memory:
+        precision, config = self.recipe.model.precision, place.offline
+        weights, copies = self.weights(precision), self.copies(place)
+        whole = 0 if processes == 1 else weights // self.sizes.blocks
+        return Memory(
+            weights=weights // processes + whole,
+            optimizer=12 * self.trained // processes,
+            copies=copies // processes,
+            activations=self._training(place),
+            samples=self._update(place, math.ceil(config.batch_size / processes)),
+            loading=0 if processes == 1 else self.weights("float32"),
+        )
+
+    def _update(self, place: Place, samples: int) -> int:
+        """Of one optimiser step: three latents and a prediction of every copy for each term, and the encoded prompts."""
+        return samples * (self.prompt_bytes + trained_steps(place) * self.latents * (3 + len(compared_copies(place))))
+
+    def _generating(self, samples: int, at_once: int, precision: Precision) -> int:
+        """The network's, or the VAE's after it."""
+        network = min(samples, at_once) * inference_bytes(self.sizes.width, self.sample.tokens, precision)
+        decoded = min(samples, max(1, PIXELS_AT_ONCE // self.sample.pixels)) * self.sample.pixels
+        decoded = decoded * min(self.recipe.model.frames, self.sizes.pace) // self.recipe.model.frames  # a latent's at a time
+        return max(network, 4 * self.sizes.vae + VAE_BYTES_PER_PIXEL * decoded if self.sizes.vae else 0)
+
+    def _training(self, place: Place) -> int:
+        """Of one forward and backward pass."""
+        model = self.recipe.model
+        terms = max(place.config.micro_batch, units_of(place)[1])
+        kept = activation_bytes(self.sizes, self.sample.tokens, model.precision, model.gradient_checkpointing)
+        return terms * kept * self._passes(place)
+
+    def _passes(self, place: Place) -> int:
+        """Of the network for a term: losses on final latents are without guidance."""
+        return self.sample.passes if place.config.hyper.kind == "trajectory" else 1
+
+
+def _work(facts: _Facts, place: Place) -> Work:
+    config, passes = place.config, facts._passes(place)
+    samples, repeats, updates = _amounts(place)
+    kept, unit = units_of(place)
+    terms = repeats * kept * trained_steps(place)
+    anchored = config.correction or (config.rollout_precision or facts.recipe.model.precision) != facts.recipe.model.precision
+    comparing = terms * len(compared_copies(place)) + (samples * trained_steps(place) if anchored else 0)
+    if "reference" not in compared_copies(place):  # then the drift is measured on the first pass of every update
+        comparing += updates * min(max(config.micro_batch, unit), math.ceil(terms / updates))
+    return Work(
+        samples=samples,
+        denoising=round(denoising_steps(place) * samples) * facts.sample.passes,
+        training=terms * passes,
+        comparing=comparing * passes,
+        shards=shard_bytes(facts.sample, samples) if config.kind == "offline" else 0,
+        policy=4 * (facts.trained * (1 + place.keeps_old + bool(facts.recipe.policy.ema)) + _buffers(facts)),
+    )
+
+
+def _amounts(place: Place) -> tuple[int, int, int]:
+    """(samples that a stage generates in a round, how often it trains on what it selects, its optimiser steps).
+
+    A stage on a file of pairs counts as none: the file is not read.
+    """
+    config = place.config
+    if config.kind == "online":
+        samples = config.steps * config.prompts_per_step * config.group_size
+        return samples, config.steps, config.steps * config.updates_per_step
+    samples = 0 if config.pairs else config.prompts * config.group_size
+    return samples, 0 if config.pairs else config.epochs, config.epochs * max(1, math.ceil(samples / config.batch_size))
+
+
+def units_of(place: Place) -> tuple[int, int]:
+    """(samples that the algorithm selects of a step or a stage at most, the largest number that must stay together)."""
+    config = place.config
+    prompts = config.prompts_per_step if config.kind == "online" else config.prompts
+    advantage = np.tile(np.linspace(1, -1, config.group_size), prompts)
+    rank = np.tile(np.arange(config.group_size), prompts)
+    extremes = config.advantages.keep_extremes or config.group_size
+    keep = (rank < extremes) | (rank >= config.group_size - extremes)
+    units = place.algorithm.select(advantage, keep, np.repeat(np.arange(prompts), config.group_size), config.hyper)
+    return sum(map(len, units)), max(map(len, units))
+
+
+def trained_steps(place: Place) -> int:
+    """Terms of the loss for each sample: denoising steps of its trajectory, or draws of noise."""
+    hyper, window = place.config.hyper, place.config.window
+    if isinstance(hyper, ForwardConfig):
+        return hyper.noise_levels
+    assert window
+    return len(plan(window, place.config.sampler.steps, 0, place.seed).trained)
+
+
+def denoising_steps(place: Place) -> float:
+    """Of a sample; on average over the steps of the stage's first round where a window's tail shortens the schedule."""
+    config, steps = place.config, place.config.sampler.steps
+    if config.kind == "offline" or config.window is None or config.window.tail is None:
+        return steps
+    sigmas = torch.linspace(1, 0, steps + 1)
+    ends = [plan(config.window, steps, step, place.seed).stochastic[-1] + 1 for step in range(config.steps)]
+    return sum(end + len(shorter_schedule(sigmas[end:], config.window.tail)) - 1 for end in ends) / len(ends)
+
+
+def compared_copies(place: Place) -> set[str]:
+    """The copies whose predictions an update takes at every term."""
+    return set(place.algorithm.copies(place.config.hyper)) | ({"reference"} if place.config.reference.weight else set())
+
+
+def _buffers(facts: _Facts) -> int:
+    return facts.sizes.buffers if facts.recipe.policy.train == "full" else 0
+
+
+def _reward_bytes(rewards: Iterable[RewardConfig]) -> int:
+    return 4 * sum(REWARD_PARAMETERS.get(reward.name, 0) for reward in rewards)
+
+
+def describe(made: Estimate) -> str:
+    """The estimate as text for people."""
+    sizes, sample, recipe = made.sizes, made.sample, made.recipe
+    share = f"a LoRA of rank {recipe.policy.rank}" if recipe.policy.train == "lora" else "all"
+    text = f"{sample.text_tokens} of text" + ("" if recipe.model.family == "wan" else ", which are among them")
+    kept = sum(made.stored.values())
+    lines = [
+        f"{recipe.name}: {recipe.model.path or 'the glyph model'} ({recipe.model.family})",
+        f"  transformer: {sizes.parameters:,} parameters in {sizes.blocks} blocks of width {sizes.width}",
+        f"  trained: {made.trained:,} ({share})",
+        f"  a sample: latents {' x '.join(map(str, sample.latent_shape))}, {sample.tokens} tokens, {text}",
+        f"  evaluations of the network for a denoising step: {sample.passes}",
+        f"  processes in the training of an offline stage: {made.processes}",
+        "",
+        "GiB of a process, at most",
+        *_table(
+            ["", "weights", "optimiser", "copies", "activations", "samples", "others", "total"],
+            [[name, *_gib(memory)] for name, memory in made.memory.items()],
+        ),
+        f"  Beside it, in main memory: {made.main_memory / GIB:.1f} GiB of text encoders and VAE, and "
+        f"{made.prompt / 2**20:.2f} MiB for each different prompt.",
+        "",
+        f"evaluations of the network for one sample each, at most, in every one of rounds: {recipe.rounds}",
+        *_table(
+            ["", "samples", "denoising", "training", "comparing"],
+            [
+                [label, *(f"{value:,}" for value in (done.samples, done.denoising, done.training, done.comparing))]
+                for label, done in made.work.items()
+            ],
+        ),
+        f"  {made.evaluation:,} in the evaluation after each stage, of the base model and of the champion.",
+        *["  Pairs from a file are not counted."] * any(stage.kind == "offline" and bool(stage.pairs) for stage in recipe.stages),
+        "",
+        f"GiB that a whole run keeps, at most: {kept / GIB:.3g}",
+        *_table(["", "GiB"], [[kind, f"{size / GIB:.3g}"] for kind, size in made.stored.items()]),
+    ]
+    return "\n".join(lines)
+
+
+def _gib(memory: Memory) -> list[str]:
+    parts = (memory.weights, memory.optimizer, memory.copies, memory.activations, memory.samples, memory.others, memory.total)
+    return [f"{part / GIB:.2f}" for part in parts]
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Aligned lines: names to the left, numbers to the right."""
+    wide = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for name, *numbers in (header, *rows):
+        cells = [name.ljust(wide[0]), *(number.rjust(width) for number, width in zip(numbers, wide[1:], strict=True))]
+        lines.append("  " + "  ".join(cells))
+    return lines

@@ -1,0 +1,42 @@
+"""What a run would take, so that nobody finds out on a cluster."""
+
+from __future__ import annotations
+
+from flytekit import task
+
+from ebbflow.recipe import Recipe
+from tasks.deployment import Pod
+from tasks.resources import DEPLOYMENT, light
+
+KINDS = {
+    "light": "bookkeeping",
+    "downloader": "download of the base model",
+    "scorer": "rewards of offline stages",
+    "accelerated": "text encoding, rollouts, online training, evaluations",
+    "training_group": "offline training",
+}
+
+
+@task(**light())
+def plan_run(recipe: Recipe) -> str:
+    """The resolved recipe, the machines of the deployment, and the estimate; nothing is run or fetched."""
+    import yaml
+
+    from ebbflow.estimate import describe, estimate
+
+    resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    made = describe(estimate(recipe, DEPLOYMENT.train_processes))
+    text = f"{resolved}# digest {recipe.digest}\n\n{_machines()}\n\n{made}"
+    print(text)
+    return text
+
+
+def _machines() -> str:
+    """What the deployment gives to each kind of task."""
+    lines = ["machines of each kind of task, as registered"]
+    for kind, what in KINDS.items():
+        pod: Pod = getattr(DEPLOYMENT, kind)
+        processes = DEPLOYMENT.train_processes if kind == "training_group" else 1
+        gpus = f"{pod.gpus * processes} x {pod.accelerator or 'GPU'}" if pod.gpus else "no GPU"
+        lines.append(f"  {kind} ({what}): processes {processes}, cores {pod.cpu * processes}, {pod.mem}, {gpus}")
+    return "\n".join(lines)

@@ -1,0 +1,100 @@
+"""Tiny folders of the published families, our models of them, and diffusers' pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diffusers import DiffusionPipeline, WanPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+from pipeline_cases import EDITED_PIXELS, FirstOrderUniPC, family, guidance
+
+from ebbflow.models import load_model
+from ebbflow.models.pipeline import PipelineModel
+from ebbflow.models.qwen_image import PictureProcessor, QwenImageEditModel
+from ebbflow.models.tiny import build_tiny
+from ebbflow.recipe.model import Model as ModelConfig
+
+Folder = Callable[[str], Path]
+OpenModel = Callable[..., PipelineModel]
+OpenPipeline = Callable[..., DiffusionPipeline]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """``tiny_folder("sd3")``: a folder of the published layout. Never write into it."""
+
+    @cache
+    def build(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("tiny") / name
+        build_tiny(name, folder)
+        return folder
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def open_tiny(tiny_folder: Folder) -> OpenModel:
+    """``open_tiny("sd3", height=96)``: our model of a tiny folder or of another ``folder``, for this test alone."""
+
+    def open_model(name: str, folder: Path | None = None, **config: Any) -> PipelineModel:
+        path = folder or tiny_folder(name)
+        return _small(load_model(path, _config(name, path, config)))
+
+    return open_model
+
+
+@pytest.fixture(scope="session")
+def tiny(open_tiny: OpenModel) -> OpenModel:
+    """``tiny("sd3", height=96)``: the same, with parts that all tests share. Never change them."""
+    opened = cache(open_tiny)
+
+    def draw_as(name: str, **config: Any) -> PipelineModel:
+        shared = opened(name)
+        return _small(type(shared)(shared.pipeline, _config(name, Path(shared.config.path), config), shared.device))
+
+    return draw_as
+
+
+def _config(name: str, path: Path, config: dict[str, Any]) -> ModelConfig:
+    return ModelConfig(family=family(name), path=str(path), **{"height": 64, "width": 64, "guidance": guidance(name)} | config)
+
+
+def _small(model: PipelineModel) -> PipelineModel:
+    if isinstance(model, QwenImageEditModel):
+        model.edited_pixels = EDITED_PIXELS
+    return model
+
+
+@pytest.fixture(scope="session")
+def open_peer(tiny_folder: Folder) -> Iterator[OpenPipeline]:
+    """``open_peer("sd3")``: diffusers' own pipeline of a tiny folder or of another ``folder``, for this test alone.
+
+    What ``absent`` names is left out.
+    """
+
+    def open_pipeline(name: str, folder: Path | None = None, absent: Sequence[str] = ()) -> DiffusionPipeline:
+        path = folder or tiny_folder(name)
+        parts = dict.fromkeys(absent)
+        if name == "qwen_image_edit":
+            parts["processor"] = PictureProcessor.from_pretrained(path / "processor")
+        pipeline = DiffusionPipeline.from_pretrained(path, local_files_only=True, **parts)
+        pipeline.set_progress_bar_config(disable=True)
+        if isinstance(pipeline, WanPipeline):
+            options = {"solver_order": 1, "disable_corrector": list(range(100))}
+            pipeline.scheduler = FirstOrderUniPC.from_config(pipeline.scheduler.config, **options)
+        return pipeline
+
+    dimensions = pipeline_qwenimage_edit.calculate_dimensions
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: dimensions(EDITED_PIXELS, ratio))
+        yield open_pipeline
+
+
+@pytest.fixture(scope="session")
+def peer(open_peer: OpenPipeline) -> OpenPipeline:
+    """``peer("sd3")``: the same, shared by all tests. Never change it."""
+    return cache(open_peer)

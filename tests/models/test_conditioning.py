@@ -1,0 +1,130 @@
+"""Encoded prompts: their rows, and that each prompt is encoded once, for itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pipeline_cases import LONG, SHORT, TINY, few_tokens, picture, prompts
+
+from ebbflow.models import Conditioning, ModelError
+from ebbflow.models.encoding import encode_once
+
+
+def told(count, length, negative=None, start=0):
+    """Rows that name themselves: the embeddings of row i are all i + 1."""
+    number = start + 1 + torch.arange(count)
+    embeds = number.view(-1, 1, 1).expand(count, length, 2).float()
+    tensors = {"embeds": embeds, "pooled": number.view(-1, 1).expand(count, 3).float(), "mask": torch.ones(count, length).bool()}
+    return Conditioning(tensors | {"time": number}, negative, guidance=3.0)
+
+
+def same(one, other):
+    if one.negative is None or other.negative is None:
+        assert one.negative is other.negative
+    else:
+        same(one.negative, other.negative)
+    assert one.guidance == other.guidance
+    assert one.tensors.keys() == other.tensors.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one.tensors)
+    return True
+
+
+def test_rows_are_taken_everywhere_in_the_order_asked_for():
+    conditioning = told(4, 5, negative=told(4, 3, start=10))
+    assert len(conditioning) == 4
+    some = conditioning.rows(torch.tensor([2, 0, 2]))
+    assert len(some) == 3
+    assert some["pooled"][:, 0].tolist() == [3, 1, 3]
+    assert some["time"].tolist() == [3, 1, 3]
+    assert some.negative["embeds"][:, 0, 0].tolist() == [13, 11, 13]
+    assert same(conditioning.rows(slice(1, 3)), conditioning.rows(torch.tensor([1, 2])))
+    assert some.guidance == 3
+
+
+def test_parts_are_joined_and_shorter_prompts_padded():
+    parts = [told(2, 5, told(2, 1, start=10)), told(1, 2, told(1, 4, start=12), start=2)]
+    joined = Conditioning.cat(parts)
+    assert (len(joined), joined.guidance) == (3, 3)
+    assert joined["embeds"].shape == (3, 5, 2)
+    assert joined["embeds"][2, :, 0].tolist() == [3, 3, 0, 0, 0]
+    assert joined["mask"].dtype == torch.bool
+    assert joined["mask"].sum(1).tolist() == [5, 5, 2]
+    assert joined["pooled"].shape == (3, 3)
+    assert joined["time"].tolist() == [1, 2, 3]
+    assert joined.negative["mask"].sum(1).tolist() == [1, 1, 4]
+    assert same(Conditioning.cat([told(2, 5)]), told(2, 5))
+
+
+def test_the_negative_prompts_go_and_the_guidance_stays():
+    alone = told(2, 3, told(2, 3)).unguided()
+    assert alone.negative is None
+    assert alone.guidance == 3
+    assert same(alone, told(2, 3))
+
+
+def test_everything_moves():
+    moved = told(2, 3, told(2, 3)).to(torch.device("meta"))
+    assert moved.device == moved.negative.device == torch.device("meta")
+    assert {values.device.type for values in (*moved.tensors.values(), *moved.negative.tensors.values())} == {"meta"}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_prompt_is_encoded_alike_in_any_company(tiny, monkeypatch, name):
+    model, wanted = tiny(name, **few_tokens(name)), prompts(name, (*SHORT, LONG[:200]))
+    monkeypatch.setattr("ebbflow.models.pipeline.ENCODED_AT_ONCE", 3)
+    together = model.encode(wanted)
+    assert len(together) == 4
+    assert (together.negative is None) == (name == "flux")
+    for row, prompt in enumerate(wanted):
+        alone, found = model.encode([prompt]), together.rows(slice(row, row + 1))
+        for one, other in [(alone, found)] + ([] if name == "flux" else [(alone.negative, found.negative)]):
+            for key, values in one.tensors.items():
+                length = values.shape[1]
+                assert torch.allclose(other[key][:, :length].float(), values.float(), atol=1e-5), key
+                assert not other[key][:, length:].any()
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_without_guidance_no_negative_prompt_is_encoded(tiny, name):
+    conditioning = tiny(name, guidance=1.0).encode(prompts(name))
+    assert conditioning.negative is None
+    assert conditioning.guidance == 1
+
+
+def test_every_different_prompt_is_encoded_once(tiny):
+    model, calls = tiny("qwen_image_edit"), []
+
+    class Counting:
+        def encode(self, wanted):
+            calls.append(list(wanted))
+            return model.encode(wanted)
+
+    first, second = prompts("qwen_image_edit", SHORT[:2])
+    other_image, other_negative = replace(first, image=picture(48, 48, seed=9)), replace(first, negative_prompt="grey")
+    renumbered = replace(first, prompt_id=7, target="A")
+    look_up = encode_once(Counting(), iter([first, second, first, renumbered, other_image, other_negative]))
+    assert len(calls) == 1
+    assert len(calls[0]) == 4
+    found = look_up([second, renumbered, other_image, other_negative, second])
+    assert len(calls) == 1
+    assert same(found, look_up([second, first, other_image, other_negative, second]))
+    expected = model.encode([second, first, other_image, other_negative, second])
+    for key, values in found.tensors.items():
+        assert torch.allclose(values.float(), expected[key].float(), atol=1e-5)
+    assert not torch.allclose(found["image"][1], found["image"][2], atol=1e-2)
+    assert not torch.allclose(found.negative["embeds"][1], found.negative["embeds"][3], atol=1e-2)
+    with pytest.raises(KeyError):
+        look_up([replace(first, prompt="never seen")])
+
+
+def test_an_image_to_edit_is_needed_and_all_need_one_size(tiny, monkeypatch):
+    model = tiny("qwen_image_edit")
+    (square,), (wide,) = (prompts("qwen_image_edit", SHORT[:1], size=size) for size in ((48, 48), (96, 48)))
+    with pytest.raises(ModelError, match=r"prompt 3 \('a sign .*'\) has no image to edit; add a column 'image'"):
+        model.encode([square, replace(square, prompt_id=3, image=None)])
+    monkeypatch.setattr("ebbflow.models.pipeline.ENCODED_AT_ONCE", 1)
+    with pytest.raises(ModelError, match=r"different sizes \(64 x 64 of prompt 0, 96 x 32 of prompt 4\); crop them"):
+        model.encode([square, replace(wide, prompt_id=4)])
+    assert len(model.encode([wide, wide])) == 2

@@ -1,0 +1,76 @@
+"""What a policy saves, diffusers loads: adapters into the family's pipeline, whole weights as its transformer."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from pipeline_cases import SHORT, TINY, our_latents, prompts, theirs
+
+from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.training import policy as policies
+from ebbflow.training.policy import Policy, PolicyCard
+
+LORA = PolicyConfig(train="lora", rank=4, alpha=12)
+FULL = PolicyConfig(train="full")
+
+
+def trained(model, config, folder):
+    """A policy with random changes, saved."""
+    policy, generator = Policy(model, config, seed=0), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    policy.save(folder, PolicyCard(base_digest="base", recipe_digest="recipe", config=config, version=1))
+    return policy
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_pipeline_loads_our_adapter_and_draws_our_image(open_tiny, tiny, open_peer, tmp_path, name):
+    model, pipeline, wanted = open_tiny(name), open_peer(name), prompts(name, SHORT[:2])
+    base = our_latents(tiny(name), wanted)
+    policy = trained(model, LORA, tmp_path / "policy")
+    ours = our_latents(model, wanted)
+    pipeline.load_lora_weights(tmp_path / "policy")
+    loaded = pipeline.transformer.peft_config["default_0"]
+    assert (loaded.r, loaded.lora_alpha) == (4, 12)
+    assert set(loaded.target_modules) == set(model.lora_targets)
+    latents, images = theirs(pipeline, model, wanted)
+    assert (latents - ours).abs().max() < 1e-4
+    assert abs(model.decode(ours) - images).max() < 1
+    assert (ours - base).abs().max() > 1e-2
+    # And we load it ourselves.
+    again = Policy(open_tiny(name), LORA, seed=1)
+    again.load(tmp_path / "policy")
+    assert all(torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_target_of_every_block_is_adapted(open_tiny, name):
+    model = open_tiny(name)
+    layers = [key for key, module in model.transformer.named_modules() if isinstance(module, torch.nn.Linear)]
+    wanted = {key for key in layers if any(key.endswith(f".{target}") for target in model.lora_targets)}
+    for target in model.lora_targets:
+        assert any(key.endswith(f".{target}") for key in wanted), f"{target} names no layer"
+    adapted = {key.split(".lora_")[0] for key in Policy(model, LORA, seed=0).parameters}
+    assert adapted == wanted
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_whole_weights_load_as_the_familys_transformer_from_several_files(open_tiny, monkeypatch, tmp_path, name):
+    monkeypatch.setattr(policies, "save_torch_state_dict", partial(policies.save_torch_state_dict, max_shard_size="100KB"))
+    model, wanted = open_tiny(name), prompts(name, SHORT[:1])
+    policy = trained(model, FULL, tmp_path / "policy")
+    folder = tmp_path / "policy" / "transformer"
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    loaded = type(model.transformer).from_pretrained(folder, local_files_only=True)
+    ours, theirs = model.transformer.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    image = our_latents(model, wanted)
+    model.transformer = loaded.eval()
+    assert (our_latents(model, wanted) - image).abs().max() < 1e-4
+    again = Policy(open_tiny(name), FULL, seed=0)
+    again.load(tmp_path / "policy")
+    assert all(torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items())

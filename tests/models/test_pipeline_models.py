@@ -1,0 +1,425 @@
+"""The adapters of diffusers' pipelines against these pipelines: the same image from the same noise, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+from pipeline_cases import LONG, SHORT, TINY, FirstOrderUniPC, family, keys, our_latents, prompts, theirs
+from torch import nn
+
+from ebbflow.models import ModelError, predict
+from ebbflow.models.base import Conditioning
+from ebbflow.models.pipeline import PipelineModel, pack, unpack
+from ebbflow.recipe.choices import Sampler
+from ebbflow.rollouts.generate import generate
+
+GUIDED = [name for name in TINY if name != "flux"]
+
+
+def assert_same(model, pipeline, wanted, steps=3):
+    ours, (latents, images) = our_latents(model, wanted, steps), theirs(pipeline, model, wanted, steps)
+    assert ours.std() > 0.5
+    assert (ours - latents).abs().max() < 1e-4
+    decoded = model.decode(ours)
+    assert decoded.dtype == np.uint8
+    assert decoded.std() > 5
+    assert np.abs(decoded - images).max() < 1
+
+
+def copied(folder, place, *ignore):
+    shutil.copytree(folder, place, ignore=shutil.ignore_patterns(*ignore))
+    return place
+
+
+def rewrite(folder, **entries):
+    """Change entries of a folder's ``model_index.json``."""
+    index = folder / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | entries))
+    return folder
+
+
+# The same image as the pipeline.
+
+
+@pytest.mark.parametrize(
+    ("texts", "config"),
+    [(SHORT, {}), ((SHORT[1], LONG), {"width": 96}), (SHORT[:2], {"guidance": 1.0, "height": 96})],
+    ids=["batch", "long-wide", "unguided-tall"],
+)
+@pytest.mark.parametrize("name", TINY)
+def test_the_ode_is_the_pipeline(tiny, peer, name, texts, config):
+    assert_same(tiny(name, **config), peer(name), prompts(name, texts))
+
+
+@pytest.mark.parametrize("name", ["wan", "wan21"])
+def test_videos_are_the_pipelines(tiny, peer, name):
+    model = tiny(name, frames=5)
+    assert_same(model, peer(name), prompts(name, SHORT[:2]))
+    assert model.latent_shape[1] == 2
+    assert model.decode(torch.zeros(1, *model.latent_shape)).shape == (1, 5, 64, 64, 3)
+
+
+def test_an_image_to_edit_keeps_its_proportions(tiny, peer):
+    model, wanted = tiny("qwen_image_edit"), prompts("qwen_image_edit", SHORT[:2], size=(80, 40))
+    assert_same(model, peer("qwen_image_edit"), wanted)
+    assert model.encode(wanted)["image"].shape == (2, 16, 4, 12)
+
+
+def test_the_rounding_of_times_is_all_that_differs_from_steps_of_first_order(open_tiny, open_peer):
+    """UniPC gives the network integers; the sigmas that it steps along are not rounded, and ours never are."""
+    model, pipeline, wanted = open_tiny("wan"), open_peer("wan"), prompts("wan", SHORT[:1])
+    rounded = type("Rounded", (FirstOrderUniPC,), {"set_timesteps": FirstOrderUniPC.__base__.set_timesteps})
+    pipeline.scheduler = rounded.from_config(pipeline.scheduler.config)
+    latents, _ = theirs(pipeline, model, wanted)
+    assert (our_latents(model, wanted) - latents).abs().max() > 1e-4
+
+    def round_down(module, positional, named):
+        return positional, named | {"timestep": (named["timestep"] * (1 - 1e-6)).floor()}
+
+    model.transformer.register_forward_pre_hook(round_down, with_kwargs=True)
+    assert (our_latents(model, wanted) - latents).abs().max() < 1e-4
+
+
+def test_flux_without_guidance_is_the_pipeline(tiny_folder, open_tiny, open_peer, tmp_path):
+    """The layout of FLUX.1 schnell: no guidance, no shift."""
+    folder = copied(tiny_folder("flux"), tmp_path / "schnell", "transformer", "scheduler")
+    config = FluxTransformer2DModel.load_config(tiny_folder("flux") / "transformer")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        FluxTransformer2DModel.from_config(config, guidance_embeds=False).save_pretrained(folder / "transformer")
+    FlowMatchEulerDiscreteScheduler(shift=1.0).save_pretrained(folder / "scheduler")
+    model = open_tiny("flux", folder, guidance=1.0)
+    assert_same(model, open_peer("flux", folder), prompts("flux"))
+    assert model.sigmas(4).tolist() == [1, 0.75, 0.5, 0.25, 0]
+    with pytest.raises(ModelError, match=r"model.guidance = 3.5: .*schnell takes no guidance.*leave it out"):
+        open_tiny("flux", folder, guidance=3.5)
+
+
+def test_sd3_without_its_large_text_encoder_is_the_pipeline(tiny_folder, open_tiny, open_peer, tmp_path):
+    folder = copied(tiny_folder("sd3"), tmp_path / "small", "text_encoder_3", "tokenizer_3")
+    rewrite(folder, text_encoder_3=[None, None], tokenizer_3=[None, None])
+    absent = ("text_encoder_3", "tokenizer_3")
+    assert_same(open_tiny("sd3", folder), open_peer("sd3", folder, absent), prompts("sd3", SHORT[:1]))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_image_depends_on_everything_that_the_pipeline_is_told(tiny, name):
+    """Without this, an adapter that forgot any of it would still equal a pipeline that ignores it."""
+    model, wanted = tiny(name), prompts(name, SHORT[:1])
+    image = our_latents(model, wanted)
+    others = [our_latents(model, prompts(name, SHORT[1:2])), our_latents(model, wanted, steps=4)]
+    others.append(our_latents(tiny(name, guidance=2.0), wanted))
+    if name in GUIDED:
+        others.append(our_latents(model, prompts(name, SHORT[:1], ["a wooden table"])))
+    if name == "qwen_image_edit":
+        others.append(our_latents(model, prompts(name, SHORT[:1], size=(80, 40))))
+    for other in others:
+        assert (other - image).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name != "qwen_image_edit"])
+def test_prompts_beyond_the_limit_are_cut_there(tiny, name):
+    together = tiny(name, max_tokens=20).encode(prompts(name, (SHORT[1], LONG)))
+    assert together["embeds"].shape[1] == (77 + 20 if name == "sd3" else 20)
+    assert not torch.allclose(together["embeds"][0], together["embeds"][1])
+    if name == "qwen_image":
+        short, long = together["mask"].sum(1).tolist()
+        assert short < long == 20
+
+
+def test_limits_that_the_pipeline_would_not_keep_are_refused(open_tiny):
+    with pytest.raises(ModelError, match="model.max_tokens = 1025: the pipeline reads 1024 at most"):
+        open_tiny("qwen_image", max_tokens=1025)
+    with pytest.raises(ModelError, match="model.max_tokens = 8: .*reads prompts whole; leave it out"):
+        open_tiny("qwen_image_edit", max_tokens=8)
+
+
+# What follows from the family.
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_schedules_begin_at_pure_noise_and_end_at_the_image(tiny, name):
+    model = tiny(name)
+    for steps in (2, 4, 10):
+        sigmas = model.sigmas(steps)
+        assert (sigmas.dtype, sigmas.shape) == (torch.float32, (steps + 1,))
+        assert (sigmas[0], sigmas[-1]) == (1, 0)
+        assert (sigmas.diff() < 0).all()
+    kept = model.sigmas(4)
+    model.sigmas(7)
+    assert len(kept) == 5
+
+
+@pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("name", TINY)
+def test_stochastic_samples_have_the_size_of_deterministic_ones(tiny, name, sampler):
+    """A sigma of a hair below 1 would make the first noise of Flow-SDE a thousand times as large."""
+    model, wanted = tiny(name, guidance=1.0), prompts(name)
+    exact = our_latents(model, wanted, steps=6)
+    noisy = generate(model, model.encode(wanted), keys(wanted), Sampler(name=sampler, steps=6)).latents
+    assert (noisy - exact).abs().max() > 0.1
+    assert noisy.std() < 2 * exact.std()
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_blocks_are_all_that_repeats_in_order(tiny, name):
+    model = tiny(name)
+    repeated = [module for module in model.transformer.modules() if type(module).__name__ in model.transformer._no_split_modules]
+    assert len(repeated) >= 2
+    assert [id(block) for block in model.blocks()] == [id(block) for block in repeated]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_loaded_model_is_frozen(tiny, name):
+    modules = [part for part in tiny(name).pipeline.components.values() if isinstance(part, nn.Module)]
+    assert len(modules) >= 3
+    for module in modules:
+        assert not module.training
+        assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
+    """The closed form of guidance, from the network's own predictions of both."""
+    model, wanted = tiny(name), prompts(name, SHORT[:2])
+    conditioning = model.encode(wanted)
+    latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+    sigma = torch.tensor([0.8, 0.3])
+    with torch.no_grad():
+        guided, alone = (predict(model, latents, sigma, told) for told in (conditioning, conditioning.unguided()))
+    if name == "flux":
+        assert conditioning.negative is None
+        assert torch.equal(guided, alone)
+        return
+    with torch.no_grad():
+        negative = predict(model, latents, sigma, conditioning.negative)
+    expected = negative + 4 * (alone - negative)
+    if name.startswith("qwen"):
+        tokens, length = pack(expected), pack(alone).norm(dim=-1, keepdim=True)
+        expected = unpack(tokens / tokens.norm(dim=-1, keepdim=True) * length, model.latent_shape)
+    assert torch.allclose(guided, expected, atol=1e-5)
+    assert (guided - alone).abs().max() > 1e-2
+
+
+def test_packing_is_undone_by_unpacking():
+    latents = torch.randn(2, 3, 4, 6)
+    tokens = pack(latents)
+    assert tokens.shape == (2, 6, 12)
+    assert torch.equal(unpack(tokens, (3, 4, 6)), latents)
+    # The second token is the second patch of the first row: two by two elements of every channel.
+    assert torch.equal(tokens[0, 1], latents[0, :, :2, 2:4].flatten())
+
+
+# Images to latents and back.
+
+
+def shift_and_scale(name, vae):
+    """What the pipelines subtract from the VAE's latents, and multiply them with."""
+    if name in ("sd3", "flux"):
+        return vae.config.shift_factor, vae.config.scaling_factor
+    mean, std = (torch.tensor(values).view(-1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
+    return mean, 1 / std
+
+
+@pytest.mark.parametrize("frames", [1, 5])
+@pytest.mark.parametrize("name", TINY)
+def test_images_are_encoded_as_the_pipelines_encode_them(tiny, name, frames):
+    if frames > 1 and family(name) != "wan":
+        with pytest.raises(ModelError, match=f"model.frames = 5: {name} draws images; leave it out"):
+            tiny(name, frames=frames)
+        return
+    model = tiny(name, frames=frames)
+    shape = (3, 64, 64, 3) if frames == 1 else (3, 5, 64, 64, 3)
+    images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    vae = model.pipeline.vae
+    pixels = torch.from_numpy(images).movedim(-1, 1) / 127.5 - 1
+    pixels = pixels[:, :, None] if frames == 1 and name not in ("sd3", "flux") else pixels
+    with torch.no_grad():
+        shift, scale = shift_and_scale(name, vae)
+        expected = ((vae.encode(pixels).latent_dist.mode() - shift) * scale).view(3, *model.latent_shape)
+    encoded = model.encode_images(images)
+    assert encoded.dtype == torch.float32
+    assert (encoded - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("name", "frames"), [*((name, 1) for name in TINY), ("wan", 5)])
+def test_encoding_undoes_decoding_but_for_the_vae(tiny, monkeypatch, name, frames):
+    """A VAE that decodes into what it encodes: what is left are shift, scale and shape."""
+    model, seen = tiny(name, frames=frames, height=32), []
+    decode = model.pipeline.vae.decode
+
+    def remember(latents, return_dict):
+        seen.append(latents)
+        return decode(latents, return_dict=return_dict)
+
+    monkeypatch.setattr(model.pipeline.vae, "decode", remember)
+    monkeypatch.setattr(
+        model.pipeline.vae, "encode", lambda pixels: SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: seen[0]))
+    )
+    latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+    assert (model.encode_images(model.decode(latents)) - latents).abs().max() < 1e-5
+
+
+def test_many_images_pass_the_vae_in_parts(tiny, monkeypatch):
+    model = tiny("sd3")
+    latents = torch.randn(5, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+    whole, encoded = model.decode(latents), model.encode_images(model.decode(latents))
+    monkeypatch.setattr("ebbflow.models.pipeline.PIXELS_AT_ONCE", 2 * 64 * 64)
+    assert np.abs(model.decode(latents).astype(int) - whole).max() <= 1
+    assert (model.encode_images(whole) - encoded).abs().max() < 1e-5
+
+
+def test_parts_are_on_the_device_only_while_they_are_called():
+    class Part:
+        def __init__(self):
+            self.places = []
+
+        def to(self, place):
+            self.places.append(place)
+
+    text, vae, other = Part(), Part(), Part()
+    model = SimpleNamespace(device="gpu", pipeline=SimpleNamespace(text=text, vae=vae, absent=None, other=other))
+    with PipelineModel._on_device(model, "text", "absent", "vae"):
+        assert text.places == vae.places == ["gpu"]
+    assert text.places == vae.places == ["gpu", "cpu"]
+    with pytest.raises(KeyError), PipelineModel._on_device(model, "text"):
+        raise KeyError
+    assert text.places == ["gpu", "cpu"] * 2
+    assert other.places == []
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("sd3", {"height": 72}, r"model.height = 72: sd3 draws multiples of 16 pixels; take (64|80)"),
+        ("sd3", {"width": 8}, r"model.width = 8: sd3 draws multiples of 16 pixels; take 16"),
+        ("flux", {"width": 100}, r"model.width = 100: flux draws multiples of 16 pixels; take 96"),
+        ("qwen_image", {"height": 56}, r"model.height = 56: qwen_image draws multiples of 16 pixels; take (48|64)"),
+        ("qwen_image_edit", {"height": 56}, r"model.height = 56: qwen_image_edit draws multiples of 16 pixels"),
+        ("wan", {"height": 80}, r"model.height = 80: wan draws multiples of 32 pixels; take (64|96)"),
+        ("wan21", {"height": 72}, r"model.height = 72: wan draws multiples of 16 pixels; take (64|80)"),
+        ("wan", {"frames": 4}, r"model.frames = 4: wan draws 1 \+ a multiple of 4 frames; take 5"),
+    ],
+)
+def test_sizes_that_a_family_cannot_draw_are_refused_with_one_that_it_can(tiny, name, config, message):
+    with pytest.raises(ModelError, match=message):
+        tiny(name, **config)
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 48, 3), (1, 5, 64, 64, 3), (1, 64, 64, 4)])
+def test_images_of_another_size_are_refused_with_both_sizes_by_pipelines(tiny, shape):
+    with pytest.raises(ModelError, match=rf"{', '.join(map(str, shape[1:]))}.*\(64, 64, 3\); resize"):
+        tiny("sd3").encode_images(np.zeros(shape, np.uint8))
+
+
+def test_a_folder_of_another_pipeline_is_refused_with_its_family(tiny_folder, open_tiny, tmp_path):
+    with pytest.raises(ModelError, match="flux is a FluxPipeline, and model.family = 'sd3' is a StableDiffusion3Pipeline.*flux"):
+        open_tiny("sd3", tiny_folder("flux"))
+    with pytest.raises(ModelError, match="has no model_index.json"):
+        open_tiny("sd3", tmp_path)
+    (tmp_path / "model_index.json").write_text("[1")
+    with pytest.raises(ModelError, match="model_index.json is not the JSON object"):
+        open_tiny("sd3", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("sd3", "vae"), ("sd3", "text_encoder_3"), ("sd3", "scheduler"), ("qwen_image_edit", "processor")]
+)
+def test_a_folder_that_lacks_a_part_is_refused(tiny_folder, open_tiny, tmp_path, name, part):
+    folder = copied(tiny_folder(name), tmp_path / "poor", part)
+    with pytest.raises(ModelError, match=f"poor cannot be read as a {name} base model .*fetch it again"):
+        open_tiny(name, folder)
+
+
+def test_only_safetensors_are_read(tiny_folder, open_tiny, tmp_path):
+    folder = copied(tiny_folder("sd3"), tmp_path / "pickled", "diffusion_pytorch_model.safetensors")
+    torch.save({}, folder / "transformer" / "diffusion_pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"transformer holds no .safetensors weights; fetch them in that format"):
+        open_tiny("sd3", folder)
+    for part, weights in (("vae", "diffusion_pytorch_model"), ("text_encoder", "model")):
+        folder = copied(tiny_folder("sd3"), tmp_path / part)
+        (folder / part / f"{weights}.safetensors").unlink()
+        torch.save({}, folder / part / {"vae": "diffusion_pytorch_model.bin"}.get(part, "pytorch_model.bin"))
+        with pytest.raises(ModelError, match=f"{part} cannot be read as a sd3 base model .*safetensors"):
+            open_tiny("sd3", folder)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "transformer/diffusion_pytorch_model.safetensors",
+        "text_encoder/model.safetensors",
+        "vae/config.json",
+        "tokenizer/tokenizer.json",
+    ],
+)
+def test_a_folder_with_a_broken_part_is_refused(tiny_folder, open_tiny, tmp_path, file):
+    folder = copied(tiny_folder("sd3"), tmp_path / "broken")
+    (folder / file).write_bytes((folder / file).read_bytes()[:100])
+    with pytest.raises(ModelError, match="broken cannot be read as a sd3 base model .*fetch it again"):
+        open_tiny("sd3", folder)
+
+
+def test_a_folder_with_two_transformers_is_refused(tiny_folder, open_tiny, tmp_path):
+    folder = copied(tiny_folder("wan21"), tmp_path / "two")
+    shutil.copytree(folder / "transformer", folder / "transformer_2")
+    rewrite(folder, transformer_2=["diffusers", "WanTransformer3DModel"], boundary_ratio=0.875)
+    with pytest.raises(ModelError, match="two holds two transformers .*take Wan2.2-TI2V-5B or Wan2.1"):
+        open_tiny("wan21", folder)
+
+
+# How the network is computed.
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_gradient_checkpointing_changes_no_gradient(open_tiny, name):
+    model, calls = open_tiny(name, gradient_checkpointing=True), []
+    model.transformer.requires_grad_(True)
+    model.blocks()[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    latents = torch.randn(1, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+    conditioning = model.encode(prompts(name, SHORT[:1]))
+
+    def differentiate():
+        model.transformer.zero_grad()
+        velocity = predict(model, latents, torch.tensor([0.7]), conditioning)
+        velocity.square().mean().backward()
+        gradients = {key: p.grad for key, p in model.transformer.named_parameters() if p.grad is not None}
+        return velocity.detach(), gradients, len(calls)
+
+    velocity, gradients, count = differentiate()
+    predictions = 1 if name == "flux" else 2
+    assert count == 2 * predictions
+    model.transformer.disable_gradient_checkpointing()
+    same, expected, count = differentiate()
+    assert count == 3 * predictions
+    assert torch.allclose(velocity, same, atol=1e-6)
+    assert gradients.keys() == expected.keys()
+    for key, gradient in expected.items():
+        assert torch.allclose(gradients[key], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_attention_backends_are_those_of_diffusers(open_tiny, tiny, name):
+    wanted = prompts(name, SHORT[:1])
+    native = our_latents(open_tiny(name, attention="native"), wanted)
+    assert (native - our_latents(tiny(name), wanted)).abs().max() < 1e-5
+    with pytest.raises(ModelError, match="model.attention = 'fast': diffusers has .*flash, .*native, .*; take one of them"):
+        open_tiny(name, attention="fast")
+    problem = "diffusers has only 'native' for sd3" if name == "sd3" else "not usable.*Or leave it out"
+    with pytest.raises(ModelError, match=f"model.attention = '_flash_3': .*{problem}"):
+        open_tiny(name, attention="_flash_3")
+
+
+def test_an_embedded_guidance_stays_without_negative_prompts(tiny):
+    conditioning = tiny("flux").encode(prompts("flux"))
+    assert isinstance(conditioning, Conditioning)
+    assert conditioning.unguided().guidance == conditioning.guidance == 3.5

@@ -1,0 +1,114 @@
+"""A step of an online stage and an update of an offline one, for every family, with a reward that costs nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pipeline_cases import SHORT, TINY, few_tokens, prompts
+
+from ebbflow.models.encoding import encode_once
+from ebbflow.online.loop import run_online_stage
+from ebbflow.recipe import Recipe
+from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.combine import Scorer
+from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.stage import Place
+from ebbflow.training.batches import forward_batch, micro_batches
+from ebbflow.training.policy import Policy
+from ebbflow.training.update import Learner
+
+LORA = {"train": "lora", "rank": 4, "alpha": 8}
+
+
+class Brightness:
+    """Stub reward of images and videos."""
+
+    name = "brightness"
+
+    def unavailable(self):
+        return None
+
+    def __call__(self, images, prompts):
+        return RewardResult(images.reshape(len(images), -1).mean(1) / 255, {}, {})
+
+
+@pytest.fixture
+def start(open_tiny):
+    """``start("sd3", stage)``: the stage in a recipe of that model, the model, and a learner with its policy."""
+
+    def begin(name, stage, **config):
+        model = open_tiny(name, **few_tokens(name), **config)
+        small = {"group_size": 2, "micro_batch": 4, "drift_alarm": 1e9}
+        recipe = Recipe.model_validate({"model": model.config.model_dump(), "policy": LORA, "stages": [small | stage]})
+        place = Place(recipe, 0, 0)
+        policy = Policy(model, recipe.policy, seed=0)
+        if place.keeps_old:
+            policy.ensure("old")
+        return place, model, Learner(policy, place.config)
+
+    return begin
+
+
+def values(policy):
+    return {key: value.detach().clone() for key, value in policy.parameters.items()}
+
+
+def changed(policy, before):
+    return {key for key, value in policy.parameters.items() if not torch.equal(value, before[key])}
+
+
+@pytest.mark.parametrize("lr", [0, 1e-3])
+@pytest.mark.parametrize(("name", "frames"), [*((name, 1) for name in TINY), ("wan", 5)])
+def test_an_online_step(start, name, lr, frames):
+    online = {
+        "kind": "online",
+        "algorithm": {"name": "mix_grpo"},
+        "steps": 1,
+        "prompts_per_step": 2,
+        "updates_per_step": 1,
+        "sampler": {"steps": 3},
+        "window": {"size": 2},
+        "reference": {"weight": 0.1},
+        "optimizer": {"lr": lr},
+    }
+    place, model, learner = start(name, online, frames=frames)
+    assert model.config.guidance > 1
+    before, logged = values(learner.policy), []
+    scorer = Scorer(((Brightness(), 1.0),))
+    run_online_stage(place, model, learner, scorer, prompts(name, SHORT[:2]), lambda metrics, step: logged.append(metrics))
+    (metrics,) = logged
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert metrics["reward/std"] > 0
+    assert metrics["grad_norm"] > 0
+    assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
+    assert metrics["ratio/deviation"] < 1e-6
+    moved = changed(learner.policy, before)
+    assert moved == set() if lr == 0 else len(moved) > len(before) / 3
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_an_offline_update(start, name):
+    offline = {
+        "kind": "offline",
+        "algorithm": {"name": "diffusion_nft"},
+        "prompts": 2,
+        "shards": 1,
+        "epochs": 1,
+        "batch_size": 4,
+        "sampler": {"name": "ode", "steps": 2},
+        "optimizer": {"lr": 1e-3},
+    }
+    place, model, learner = start(name, offline)
+    wanted = [prompt for prompt in prompts(name, SHORT[:2]) for _ in range(2)]
+    keys = SampleKeys(place.seed, [prompt.prompt_id for prompt in wanted], [0, 1, 0, 1])
+    conditioning = encode_once(model, wanted)(wanted)
+    clean = generate(model, conditioning, keys, place.config.sampler).latents
+    advantage = torch.tensor([1.0, -1.0, 0.5, -0.5])
+    batch = forward_batch(clean, conditioning, advantage, keys, np.arange(4), place.config.hyper, visit=0)
+    assert batch.points.conditioning.negative is None
+    before = values(learner.policy)
+    metrics = learner.update(batch, micro_batches(batch.unit, place.config.micro_batch))
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert metrics["grad_norm"] > 0
+    assert len(changed(learner.policy, before)) > len(before) / 3

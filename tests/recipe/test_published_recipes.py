@@ -1,0 +1,236 @@
+"""The recipes that come along: each says what was published, field by field, and can be run as it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ebbflow.data.prepare import prepare
+from ebbflow.data.prompts import QUOTED, read_prompt_file
+from ebbflow.flow.windows import plan
+from ebbflow.recipe import Recipe, load_recipe
+from ebbflow.recipe.model import FAMILIES, Model
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "workflows" / "recipes").glob("*.yaml"))
+OWN = ("glyph", "glyph_lora", "tiny")
+SIGNS = ROOT / "datasets" / "signs" / "prompts.txt"
+
+PUBLISHED = {
+    "sd35_medium_ocr": {
+        "model": {"family": "sd3", "path": "stabilityai/stable-diffusion-3.5-medium", "height": 384, "width": 384}
+        | {"guidance": 1.0, "max_tokens": 256},
+        "policy": {"train": "lora", "rank": 32, "alpha": 64, "ema": None},
+        "stage": {"prompts_per_step": 8, "group_size": 8, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-5},
+        "sampler": {"name": "cps", "steps": 10, "eta": 0.8},
+        "window": {"kind": "random", "size": 3},
+        "advantages": {"std": "global", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 1e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "steps": 100,
+        "evaluation": 28,
+    },
+    "sd35_medium_ocr_512": {
+        "model": {"family": "sd3", "path": "stabilityai/stable-diffusion-3.5-medium", "height": 512, "width": 512}
+        | {"guidance": 4.5, "max_tokens": 128},
+        "policy": {"train": "lora", "rank": 32, "alpha": 64},
+        "stage": {"prompts_per_step": 48, "group_size": 24, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo", "clip_range": 1e-4},
+        "sampler": {"name": "flow_sde", "steps": 10, "eta": 0.7},
+        "window": {"kind": "all"},
+        "advantages": {"std": "global", "clip": 5.0},
+        "reference": {"weight": 0.04, "penalty": "kl_without_dt"},
+        "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "evaluation": 40,
+    },
+    "sd35_medium_nft": {
+        "model": {"family": "sd3", "path": "stabilityai/stable-diffusion-3.5-medium", "height": 512, "width": 512}
+        | {"guidance": 1.0, "max_tokens": 128},
+        "policy": {"train": "lora", "rank": 32, "alpha": 64},
+        "stage": {"prompts_per_step": 48, "group_size": 24, "updates_per_step": 1, "window": None},
+        "algorithm": {"name": "diffusion_nft", "beta": 1.0, "noise_levels": 9, "advantages": "all"},
+        "sampler": {"name": "dpm_solver", "steps": 10, "eta": None},
+        "advantages": {"std": "global", "clip": 5.0},
+        "reference": {"weight": 1e-4, "penalty": "velocity"},
+        "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "evaluation": 40,
+    },
+    "qwen_image_ocr": {
+        "model": {"family": "qwen_image", "path": "Qwen/Qwen-Image", "height": 512, "width": 512}
+        | {"guidance": 4.0, "max_tokens": 256, "gradient_checkpointing": True},
+        "policy": {"train": "lora", "rank": 64, "alpha": 128, "ema": None},
+        "stage": {"prompts_per_step": 32, "group_size": 16, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-5},
+        "sampler": {"name": "flow_sde", "steps": 10, "eta": 1.2},
+        "window": {"kind": "random", "size": 2},
+        "advantages": {"std": "global", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "steps": 300,
+        "evaluation": 50,
+    },
+    "qwen_image_edit": {
+        "model": {"family": "qwen_image_edit", "path": "Qwen/Qwen-Image-Edit", "height": 512, "width": 512}
+        | {"guidance": 4.0, "gradient_checkpointing": True},
+        "policy": {"train": "lora", "rank": 64, "alpha": 128, "ema": None},
+        "stage": {"prompts_per_step": 32, "group_size": 16, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-4},
+        "sampler": {"name": "flow_sde", "steps": 12, "eta": 0.7},
+        "window": {"kind": "random", "size": 3},
+        "advantages": {"std": "group", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "steps": 300,
+        "evaluation": 40,
+    },
+    "flux_dev": {
+        "model": {"family": "flux", "path": "black-forest-labs/FLUX.1-dev", "height": 512, "width": 512}
+        | {"guidance": 3.5, "max_tokens": 128, "precision": "bfloat16"},
+        "policy": {"train": "lora", "rank": 64, "alpha": 128},
+        "stage": {"prompts_per_step": 48, "group_size": 24, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo", "clip_range": 1e-4},
+        "sampler": {"name": "flow_sde", "steps": 6, "eta": 0.9},
+        "window": {"kind": "all"},
+        "advantages": {"std": "global", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "evaluation": 28,
+    },
+    "wan22_5b": {
+        "model": {"family": "wan", "path": "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "height": 704, "width": 1280}
+        | {"frames": 9, "guidance": 5.0, "gradient_checkpointing": True},
+        "policy": {"train": "full"},
+        "stage": {"prompts_per_step": 64, "group_size": 8, "updates_per_step": 4},
+        "algorithm": {"name": "dance_grpo", "clip_range": 1e-4},
+        "sampler": {"name": "dance_sde", "steps": 10, "eta": 1.2},
+        "window": {"kind": "random", "size": 2},
+        "advantages": {"std": "group", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 1e-5, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "steps": 120,
+        "evaluation": 50,
+    },
+}
+REWARDS = {
+    "sd35_medium_ocr": ["ocr"],
+    "sd35_medium_ocr_512": ["ocr"],
+    "sd35_medium_nft": ["pickscore"],
+    "qwen_image_ocr": ["ocr"],
+    "qwen_image_edit": ["pickscore"],
+    "flux_dev": ["pickscore"],
+    "wan22_5b": ["hps"],
+}
+
+
+def recipe_of(name: str) -> Recipe:
+    return load_recipe(ROOT / "workflows" / "recipes" / f"{name}.yaml")
+
+
+def test_every_recipe_is_one_of_ours_or_a_published_one():
+    assert {path.stem for path in RECIPES} == {*OWN, *PUBLISHED} == {*OWN, *REWARDS}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_resolved_recipe_has_the_published_numbers(name):
+    recipe, expected = recipe_of(name), PUBLISHED[name]
+    (stage,) = recipe.stages
+    assert stage.kind == "online"
+    parts = {"model": recipe.model, "policy": recipe.policy, "stage": stage}
+    for key, values in expected.items():
+        if key == "steps":
+            assert recipe.rounds * stage.steps == values
+        elif key == "evaluation":
+            assert recipe.evaluation.steps == values
+        else:
+            part = parts.get(key) or getattr(stage, key)
+            assert {field: getattr(part, field) for field in values} == values, key
+
+
+def test_copies_follow_as_published():
+    nft = recipe_of("sd35_medium_nft")
+    old = nft.stages[0].hyper.old
+    assert [old.decay(step) for step in (1, 100, 500, 2000)] == pytest.approx([0.001, 0.1, 0.5, 0.5])
+    assert nft.policy.ema.decay(1000) == 0.9
+    for name in ("sd35_medium_ocr_512", "flux_dev"):
+        assert recipe_of(name).policy.ema.decay(1000) ** 8 == pytest.approx(0.9, abs=2e-3)  # .9 after every eighth update
+
+
+@pytest.mark.parametrize(
+    ("name", "trained", "starts"),
+    [
+        ("sd35_medium_ocr", 3, {0, 1, 2}),
+        ("qwen_image_ocr", 2, {0, 1, 2, 3}),
+        ("qwen_image_edit", 3, {0, 1, 2, 3}),
+        ("wan22_5b", 2, {0, 1, 2, 3}),
+        ("sd35_medium_ocr_512", 9, {0}),
+        ("flux_dev", 5, {0}),
+    ],
+)
+def test_windows_start_where_they_were_published_to(name, trained, starts):
+    stage = recipe_of(name).stages[0]
+    plans = [plan(stage.window, stage.sampler.steps, step, seed=0) for step in range(200)]
+    assert {len(chosen.trained) for chosen in plans} == {trained}
+    assert {chosen.trained[0] for chosen in plans} == starts
+    if len(starts) > 1:
+        assert max(chosen.trained[-1] for chosen in plans) < stage.sampler.steps / 2
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_what_is_fetched_is_pinned_and_guards_fetch_nothing(name):
+    recipe = recipe_of(name)
+    assert [term.name for term in recipe.rewards.terms] == REWARDS[name]
+    assert all(term.layout == "page" for term in recipe.rewards.terms if term.name == "ocr")
+    assert {guard.name for guard in recipe.rewards.guards} <= {"ocr", "jpeg_incompressibility"}
+    assert re.fullmatch("[0-9a-f]{40}", recipe.model.revision)
+
+
+def test_the_same_repository_has_the_same_commit_everywhere():
+    commits: dict[str, set[str]] = {}
+    for path in RECIPES:
+        for repository, commit in re.findall(r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()):
+            commits.setdefault(repository, set()).add(commit)
+    assert len(commits) == 8
+    assert all(len(known) == 1 for known in commits.values())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_header_names_the_source_and_what_is_adapted(name):
+    text = (ROOT / "workflows" / "recipes" / f"{name}.yaml").read_text()
+    header = text[: text.index("\nname:")]
+    assert all(line.startswith("# ") for line in header.splitlines())
+    assert "\n# Source: " in header
+    assert "\n# Adapted: " in header
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "qwen_image_edit"])
+def test_the_prompts_are_there_and_are_enough(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe = recipe_of(name)
+    assert recipe.prompts.source == "datasets/signs/prompts.txt"
+    table, _ = prepare(recipe, Path(recipe.prompts.source))
+    assert table["split"].to_pylist().count("train") == 320 - 32 - 64
+
+
+def test_signs_are_scenes_with_texts_of_their_own():
+    """As the card says: 16 scenes with 20 texts each, no text twice."""
+    rows, report = read_prompt_file(SIGNS)
+    assert (len(rows), report.duplicates) == (320, 0)
+    scenes = [QUOTED.sub("", row.prompt) for row in rows]
+    assert [scenes[index] for index in range(0, 320, 20)] == list(dict.fromkeys(scenes))
+    assert all(scene == scenes[index - index % 20] for index, scene in enumerate(scenes))
+    assert len({row.target.lower() for row in rows}) == 320
+    assert all(re.fullmatch(r"[A-Z][A-Za-z]*( [A-Z][A-Za-z]*){0,2}", row.target) for row in rows)
+    assert {len(row.target) for row in rows} == set(range(4, 17))
+
+
+def test_the_pages_name_every_family_key_and_recipe():
+    page, models = ((ROOT / name).read_text() for name in ("README.md", "docs/models.md"))
+    for family in FAMILIES:
+        assert f"\n| `{family}` |" in page
+        assert f"\n| `{family}` |" in models
+    for key in Model.model_fields.keys() - {"training"}:
+        assert f"`{key}`" in models or f"`model.{key}`" in models, key
+    assert all(f"`{path.stem}`" in page for path in RECIPES)

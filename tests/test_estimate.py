@@ -1,0 +1,632 @@
+"""The estimate against what really happens: counts of real modules, tensors that are held, evaluations that are made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    FluxTransformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    WanTransformer3DModel,
+)
+from peft import LoraConfig
+from torch import nn
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+from ebbflow import sizes as known
+from ebbflow.cli import main
+from ebbflow.data.prompts import Prompt
+from ebbflow.estimate import (
+    GIB,
+    KEY_BYTES,
+    PNG_BYTES_PER_PIXEL,
+    REWARD_PARAMETERS,
+    Memory,
+    activation_bytes,
+    describe,
+    estimate,
+    shard_bytes,
+    trained_parameters,
+    units_of,
+)
+from ebbflow.models import ModelError, load_model
+from ebbflow.models.tiny import build_tiny
+from ebbflow.offline.shards import generate_shard, score_shard
+from ebbflow.offline.training import train_epochs, write_advantages
+from ebbflow.online.loop import run_online_stage
+from ebbflow.recipe import Recipe, load_recipe
+from ebbflow.rewards.combine import Scorer
+from ebbflow.sizes import PUBLISHED, SizeError, Sizes, lora_parameters, sample_of, sizes_of
+from ebbflow.stage import Place
+from ebbflow.training.policy import Policy
+from ebbflow.training.update import Learner
+from tests.conftest import Darkness
+
+RECIPES = Path(__file__).parents[1] / "workflows" / "recipes"
+SD35, FLUX, QWEN, WAN = (
+    "stabilityai/stable-diffusion-3.5-medium",
+    "black-forest-labs/FLUX.1-dev",
+    "Qwen/Qwen-Image",
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+)
+TINY = {"sd3": (64, 64), "flux": (64, 96), "qwen_image": (64, 64), "qwen_image_edit": (64, 64), "wan": (64, 96)}
+
+
+def numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """``tiny(family)``: the folder of its tiny model, built once."""
+    built = {}
+
+    def folder(family):
+        if family not in built:
+            built[family] = tmp_path_factory.mktemp("tiny") / family
+            build_tiny(family, built[family])
+        return built[family]
+
+    return folder
+
+
+@pytest.fixture
+def tiny_recipe(tiny):
+    """``tiny_recipe(family)``: a recipe on its tiny model; ``model`` and further keys as asked."""
+
+    def make(family, model=None, **rest):
+        height, width = TINY[family]
+        base = {"family": family, "path": str(tiny(family)), "height": height, "width": width}
+        return Recipe.model_validate({"model": base | (model or {}), **rest})
+
+    return make
+
+
+# --- sizes of a folder, against the modules that diffusers and transformers load from it
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_folder_is_as_large_as_what_is_loaded_from_it(tiny_recipe, family):
+    recipe = tiny_recipe(family)
+    model, sizes = load_model(Path(recipe.model.path), recipe.model), sizes_of(recipe.model)
+    assert sizes.parameters == numel(model.transformer)
+    assert sizes.buffers == sum(value.numel() for value in model.transformer.state_dict().values()) - sizes.parameters
+    assert sizes.blocks == len(model.blocks())
+    assert sizes.vae == numel(model.pipeline.vae)
+    encoders = [getattr(model.pipeline, part) for part in model.text_parts if part != "vae"]
+    assert sizes.text_encoders == sum(map(numel, encoders))
+    linears = {name: layer for name, layer in model.transformer.named_modules() if isinstance(layer, nn.Linear)}
+    assert sizes.linears == {name: (layer.in_features, layer.out_features) for name, layer in linears.items()}
+    sample = sample_of(recipe.model, sizes)
+    assert sample.latent_shape == model.latent_shape
+    assert sample.pixels == model.height * model.width
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
+def test_tokens_and_prompts_are_those_that_the_network_gets(tiny_recipe, family):
+    recipe = tiny_recipe(family, {"max_tokens": 24})
+    model, seen = load_model(Path(recipe.model.path), recipe.model), []
+    sample = sample_of(recipe.model, sizes_of(recipe.model))
+    conditioning = model.encode([Prompt(0, "a cup", "", None, "test", "train", "{}")])
+    model.blocks()[0].register_forward_pre_hook(
+        lambda block, args, keys: seen.append((keys.get("hidden_states", *args[:1]), keys.get("encoder_hidden_states"))),
+        with_kwargs=True,
+    )
+    model.velocity(torch.zeros(1, *model.latent_shape), torch.full((1,), 0.5), conditioning)
+    tokens = seen[0][0].shape[1] + (0 if family == "wan" else seen[0][1].shape[1])
+    assert sample.tokens == tokens
+    assert sample.text_tokens == conditioning["embeds"].shape[1]
+    assert sample.conditioning == conditioning["embeds"].numel()
+
+
+def test_videos_have_frames_and_tokens_for_them(tiny_recipe):
+    sizes = sizes_of(tiny_recipe("wan").model)
+    one, nine = (sample_of(tiny_recipe("wan", {"frames": frames}).model, sizes) for frames in (1, 9))
+    assert nine.latent_shape[1] == 3 * one.latent_shape[1] == 3
+    assert (nine.tokens, nine.pixels) == (3 * one.tokens, 9 * one.pixels)
+
+
+def test_the_vae_takes_a_latents_frames_at_a_time(tiny_recipe):
+    large = {"height": 704, "width": 1280}
+    taken = [estimate(tiny_recipe("wan", large | {"frames": frames})).memory["evaluation"].activations for frames in (1, 5, 9)]
+    assert taken[0] < taken[1] == taken[2]
+
+
+def test_the_glyph_model_trained_here_is_as_large_as_its_folder(base_folder):
+    here, there = Recipe(), Recipe.model_validate({"model": {"path": str(base_folder)}})
+    model = load_model(base_folder)
+    for recipe in (here, there):
+        sizes = sizes_of(recipe.model)
+        assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (numel(model.transformer), numel(model.text_encoder), 0)
+        assert sample_of(recipe.model, sizes).latent_shape == model.latent_shape
+    assert sample_of(here.model, sizes_of(here.model)) == sample_of(there.model, sizes_of(there.model))
+
+
+# --- the published models, against the same classes on the meta device, where weights take no memory
+
+CLIP_L = CLIPTextConfig(
+    hidden_size=768, intermediate_size=3072, projection_dim=768, num_hidden_layers=12, num_attention_heads=12
+).to_dict()
+CLIP_G = CLIPTextConfig(
+    hidden_size=1280, intermediate_size=5120, projection_dim=1280, num_hidden_layers=32, num_attention_heads=20
+).to_dict()
+T5_XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
+QWEN_VL = {
+    "text_config": {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
+}
+TRANSFORMERS = {
+    SD35: lambda: SD3Transformer2DModel(
+        num_layers=24,
+        num_attention_heads=24,
+        joint_attention_dim=4096,
+        caption_projection_dim=1536,
+        pooled_projection_dim=2048,
+        pos_embed_max_size=384,
+        dual_attention_layers=tuple(range(13)),
+        qk_norm="rms_norm",
+    ),
+    FLUX: lambda: FluxTransformer2DModel(guidance_embeds=True),
+    QWEN: lambda: QwenImageTransformer2DModel(),
+    WAN: lambda: WanTransformer3DModel(num_layers=30, num_attention_heads=24, in_channels=48, out_channels=48, ffn_dim=14336),
+}
+PARTS = {
+    "CLIP_L": lambda: CLIPTextModel(CLIPTextConfig(**CLIP_L)),
+    "CLIP_L_PROJECTED": lambda: CLIPTextModelWithProjection(CLIPTextConfig(**CLIP_L)),
+    "CLIP_G": lambda: CLIPTextModelWithProjection(CLIPTextConfig(**CLIP_G)),
+    "T5_XXL": lambda: T5EncoderModel(T5Config(vocab_size=32128, **T5_XXL)),
+    "UMT5_XXL": lambda: UMT5EncoderModel(UMT5Config(vocab_size=256384, **T5_XXL)),
+    "QWEN25_VL_7B": lambda: Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**QWEN_VL, tie_word_embeddings=False)),
+    "VAE_16_CHANNELS": lambda: AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(128, 256, 512, 512),
+        layers_per_block=2,
+        latent_channels=16,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    ),
+    "VAE_QWEN": lambda: AutoencoderKLQwenImage(),
+    "VAE_WAN22": lambda: AutoencoderKLWan(
+        base_dim=160,
+        decoder_base_dim=256,
+        z_dim=48,
+        is_residual=True,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_spatial=16,
+    ),
+}
+
+
+def clip(width, layers, text_width, text_layers):
+    text = {"hidden_size": text_width, "intermediate_size": 4 * text_width, "num_hidden_layers": text_layers}
+    vision = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "patch_size": 14}
+    heads = {"num_attention_heads": 16}
+    return CLIPModel(CLIPConfig(text_config=text | heads, vision_config=vision | heads, projection_dim=text_width))
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_published_transformer_is_as_large_as_its_class_builds_it(name):
+    with torch.device("meta"):
+        transformer = TRANSFORMERS[name]()
+    blocks = {key: layer for key, layer in transformer.named_modules() if isinstance(layer, nn.Linear) and "blocks." in key}
+    sizes = PUBLISHED[name]
+    assert sizes.parameters == numel(transformer)
+    assert sizes.buffers == sum(value.numel() for value in transformer.state_dict().values()) - sizes.parameters
+    assert sizes.linears == {key: (layer.in_features, layer.out_features) for key, layer in blocks.items()}
+    config = transformer.config
+    assert sizes.width == config.num_attention_heads * config.attention_head_dim
+    assert sizes.blocks == config.num_layers + config.get("num_single_layers", 0)
+    assert sizes.text_width == config.get("joint_attention_dim", config.get("text_dim"))
+    assert {key: config[key] for key in sizes.config} == sizes.config
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_published_part_is_as_large_as_its_class_builds_it(name):
+    with torch.device("meta"):
+        part = PARTS[name]()
+    assert getattr(known, name) == numel(part)
+
+
+def test_the_networks_of_rewards_are_as_large_as_their_classes_build_them():
+    with torch.device("meta"):
+        huge, large = clip(1280, 32, 1024, 24), clip(1024, 24, 768, 12)
+    assert REWARD_PARAMETERS["pickscore"] == REWARD_PARAMETERS["hps"] == numel(huge)
+    assert REWARD_PARAMETERS["clipscore"] == REWARD_PARAMETERS["aesthetic"] == numel(large)
+
+
+def test_a_published_lora_has_382_matrices_of_rank_32():
+    """As a run of Flow-GRPO's script on SD3.5-medium counted: 18,776,064 parameters, 382 tensors of 32 x 1536."""
+    recipe = load_recipe(RECIPES / "sd35_medium_ocr_512.yaml")
+    assert trained_parameters(recipe, PUBLISHED[SD35]) == 382 * 32 * 1536 == 18_776_064
+
+
+# --- what a policy holds
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("targets", [None, ["to_q", "to_out.0"]])
+def test_lora_counts_are_pefts(tiny_recipe, family, targets):
+    recipe = tiny_recipe(family, policy={"train": "lora", "rank": 3, "targets": targets})
+    policy = Policy(load_model(Path(recipe.model.path), recipe.model), recipe.policy, 0)
+    assert trained_parameters(recipe, sizes_of(recipe.model)) == sum(map(torch.Tensor.numel, policy.parameters.values()))
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_weights_copies_and_optimiser_take_what_their_tensors_take(make_recipe, base_folder, make_prompts, scorer, train):
+    nft = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
+    recipe = make_recipe(nft, policy={"train": train, "ema": {}}, model={"path": str(base_folder)})
+    place, model = Place(recipe, 0, 0), load_model(base_folder)
+    policy = Policy(model, recipe.policy, 0)
+    policy.ensure("old")
+    policy.ensure("ema")
+    learner = Learner(policy, place.online)
+    run_online_stage(place, model, learner, scorer, make_prompts(8), lambda metrics, step: None)
+    memory = estimate(recipe).memory["1.1 online training"]
+    held = [value for copy in policy.copies.values() for value in copy.values()]
+    moments = [value for state in learner.optimizer.state.values() for value in state.values() if value.ndim]
+    gradients = [parameter.grad for parameter in policy.parameters.values()]
+    assert memory.copies == sum(value.nbytes for value in held)
+    assert memory.optimizer == sum(value.nbytes for value in (*moments, *gradients))
+    assert memory.weights == sum(value.nbytes for value in model.transformer.state_dict().values())
+
+
+def test_sixteen_bits_halve_the_weights_under_a_lora_and_add_casts_to_trained_ones(tiny_recipe):
+    def weights(precision, train):
+        recipe = tiny_recipe("sd3", {"precision": precision}, policy={"train": train}, stages=[{"kind": "online"}])
+        return estimate(recipe).memory["1.1 online training"].weights, recipe
+
+    (small, recipe), (large, _) = weights("bfloat16", "lora"), weights("float32", "lora")
+    sizes = sizes_of(recipe.model)
+    numbers, adapters = sizes.parameters + sizes.buffers, trained_parameters(recipe, sizes)
+    assert (small, large) == (2 * numbers + 4 * adapters, 4 * numbers + 4 * adapters)
+    assert weights("bfloat16", "full")[0] - weights("float32", "full")[0] == 2 * sizes.parameters
+
+
+def test_processes_share_weights_and_optimiser_and_hold_one_block(tiny_recipe):
+    recipe = tiny_recipe("sd3", stages=[{"kind": "offline", "batch_size": 64}])
+    alone, four = (estimate(recipe, count).memory["1.1 offline training"] for count in (1, 4))
+    block = alone.weights // sizes_of(recipe.model).blocks
+    assert four.weights == alone.weights // 4 + block
+    assert (four.optimizer, four.copies) == (alone.optimizer // 4, alone.copies // 4)
+    assert four.samples == alone.samples // 4
+    assert (alone.loading, four.loading) == (0, alone.weights)
+
+
+def test_what_is_loaded_before_it_is_shared_counts():
+    assert Memory(weights=10, copies=1, loading=40).total == 40
+    assert Memory(weights=10, copies=1, samples=2, others=3, activations=4, optimizer=5, loading=20).total == 25
+
+
+# --- activations, against what autograd saves
+
+WIDTH, TEXT, SIDE = 128, 40, 32
+HEADS = {"num_attention_heads": 4, "attention_head_dim": 32}
+
+
+def network(family, blocks):
+    if family == "sd3":
+        return SD3Transformer2DModel(
+            sample_size=SIDE,
+            in_channels=4,
+            out_channels=4,
+            num_layers=blocks,
+            joint_attention_dim=48,
+            caption_projection_dim=WIDTH,
+            pooled_projection_dim=40,
+            pos_embed_max_size=48,
+            qk_norm="rms_norm",
+            **HEADS,
+        )
+    if family == "flux":
+        streams = {"num_layers": blocks // 2, "num_single_layers": blocks // 2, "axes_dims_rope": (8, 12, 12)}
+        return FluxTransformer2DModel(in_channels=16, joint_attention_dim=48, pooled_projection_dim=16, **streams, **HEADS)
+    if family == "qwen_image":
+        return QwenImageTransformer2DModel(num_layers=blocks, joint_attention_dim=32, axes_dims_rope=(8, 12, 12), **HEADS)
+    return WanTransformer3DModel(num_layers=blocks, in_channels=4, out_channels=4, text_dim=32, ffn_dim=4 * WIDTH, **HEADS)
+
+
+def inputs(family, samples):
+    side, draw = SIDE // 2, torch.randn
+    time = {"timestep": torch.rand(samples), "return_dict": False}
+    if family == "sd3":
+        pooled = draw(samples, 40)
+        return time | {
+            "hidden_states": draw(samples, 4, SIDE, SIDE),
+            "encoder_hidden_states": draw(samples, TEXT, 48),
+            "pooled_projections": pooled,
+        }
+    if family == "flux":
+        ids = {"txt_ids": torch.zeros(TEXT, 3), "img_ids": torch.zeros(side * side, 3)}
+        text = {"encoder_hidden_states": draw(samples, TEXT, 48), "pooled_projections": draw(samples, 16)}
+        return time | ids | text | {"hidden_states": draw(samples, side * side, 16)}
+    if family == "qwen_image":
+        mask = torch.ones(samples, TEXT, dtype=torch.bool)
+        text = {"encoder_hidden_states": draw(samples, TEXT, 32), "encoder_hidden_states_mask": mask}
+        return time | text | {"hidden_states": draw(samples, side * side, 64), "img_shapes": [[(1, side, side)]] * samples}
+    return time | {"hidden_states": draw(samples, 4, 1, SIDE, SIDE), "encoder_hidden_states": draw(samples, TEXT, 32)}
+
+
+LAYERS = {
+    "sd3": ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"],
+    "flux": ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.net.0.proj", "ff.net.2"],
+    "qwen_image": ["to_q", "to_k", "to_v", "to_out.0", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.2"],
+    "wan": ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"],
+}
+
+
+def saved_bytes(family, blocks, mode, checkpointing=False):
+    """Bytes that autograd keeps after a forward pass for a second sample: what is there once is no activation."""
+    torch.manual_seed(0)
+    module = network(family, blocks).train()
+    if mode == "lora":
+        module.to(torch.bfloat16).requires_grad_(False)
+        module.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=LAYERS[family]))
+    if checkpointing:
+        module.enable_gradient_checkpointing()
+    kept = [{}, {}]
+    for samples, storages in enumerate(kept, start=1):
+
+        def keep(value, storages=storages):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            return value
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value)
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=mode != "float32"):
+            module(**inputs(family, samples))
+    one, two = (sum(storages.values()) for storages in kept)
+    return two - one
+
+
+def toy(blocks):
+    return Sizes(
+        parameters=0, blocks=blocks, width=WIDTH, linears={}, text_encoders=0, vae=0, text_width=0, stored=0, config={}, scale=8
+    )
+
+
+def tokens_of(family):
+    return (SIDE // 2) ** 2 + (0 if family == "wan" else TEXT)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("family", LAYERS)
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "lora"])
+def test_activations_are_right_within_a_factor_of_two(family, mode):
+    """Saved over estimated: float32 .96 to 1.24, trained in 16 bits 1.12 to 1.75, under a LoRA .69 to 1.19; most for wan."""
+    precision = "float32" if mode == "float32" else "bfloat16"
+    ratio = saved_bytes(family, 4, mode) / activation_bytes(toy(4), tokens_of(family), precision, checkpointing=False)
+    assert 0.5 < ratio < 2, f"{family} in {mode} keeps {ratio:.2f} times the estimate"
+
+
+def test_with_checkpointing_a_block_keeps_its_input():
+    four, eight = (saved_bytes("sd3", blocks, "float32", checkpointing=True) for blocks in (4, 8))
+    expected = [activation_bytes(toy(blocks), tokens_of("sd3"), "float32", checkpointing=True) for blocks in (4, 8)]
+    assert eight - four == expected[1] - expected[0]
+
+
+@pytest.mark.parametrize(("name", "times"), [("sd35_medium_ocr_512", 2), ("sd35_medium_nft", 1)])
+def test_guidance_doubles_what_is_kept_on_trajectories_and_not_on_final_latents(name, times):
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    plain, guided = (
+        estimate(recipe.model_copy(update={"model": recipe.model.model_copy(update={"guidance": guidance})}))
+        for guidance in (1.0, 4.5)
+    )
+    assert (plain.sample.passes, guided.sample.passes) == (1, 2)
+    kept = [made.memory["1.1 online training"].activations for made in (plain, guided)]
+    assert kept[1] == times * kept[0] > GIB
+
+
+# --- the work, against a network that counts
+
+
+class Counter:
+    """Counts the samples that pass through a transformer, with a gradient and without."""
+
+    def __init__(self, transformer: nn.Module) -> None:
+        self.rows = {True: 0, False: 0}
+        transformer.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module, args, keys):
+        self.rows[torch.is_grad_enabled()] += len(keys["hidden_states"])
+
+
+MORE = {"prompts_per_step": 2, "group_size": 4, "micro_batch": 4, "updates_per_step": 2, "steps": 3}
+FEW = {"sampler": {"name": "ode", "steps": 3}}
+ONLINE = [
+    {"algorithm": {"name": "mix_grpo"}, "window": {"size": 2}},
+    {"algorithm": {"name": "mix_grpo"}, "window": {"size": 2, "tail": 0.4}, "sampler": {"steps": 8}},
+    {"algorithm": {"name": "mix_grpo"}, "window": {"size": 2}, "correction": {"mode": "decoupled"}},
+    {"algorithm": {"name": "flow_grpo"}, "sampler": {"steps": 5}},
+    {"algorithm": {"name": "flow_grpo_fast"}},
+    {"algorithm": {"name": "dance_grpo"}, "sampler": {"steps": 6}},
+    {"algorithm": {"name": "diffusion_nft"}, **FEW},
+    {"algorithm": {"name": "awm"}, **FEW},
+    {"algorithm": {"name": "sft"}, **FEW, "updates_per_step": 1},
+    {"algorithm": {"name": "diffusion_dpo"}, **FEW, "updates_per_step": 1},
+    {"algorithm": {"name": "dgpo"}, **FEW},
+]
+
+
+@pytest.mark.parametrize("keys", ONLINE, ids=lambda keys: " ".join([keys["algorithm"]["name"], *list(keys)[1:]]))
+def test_an_online_stage_evaluates_the_network_as_often(make_recipe, make_prompts, base_folder, scorer, keys):
+    recipe = make_recipe(MORE | keys)
+    place, model = Place(recipe, 0, 0), load_model(base_folder)
+    policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
+    if place.keeps_old:
+        policy.ensure("old")
+    run_online_stage(place, model, Learner(policy, place.online), scorer, make_prompts(8), lambda metrics, step: None)
+    work = estimate(recipe).work["1.1 online"]
+    assert (work.samples, work.shards) == (3 * 2 * 4, 0)
+    assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_guidance_doubles_the_work_of_a_real_family(tiny_recipe, make_prompts, scorer, guided):
+    stage = {
+        "kind": "online",
+        **MORE,
+        "steps": 1,
+        "algorithm": {"name": "flow_grpo"},
+        "sampler": {"name": "flow_sde", "steps": 3},
+    }
+    recipe = tiny_recipe("sd3", {"guidance": 4.0 if guided else 1.0}, stages=[stage], policy={"train": "lora"})
+    model = load_model(Path(recipe.model.path), recipe.model)
+    policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
+    place = Place(recipe, 0, 0)
+    run_online_stage(place, model, Learner(policy, place.online), scorer, make_prompts(4), lambda metrics, step: None)
+    work = estimate(recipe).work["1.1 online"]
+    assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
+    assert work.denoising == 8 * 3 * (1 + guided)
+
+
+def test_an_offline_stage_generates_trains_and_stores_as_much(tiny_recipe, make_prompts, tmp_path):
+    stage = {"kind": "offline", "prompts": 4, "shards": 1, "group_size": 4, "epochs": 2, "batch_size": 8, "micro_batch": 8}
+    recipe = tiny_recipe("sd3", stages=[stage | {"sampler": {"steps": 2}}], policy={"train": "lora"})
+    place, model = Place(recipe, 0, 0), load_model(Path(recipe.model.path), recipe.model)
+    policy, counter, prompts = Policy(model, recipe.policy, 0), Counter(model.transformer), make_prompts(4)
+    policy.ensure("old")
+    shard = tmp_path / "rollouts.parquet"
+    generate_shard(place, model, policy, 0, prompts, 0, shard)
+    made = estimate(recipe)
+    work = made.work["1.1 offline"]
+    assert counter.rows[False] == work.denoising == 16 * 2
+    assert shard.stat().st_size == pytest.approx(work.shards, rel=0.2)
+    train_on(place, model, policy, prompts, shard, tmp_path)
+    assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
+
+
+def train_on(place, model, policy, prompts, shard, folder):
+    """Score a shard with the stub, and train on it."""
+    scores, advantages = folder / "scores.parquet", folder / "advantages.parquet"
+    score_shard(place, Scorer(((Darkness(), 1.0),)), prompts, shard, scores)
+    write_advantages(place, [scores], advantages)
+    learner = Learner(policy, place.offline)
+    train_epochs(place, model, learner, prompts, [shard], advantages, lambda metrics, step: None)
+
+
+def test_a_shard_is_keys_latents_and_pictures(tiny_recipe):
+    recipe = tiny_recipe("sd3")
+    sample = sample_of(recipe.model, sizes_of(recipe.model))
+    assert shard_bytes(sample, 10) == 10 * (KEY_BYTES + 4 * 4 * 8 * 8 + PNG_BYTES_PER_PIXEL * 64 * 64)
+
+
+def test_extremes_alone_are_trained_on(make_recipe):
+    few = make_recipe({"group_size": 8, "advantages": {"keep_extremes": 1}})
+    assert units_of(Place(few, 0, 0)) == (2 * 2, 1)
+
+
+def test_policies_hold_their_copies_and_there_is_one_for_every_stage(make_recipe):
+    nft = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode"}}
+    made = estimate(make_recipe(nft, rounds=3, policy={"ema": {}}))
+    sizes = made.sizes
+    assert made.work["1.1 online"].policy == 4 * (3 * sizes.parameters + sizes.buffers)  # served, old, iterate
+    assert made.stored["policies"] == 3 * sum(work.policy for work in made.work.values())
+
+
+# --- what people see
+
+
+def test_the_text_names_the_numbers():
+    recipe = load_recipe(RECIPES / "sd35_medium_ocr_512.yaml")
+    made = estimate(recipe, processes=4)
+    text = describe(made)
+    total = made.memory["1.1 online training"].total
+    for words in (
+        "2,243,171,520 parameters in 24 blocks of width 1536",
+        "18,776,064 (a LoRA of rank 32)",
+        "16 x 64 x 64, 1229 tokens, 205 of text",
+        "offline stage: 4",
+        f"{total / GIB:.2f}",
+        "69,120",
+        "base model",
+    ):
+        assert words in text
+
+
+def test_the_command_prints_the_text(monkeypatch):
+    recipe = RECIPES / "tiny.yaml"
+    monkeypatch.setenv("EBBFLOW_TRAIN_PROCESSES", "3")
+    for given, processes in ([], 3), (["--processes", "8"], 8):
+        result = CliRunner().invoke(main, ["estimate", str(recipe), *given])
+        assert result.exit_code == 0
+        assert result.output == describe(estimate(load_recipe(recipe), processes)) + "\n"
+
+
+def test_the_command_refuses_with_the_reason(tmp_path):
+    (tmp_path / "far.yaml").write_text("model: {family: sd3, path: nowhere}\n")
+    result = CliRunner().invoke(main, ["estimate", str(tmp_path / "far.yaml")])
+    assert result.exit_code == 1
+    assert "download it and name its folder" in result.output
+
+
+def test_pairs_are_named_as_not_counted(make_recipe):
+    recipe = make_recipe(offline={"algorithm": {"name": "diffusion_dpo"}, "pairs": "pairs.parquet"})
+    made = estimate(recipe)
+    assert made.work["1.2 offline"].samples == made.work["1.2 offline"].training == 0
+    assert "1.2 offline rollout" not in made.memory
+    assert "Pairs from a file are not counted." in describe(made)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"family": "sd3", "path": "nowhere"}, r"'nowhere' no sizes are known.*stable-diffusion-3.5-medium.*name its folder"),
+        ({"family": "sd3", "path": "some/body", "revision": "0" * 40}, r"'some/body' no sizes are known"),
+        ({"family": "examples.mine.shifted:load", "path": "x"}, r"your own, no sizes are known"),
+    ],
+)
+def test_a_model_of_unknown_size_is_named(model, says):
+    with pytest.raises(SizeError, match=says):
+        sizes_of(Recipe.model_validate({"model": model}).model)
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path):
+    (tmp_path / "transformer").mkdir()
+    recipe = Recipe.model_validate({"model": {"family": "sd3", "path": str(tmp_path)}})
+    with pytest.raises(SizeError, match=r"vae/config.json is missing.*fetch it again"):
+        estimate(recipe)
+
+
+def test_layers_that_are_not_there_are_named():
+    with pytest.raises(SizeError, match="no layer of the transformer is called to_x; see policy.targets"):
+        lora_parameters(PUBLISHED[SD35].linears, ["to_x"], 4)
+
+
+def test_a_size_that_the_family_cannot_draw_is_refused():
+    recipe = load_recipe(RECIPES / "flux_dev.yaml")
+    odd = recipe.model_copy(update={"model": recipe.model.model_copy(update={"height": 500})})
+    with pytest.raises(ModelError, match="model.height = 500"):
+        estimate(odd)
+
+
+def test_no_processes_are_refused():
+    with pytest.raises(ValueError, match="processes = 0"):
+        estimate(Recipe(), processes=0)
