@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ebbflow.evaluation.evaluate import DRIFT_SIGMAS, MICRO_BATCH
+from ebbflow.evaluation.evaluate import DRIFT_SIGMAS
 from ebbflow.flow.dpm_solver import shorter_schedule
 from ebbflow.flow.windows import plan
 from ebbflow.models.pipeline import ENCODED_AT_ONCE, PIXELS_AT_ONCE
@@ -266,7 +266,7 @@ class _Facts:
         return Memory(
             weights=self.weights(self.recipe.model.precision),
             copies=2 * 4 * self.trained,
-            activations=self._generating(prompts, MICRO_BATCH, self.recipe.model.precision),
+            activations=self._generating(prompts, self.recipe.evaluation.micro_batch, self.recipe.model.precision),
             samples=prompts * (self.prompt_bytes + self.latents * (2 + 2 * len(DRIFT_SIGMAS))),
             others=_reward_bytes([*rewards.terms, *rewards.guards]),
         )

@@ -25,7 +25,6 @@ from ebbflow.rollouts.images import encode_png
 from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy, read_card
 
-MICRO_BATCH = 64
 DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
 
 
@@ -52,7 +51,7 @@ def evaluate(
     with clock.phase("sampling"):
         encode = encode_once(model, prompts)
         latents = _sample(recipe, model, prompts, encode, label)
-    pngs, scores = _score(model, scorer, prompts, latents, clock)
+    pngs, scores = _score(recipe, model, scorer, prompts, latents, clock)
     held_out = np.array([prompt.split == "held_out" for prompt in prompts])
     schema = evaluation_schema(["reward", *sorted(scores.metrics)])
     rows = _rows(schema, prompts, pngs, scores)
@@ -63,7 +62,7 @@ def evaluate(
         held_out=_means(scores, held_out),
         validation=_means(scores, ~held_out),
         coverage=float(np.isfinite(scores.reward[held_out]).mean()),
-        velocity_drift=_drift(model, policy, prompts, encode, latents),
+        velocity_drift=_drift(recipe, model, policy, prompts, encode, latents),
         seconds=dict(clock.seconds),
     )
 
@@ -76,18 +75,24 @@ def evaluation_keys(prompts: list[Prompt]) -> SampleKeys:
 def _sample(recipe: Recipe, model: Model, prompts: list[Prompt], encode: Encode, label: str) -> Tensor:
     sampler = Sampler(name="ode", steps=recipe.evaluation.steps)
     parts = []
-    for start in tqdm(range(0, len(prompts), MICRO_BATCH), desc=f"evaluating {label}", unit="batch", disable=None):
-        batch = prompts[start : start + MICRO_BATCH]
-        parts.append(generate(model, encode(batch), evaluation_keys(batch), sampler, micro_batch=MICRO_BATCH).latents)
+    for part in tqdm(_micro_batches(recipe, len(prompts)), desc=f"evaluating {label}", unit="batch", disable=None):
+        batch = prompts[part]
+        parts.append(generate(model, encode(batch), evaluation_keys(batch), sampler, micro_batch=len(batch)).latents)
     return torch.cat(parts)
 
 
-def _score(model: Model, scorer: Scorer, prompts: list[Prompt], latents: Tensor, clock: Clock) -> tuple[list[bytes], ScoreTable]:
+def _micro_batches(recipe: Recipe, count: int) -> list[slice]:
+    size = recipe.evaluation.micro_batch
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def _score(
+    recipe: Recipe, model: Model, scorer: Scorer, prompts: list[Prompt], latents: Tensor, clock: Clock
+) -> tuple[list[bytes], ScoreTable]:
     """The PNG of every sample and all scores. In batches: uncompressed, the videos of all prompts would fill memory."""
     pngs: list[bytes] = []
     tables = []
-    for start in range(0, len(prompts), MICRO_BATCH):
-        part = slice(start, start + MICRO_BATCH)
+    for part in _micro_batches(recipe, len(prompts)):
         with clock.phase("sampling"):
             images = model.decode(latents[part])
         with clock.phase("scoring"):
@@ -97,24 +102,23 @@ def _score(model: Model, scorer: Scorer, prompts: list[Prompt], latents: Tensor,
 
 
 @torch.no_grad()
-def _drift(model: Model, policy: Policy, prompts: list[Prompt], encode: Encode, clean: Tensor) -> float:
+def _drift(recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], encode: Encode, clean: Tensor) -> float:
     """Mean of (v - v_base)^2 on the policy's own samples, noised to fixed sigmas with fixed noise."""
     keys = evaluation_keys(prompts)
     eps = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, stream=Stream.TRAINING).to(clean)
     conditioning = encode(prompts)
-    current = _velocities(model, clean, eps, conditioning)
+    current = _velocities(recipe, model, clean, eps, conditioning)
     with policy.using("reference"):
-        base = _velocities(model, clean, eps, conditioning)
+        base = _velocities(recipe, model, clean, eps, conditioning)
     return float(((current - base) ** 2).mean())
 
 
-def _velocities(model: Model, clean: Tensor, eps: Tensor, conditioning: Conditioning) -> Tensor:
+def _velocities(recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, conditioning: Conditioning) -> Tensor:
     """[sigmas * N, ...]"""
     parts = []
     for sigma in DRIFT_SIGMAS:
         noisy = (1 - sigma) * clean + sigma * eps
-        for start in range(0, len(clean), MICRO_BATCH):
-            part = slice(start, start + MICRO_BATCH)
+        for part in _micro_batches(recipe, len(clean)):
             level = torch.full((len(noisy[part]),), sigma, device=clean.device)
             parts.append(predict(model, noisy[part], level, conditioning.rows(part)))
     return torch.cat(parts)

@@ -11,24 +11,17 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import PipelineModel, dynamic_shift, load_pipeline, pack, spaced_sigmas, unpack
+from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, load_pipeline, pack
 from ebbflow.recipe.model import Model as ModelConfig
 
 
-class FluxModel(PipelineModel):
+class FluxModel(PackedPipelineModel):
     """Adapter of ``FluxPipeline``."""
 
     pipeline_class = FluxPipeline
     # Of Flow-GRPO: attention of all blocks, feed-forward of those with two streams.
     lora_targets = [
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",
@@ -37,15 +30,6 @@ class FluxModel(PipelineModel):
     text_parts = ("text_encoder", "text_encoder_2")
     default_size = (1024, 1024)
     guided = False
-
-    def _latent_shape(self) -> tuple[int, ...]:
-        scale = self.pipeline.vae_scale_factor
-        self._require_multiple(2 * scale)
-        return (self.transformer.config.in_channels // 4, self.height // scale, self.width // scale)
-
-    def sigmas(self, steps: int) -> Tensor:
-        scheduler, tokens = self.pipeline.scheduler, self.latent_shape[1] * self.latent_shape[2] // 4
-        return spaced_sigmas(scheduler, steps, dynamic_shift(scheduler, tokens))
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         tokens = self.config.max_tokens or 512
@@ -65,9 +49,6 @@ class FluxModel(PipelineModel):
             img_ids=_positions(height // 2, width // 2).to(latents),
             return_dict=False,
         )[0]
-
-    def _unpack(self, prediction: Tensor) -> Tensor:
-        return unpack(prediction, self.latent_shape)
 
     def _to_vae(self, latents: Tensor) -> Tensor:
         return latents / self.pipeline.vae.config.scaling_factor + self.pipeline.vae.config.shift_factor

@@ -26,6 +26,17 @@ from ebbflow.models.base import DTYPES, Conditioning, ModelError
 from ebbflow.models.layout import check_layout
 from ebbflow.recipe.model import Model as ModelConfig
 
+JOINT_ATTENTION = [
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+]
+"""The attention layers of blocks in which image and text attend to each other, which Flow-GRPO adapts in all families."""
 ENCODED_AT_ONCE = 16
 """Prompts per pass of the text encoders."""
 SHARD = "5GB"
@@ -183,6 +194,23 @@ class PipelineModel:
                 module.to("cpu")
 
 
+class PackedPipelineModel(PipelineModel):
+    """A family whose network sees 2 x 2 patches of the latents as tokens, on evenly spaced sigmas that its scheduler shifts."""
+
+    def _latent_shape(self) -> tuple[int, ...]:
+        scale = self.pipeline.vae_scale_factor
+        self._require_multiple(2 * scale)
+        return (self.transformer.config.in_channels // 4, self.height // scale, self.width // scale)
+
+    def sigmas(self, steps: int) -> Tensor:
+        scheduler, tokens = self.pipeline.scheduler, self.latent_shape[1] * self.latent_shape[2] // 4
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **dynamic_shift(scheduler, tokens))
+        return scheduler.sigmas.clone()
+
+    def _unpack(self, prediction: Tensor) -> Tensor:
+        return unpack(prediction, self.latent_shape)
+
+
 def load_pipeline(adapter: type[PipelineModel], folder: Path, config: ModelConfig, device: torch.device) -> Any:
     """The pipeline of a folder, frozen and in evaluation mode: the transformer in the precision that it was published in and on
     the device, text encoders in ``config.precision``, the VAE in float32.
@@ -246,12 +274,6 @@ def unpack(tokens: Tensor, latent_shape: tuple[int, ...]) -> Tensor:
     channels, height, width = latent_shape
     patches = tokens.reshape(len(tokens), height // 2, width // 2, channels, 2, 2)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), channels, height, width)
-
-
-def spaced_sigmas(scheduler: Any, steps: int, shift: dict[str, float]) -> Tensor:
-    """The schedule of the pipelines that pass evenly spaced sigmas 1 ... 1/steps to their scheduler, [steps + 1]."""
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **shift)
-    return scheduler.sigmas.clone()
 
 
 def dynamic_shift(scheduler: Any, tokens: int, most: float = 1.15) -> dict[str, float]:

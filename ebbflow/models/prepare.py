@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -16,7 +17,8 @@ from ebbflow.recipe.model import GlyphTraining
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.pretrained import Pretrained
 
-PIPELINE_FILES = ["model_index.json", "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model", "*/*.jinja"]
+INDEX = "model_index.json"
+PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
 def train_base(training: GlyphTraining, threads: int, folder: Path) -> None:
@@ -26,24 +28,46 @@ def train_base(training: GlyphTraining, threads: int, folder: Path) -> None:
     load_model(folder)
 
 
-def download_base(repository: str, revision: str, folder: Path) -> None:
-    """Fetch the pipeline in a Hugging Face repository, committed; without the single-file checkpoints beside it.
+def fetch_pipeline(pretrained: Pretrained) -> Path:
+    """The local folder of a pipeline in a Hugging Face repository; of the repository only the pipeline's parts are fetched.
 
     Raises:
         HubError: it cannot be fetched.
         ModelError: the repository holds no pipeline in the layout of diffusers.
     """
-    source = pretrained_folder(Pretrained(path=repository, revision=revision), PIPELINE_FILES)
-    if not (source / "model_index.json").is_file():
-        raise ModelError(f"{repository} at {revision} has no model_index.json; name the repository of its diffusers version")
+    folder = pretrained_folder(pretrained, [INDEX])
+    if not (folder / INDEX).is_file():
+        raise ModelError(
+            f"{pretrained.path} at {pretrained.revision} has no {INDEX}; name the repository of its diffusers version"
+        )
+    return pretrained_folder(pretrained, _files(folder))
+
+
+def download_base(repository: str, revision: str, folder: Path) -> None:
+    """Fetch the pipeline in a Hugging Face repository to ``folder``, committed.
+
+    Raises:
+        HubError, ModelError: as ``fetch_pipeline``.
+    """
+    source = fetch_pipeline(Pretrained(path=repository, revision=revision))
     with new_folder(folder) as unfinished:
-        shutil.copytree(source, unfinished, dirs_exist_ok=True, copy_function=_link_or_copy)
+        for pattern in _files(source):
+            for file in sorted(source.glob(pattern)):  # the cache may hold more than was asked for here
+                target = unfinished / file.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                _link_or_copy(file, target)
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def _files(folder: Path) -> list[str]:
+    """Patterns of what a pipeline consists of: its index, and in the folder of every part the weights and their configuration."""
+    parts = [part for part, kind in json.loads((folder / INDEX).read_text()).items() if isinstance(kind, list) and kind[0]]
+    return [INDEX, *(f"{part}/{suffix}" for part in parts for suffix in PART_FILES)]
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
     """Tens of GB need no second place on the disk that the hub's cache is on."""
     try:
-        os.link(os.path.realpath(source), target)
+        os.link(source.resolve(), target)
     except OSError:
         shutil.copyfile(source, target)
 

@@ -16,7 +16,7 @@ from transformers import Qwen2VLProcessor
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import PipelineModel, dynamic_shift, load_pipeline, pack, spaced_sigmas, unpack
+from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, load_pipeline, pack
 from ebbflow.recipe.model import Model as ModelConfig
 
 
@@ -28,19 +28,12 @@ class PictureProcessor(Qwen2VLProcessor):
         return ["image_processor", "tokenizer"]
 
 
-class QwenImageModel(PipelineModel):
+class QwenImageModel(PackedPipelineModel):
     """Adapter of ``QwenImagePipeline``: true classifier-free guidance whose result keeps the norm of the prompt's prediction."""
 
     pipeline_class = QwenImagePipeline
     lora_targets = [
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "img_mlp.net.0.proj",
         "img_mlp.net.2",
         "txt_mlp.net.0.proj",
@@ -48,15 +41,6 @@ class QwenImageModel(PipelineModel):
     ]
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (1024, 1024)
-
-    def _latent_shape(self) -> tuple[int, ...]:
-        scale = self.pipeline.vae_scale_factor
-        self._require_multiple(2 * scale)
-        return (self.transformer.config.in_channels // 4, self.height // scale, self.width // scale)
-
-    def sigmas(self, steps: int) -> Tensor:
-        scheduler, tokens = self.pipeline.scheduler, self.latent_shape[1] * self.latent_shape[2] // 4
-        return spaced_sigmas(scheduler, steps, dynamic_shift(scheduler, tokens))
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         embeds, mask = self.pipeline.encode_prompt(texts, device=self.device, max_sequence_length=self.config.max_tokens or 512)
@@ -81,9 +65,6 @@ class QwenImageModel(PipelineModel):
     def _guide(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
         guided = super()._guide(prediction, negative, guidance)
         return guided * (prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-
-    def _unpack(self, prediction: Tensor) -> Tensor:
-        return unpack(prediction, self.latent_shape)
 
     def _to_vae(self, latents: Tensor) -> Tensor:
         mean, std = self._statistics(latents)

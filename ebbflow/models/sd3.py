@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning
-from ebbflow.models.pipeline import PipelineModel, dynamic_shift, load_pipeline
+from ebbflow.models.pipeline import JOINT_ATTENTION, PipelineModel, dynamic_shift, load_pipeline
 from ebbflow.recipe.model import Model as ModelConfig
 
 
@@ -22,16 +22,7 @@ class SD3Model(PipelineModel):
 
     pipeline_class = StableDiffusion3Pipeline
     # Of Flow-GRPO: the attention of the image and of the text stream.
-    lora_targets = [
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    ]
+    lora_targets = JOINT_ATTENTION
     text_parts = ("text_encoder", "text_encoder_2", "text_encoder_3")
     default_size = (1024, 1024)
 

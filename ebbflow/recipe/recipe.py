@@ -59,6 +59,8 @@ class Evaluation(Strict):
     """Fixed prompts, fixed noise, deterministic sampler."""
 
     steps: int = Field(10, ge=2, le=1000)
+    micro_batch: int = Field(64, ge=1)
+    """Samples per forward pass."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
     resamples: int = Field(10_000, ge=100)
 

@@ -46,8 +46,7 @@ def _load_pyfunc(data_path: str) -> ServedPolicy:
 
 def _referenced_base(data_path: str, policy: Path) -> Path:
     """The base model that a version only refers to, from the hub's cache or from the hub."""
-    from ebbflow.models.hub import pretrained_folder
-    from ebbflow.models.prepare import PIPELINE_FILES
+    from ebbflow.models.prepare import fetch_pipeline
     from ebbflow.training.policy import read_card
 
     model = read_card(policy).model
@@ -56,4 +55,4 @@ def _referenced_base(data_path: str, policy: Path) -> Path:
             f"{data_path} was registered without its base model, so it cannot render by itself; "
             f"put the base model that {policy / 'policy.json'} names into {Path(data_path) / 'base'}"
         )
-    return pretrained_folder(model, PIPELINE_FILES)
+    return fetch_pipeline(model)

@@ -35,14 +35,15 @@ def prompts(make_prompts):
 def run(make_recipe, scorer, prompts, base_folder, tmp_path):
     """Evaluate the base, moved by ``size`` in every parameter."""
 
-    def evaluation(size=0.0, chosen=prompts, path=tmp_path / "samples.parquet", config=None):
+    def evaluation(size=0.0, chosen=prompts, path=tmp_path / "samples.parquet", config=None, micro_batch=64):
         model = load_model(base_folder)
         policy = Policy(model, config or PolicyConfig(), 0)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in policy.parameters.values():
                 parameter += size * torch.randn(parameter.shape, generator=generator)
-        return evaluate(make_recipe(), model, policy, 3, scorer, chosen, "the label", path)
+        recipe = make_recipe(evaluation={"steps": 3, "micro_batch": micro_batch})
+        return evaluate(recipe, model, policy, 3, scorer, chosen, "the label", path)
 
     return evaluation
 
@@ -118,8 +119,7 @@ def test_samples_are_decoded_and_scored_in_batches(run, tmp_path, monkeypatch):
     whole = run(0.02, path=tmp_path / "whole.parquet")
     sizes, decode = [], GlyphModel.decode
     monkeypatch.setattr(GlyphModel, "decode", lambda self, latents: sizes.append(len(latents)) or decode(self, latents))
-    monkeypatch.setattr("ebbflow.evaluation.evaluate.MICRO_BATCH", 4)
-    parts = run(0.02, path=tmp_path / "parts.parquet")
+    parts = run(0.02, path=tmp_path / "parts.parquet", micro_batch=4)
     assert sizes == [4, 4, 3]
     assert parts.held_out == pytest.approx(whole.held_out, abs=1e-3)
     one, other = (read_table(tmp_path / f"{name}.parquet") for name in ("whole", "parts"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
-from ebbflow.artifacts import verify
+from ebbflow.artifacts import COMMIT as MARK
+from ebbflow.artifacts import MANIFEST, verify
 from ebbflow.models import ModelError, prepare
 from ebbflow.recipe.pretrained import Pretrained
 
@@ -32,18 +34,25 @@ def hub(monkeypatch, tmp_path, base_folder):
     return snapshot, asked
 
 
-def test_the_folder_is_whole_and_holds_no_links(hub, tmp_path):
+def test_the_folder_holds_the_pipeline_and_no_links(hub, tmp_path):
+    """Only its parts are asked for and kept, whatever else the repository and the cache hold."""
     snapshot, asked = hub
+    wanted = {path.relative_to(snapshot) for path in snapshot.rglob("*") if path.is_file()} - {Path("glyph.json")}
+    for other in ("single_file.safetensors", "text_encoders/t5xxl.safetensors", "transformer/pytorch_model.bin"):
+        (snapshot / other).parent.mkdir(exist_ok=True)
+        (snapshot / other).write_bytes(b"large")
     prepare.download_base("owner/name", COMMIT, tmp_path / "base")
     assert verify(tmp_path / "base")
-    assert not any(path.is_symlink() for path in (tmp_path / "base").rglob("*"))
-    names = {path.relative_to(snapshot) for path in snapshot.rglob("*") if path.is_file()}
-    assert names <= {path.relative_to(tmp_path / "base") for path in (tmp_path / "base").rglob("*")}
-    ((pretrained, patterns),) = asked
-    assert (pretrained.path, pretrained.revision) == ("owner/name", COMMIT)
-    kept = ["model_index.json", "transformer/config.json", "vae/diffusion_pytorch_model.safetensors", "tokenizer/merges.txt"]
+    found = [path for path in (tmp_path / "base").rglob("*") if path.is_file() and path.name not in (MANIFEST, MARK)]
+    assert {path.relative_to(tmp_path / "base") for path in found} == wanted
+    assert not any(path.is_symlink() for path in found)
+    (first, index), (second, patterns) = asked
+    assert index == ["model_index.json"]
+    assert first == second == Pretrained(path="owner/name", revision=COMMIT)
+    kept = ["model_index.json", "transformer/config.json", "transformer/x-00001-of-2.safetensors", "tokenizer/merges.txt"]
     assert all(any(fnmatch(name, pattern) for pattern in patterns) for name in kept)
-    assert not any(fnmatch("sd3.5_medium.safetensors", pattern) for pattern in patterns)
+    for other in ("single_file.safetensors", "text_encoders/t5xxl.safetensors", "transformer/pytorch_model.bin"):
+        assert not any(fnmatch(other, pattern) for pattern in patterns)
 
 
 def test_what_the_cache_holds_does_not_change_with_the_folder(hub, tmp_path):
