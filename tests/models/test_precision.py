@@ -17,8 +17,8 @@ from ebbflow.training.policy import Policy
 SDE = Sampler(name="flow_sde", steps=4)
 WINDOW = (0, 1, 2)
 DEVIATION = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1e-3}
-"""Bounds of |log-prob - the rollout's| where micro-batches differ. Seen were 4e-7 in float32 and nothing in half precision; there,
-a row alone in its pass (SD3 without guidance) differs by 3e-3 and 4e-4."""
+"""Bounds of |log-prob - the rollout's| where micro-batches differ. Seen were 4e-7 in float32 and nothing in half precision, where
+only a row alone in its pass (SD3 without guidance) differed, by 3e-3 and 4e-4."""
 CASES = [("float32", "lora"), ("bfloat16", "lora"), ("float16", "lora"), ("bfloat16", "full")]
 
 
