@@ -62,7 +62,7 @@ def estimate(recipe: Path, processes: int) -> None:
     """Say what RECIPE will take: memory of each process, evaluations of the network, bytes kept. Nothing is run or fetched."""
     from ebbflow import estimate as estimates  # with ebbflow.models: brings torch along
     from ebbflow.models import ModelError
-    from ebbflow.sizes import SizeError
+    from ebbflow.models.sizes import SizeError
 
     try:
         click.echo(estimates.describe(estimates.estimate(load_recipe(recipe), processes)))

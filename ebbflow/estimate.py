@@ -37,11 +37,11 @@ from ebbflow.evaluation.evaluate import DRIFT_SIGMAS
 from ebbflow.flow.dpm_solver import shorter_schedule
 from ebbflow.flow.windows import plan
 from ebbflow.models.pipeline import ENCODED_AT_ONCE, PIXELS_AT_ONCE
+from ebbflow.models.sizes import Sample, Sizes, lora_parameters, lora_targets, sample_of, sizes_of
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.sizes import Sample, Sizes, lora_parameters, lora_targets, sample_of, sizes_of
 from ebbflow.stage import Place
 
 BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -32,7 +32,6 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from ebbflow import sizes as known
 from ebbflow.cli import main
 from ebbflow.data.prompts import Prompt
 from ebbflow.estimate import (
@@ -49,13 +48,14 @@ from ebbflow.estimate import (
     units_of,
 )
 from ebbflow.models import ModelError, load_model
+from ebbflow.models import sizes as known
+from ebbflow.models.sizes import PUBLISHED, SizeError, Sizes, lora_parameters, sample_of, sizes_of
 from ebbflow.models.tiny import build_tiny
 from ebbflow.offline.shards import generate_shard, score_shard
 from ebbflow.offline.training import train_epochs, write_advantages
 from ebbflow.online.loop import run_online_stage
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.rewards.combine import Scorer
-from ebbflow.sizes import PUBLISHED, SizeError, Sizes, lora_parameters, sample_of, sizes_of
 from ebbflow.stage import Place
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
