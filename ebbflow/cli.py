@@ -85,9 +85,15 @@ def keys() -> None:
 @click.option("--base", required=True, type=click.Path(exists=True, path_type=Path), help="Folder of the policy's base model.")
 def export(policy: Path, target: Path, base: Path) -> None:
     """Write POLICY, a policy folder, into TARGET as a pipeline folder for diffusers, LoRA merged in."""
-    from ebbflow.training.export import export_pipeline  # brings torch along
+    from ebbflow.artifacts import ArtifactError
+    from ebbflow.models import ModelError  # brings torch along
+    from ebbflow.training.export import export_pipeline
+    from ebbflow.training.policy import PolicyError
 
-    export_pipeline(base, policy, target)
+    try:
+        export_pipeline(base, policy, target)
+    except (ArtifactError, ModelError, PolicyError) as error:
+        sys.exit(str(error))
     click.echo(f"{target}: DiffusionPipeline.from_pretrained loads it")
 
 
@@ -97,9 +103,13 @@ def export(policy: Path, target: Path, base: Path) -> None:
 @click.option("--seed", default=0, show_default=True, help="Of the random weights.")
 def tiny(family: str, folder: Path, seed: int) -> None:
     """Write a tiny model of FAMILY with random weights into FOLDER, in the published layout, for trying a recipe out."""
-    from ebbflow.models.tiny import build_tiny  # brings torch along
+    from ebbflow.models import ModelError  # brings torch along
+    from ebbflow.models.tiny import build_tiny
 
-    build_tiny(family, folder, seed)
+    try:
+        build_tiny(family, folder, seed)
+    except ModelError as error:
+        sys.exit(str(error))
     click.echo(f"{folder}: a tiny {family}, to be named in model.path")
 
 

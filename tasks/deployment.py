@@ -119,7 +119,7 @@ class Deployment(Strict):
     image_registry: str | None = None
     """Where Flyte pushes the CPU image of tasks/images.py, which it then builds when you register; without it, it builds none."""
     hub_secret: HubSecret | None = None
-    """The token with which gated base models are downloaded; the task finds it in ``HF_TOKEN``."""
+    """The token with which gated base models and LoRA are downloaded; those tasks find it in ``HF_TOKEN``."""
     light: Pod = Pod()
     """Bookkeeping: prompts, tracking, advantages, the gate, the registry."""
     downloader: Downloader = Downloader()

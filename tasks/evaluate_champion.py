@@ -18,7 +18,7 @@ def evaluate_champion(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, prompts: FlyteFile, before: EvaluatedPolicy
 ) -> ChampionPolicy:
     """The champion with its evaluation; ``before``, the base model's, where there is no champion yet."""
-    from ebbflow.evaluation.evaluate import evaluate_folder
+    from ebbflow.evaluation.evaluate import evaluate_folder, require_same_pictures
     from ebbflow.tracking.nodes import log_evaluation
     from ebbflow.tracking.registry import champion_folders, find_champion
     from ebbflow.tracking.runs import node_run
@@ -27,6 +27,7 @@ def evaluate_champion(
     if champion is None:
         return ChampionPolicy(version=None, evaluated=before)
     its_base, policy = champion_folders(champion, scratch("champion"), fetch(base.folder))
+    require_same_pictures(recipe, policy)
     samples = scratch("samples.parquet")
     with node_run(run, "champion evaluation") as node:
         evaluation = evaluate_folder(recipe, its_base, policy, fetch(prompts), f"champion v{champion.version}", samples)

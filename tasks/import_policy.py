@@ -1,4 +1,4 @@
-"""An earlier policy, or a published LoRA, as the policy that training starts from."""
+"""An earlier policy, or a published LoRA, as the policy that training starts from; the LoRA may have to be downloaded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from tasks.files import fetch, scratch
-from tasks.resources import accelerated
+from tasks.resources import downloader
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 
-@task(**accelerated())
+@task(**downloader())
 def import_policy(recipe: Recipe, base: BaseModelArtifact) -> TrainedPolicy:
     """The policy folder, version 0, of what ``policy.start`` names."""
     from ebbflow.models.hub import pretrained_folder

@@ -18,5 +18,6 @@ def start_policy(recipe: Recipe, base: BaseModelArtifact) -> TrainedPolicy:
     from ebbflow.training.policy import write_base_policy
 
     folder = scratch("policy")
-    write_base_policy(folder, verify(fetch(base.folder)), recipe.digest, recipe.policy, recipe.model)
+    digest = verify(fetch(base.folder))
+    write_base_policy(folder, digest, recipe.digest, recipe.policy, recipe.model, recipe.evaluation.steps)
     return TrainedPolicy(folder=FlyteDirectory(str(folder)))

@@ -17,7 +17,7 @@ from ebbflow.data.prompts import (
     split_prompts,
 )
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.model import FAMILIES
+from ebbflow.recipe.model import FAMILIES, Model
 
 EDITING_FAMILIES = ("qwen_image_edit",)
 """Of those that come along, the families that are told an image beside the prompt."""
@@ -42,6 +42,7 @@ def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
         if recipe.model.family == "glyph" and recipe.model.path is None:
             require_letters(rows, recipe.model.training.letters, source)
     _check_images(rows, recipe.model.family, source)
+    _warn_of_negative_prompts(recipe.model, rows, source)
     # A file's split never depends on the run: what the champion trained on must not be held out from its challenger.
     table = split_prompts(rows, config.validation, config.held_out, seed=0 if source else recipe.seed)
     trained = table.num_rows - config.validation - config.held_out
@@ -60,6 +61,17 @@ def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> No
         warnings.warn(
             f"{source}: {given} of {len(rows)} prompts have an image, which {family} does not look at; "
             f"leave the column out, or take one of {', '.join(EDITING_FAMILIES)}",
+            stacklevel=3,
+        )
+
+
+def _warn_of_negative_prompts(model: Model, rows: list[PromptRow], source: Path | None) -> None:
+    """Where there is no classifier-free guidance, nothing steers away from them."""
+    given = sum(bool(row.negative_prompt) for row in rows)
+    if given and (model.guidance == 1 or model.family == "flux"):
+        warnings.warn(
+            f"{source}: {given} of {len(rows)} prompts have a negative prompt, which {model.family} does not look at with "
+            f"guidance = {model.guidance:g}; leave the column out, or set model.guidance above 1 for a family that takes it",
             stacklevel=3,
         )
 

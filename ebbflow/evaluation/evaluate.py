@@ -14,10 +14,11 @@ from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.data.tables import nullable, write_table
 from ebbflow.flow.noise import Stream, derive_seed, noise
-from ebbflow.models import Conditioning, Model, load_model, predict
+from ebbflow.models import Model, load_model, predict
 from ebbflow.models.encoding import Encode, encode_once
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.records import Evaluation
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
 from ebbflow.rollouts.generate import SampleKeys, generate
@@ -26,6 +27,10 @@ from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy, read_card
 
 DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
+
+
+class EvaluationError(Exception):
+    """Policies that cannot be compared: names what differs and the way out."""
 
 
 def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, label: str, samples: Path) -> Evaluation:
@@ -41,6 +46,26 @@ def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, lab
     scorer = load_scorer(recipe.rewards.terms, recipe.rewards.guards)
     chosen = [prompt for prompt in read_prompts(prompts) if prompt.split != "train"]
     return evaluate(recipe, model, policy, card.version, scorer, chosen, label, samples)
+
+
+def require_same_pictures(recipe: Recipe, champion: Path) -> None:
+    """Check that a champion draws pictures of the recipe's size: scores of others say nothing about the candidate.
+
+    Raises:
+        EvaluationError: it does not; names both sizes.
+    """
+    its, ours = (describe_size(model) for model in (read_card(champion).model, recipe.model))
+    if its != ours:
+        raise EvaluationError(
+            f"the champion of {recipe.promotion.model_name!r} draws {its} and this recipe {ours}, so their scores cannot be "
+            "compared; set promotion.model_name to another name, or draw what the champion draws"
+        )
+
+
+def describe_size(model: ModelConfig) -> str:
+    """What a recipe's ``model`` says about the size of its pictures."""
+    height, width = (size or "the pipeline's own" for size in (model.height, model.width))
+    return f"{model.frames} frame(s) of {height} x {width} (height x width)"
 
 
 def evaluate(
@@ -106,21 +131,20 @@ def _drift(recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], 
     """Mean of (v - v_base)^2 on the policy's own samples, noised to fixed sigmas with fixed noise."""
     keys = evaluation_keys(prompts)
     eps = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, stream=Stream.TRAINING).to(clean)
-    conditioning = encode(prompts)
-    current = _velocities(recipe, model, clean, eps, conditioning)
+    current = _velocities(recipe, model, clean, eps, prompts, encode)
     with policy.using("reference"):
-        base = _velocities(recipe, model, clean, eps, conditioning)
+        base = _velocities(recipe, model, clean, eps, prompts, encode)
     return float(((current - base) ** 2).mean())
 
 
-def _velocities(recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, conditioning: Conditioning) -> Tensor:
-    """[sigmas * N, ...]"""
+def _velocities(recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, prompts: list[Prompt], encode: Encode) -> Tensor:
+    """[sigmas * N, ...] on the CPU: of videos, they are large."""
     parts = []
     for sigma in DRIFT_SIGMAS:
         noisy = (1 - sigma) * clean + sigma * eps
         for part in _micro_batches(recipe, len(clean)):
             level = torch.full((len(noisy[part]),), sigma, device=clean.device)
-            parts.append(predict(model, noisy[part], level, conditioning.rows(part)))
+            parts.append(predict(model, noisy[part], level, encode(prompts[part])).cpu())
     return torch.cat(parts)
 
 

@@ -7,22 +7,22 @@ from pathlib import Path
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import Model, load_model
+from ebbflow.models.encoding import encode_once
 from ebbflow.recipe.choices import Sampler
-from ebbflow.recipe.recipe import Evaluation
 from ebbflow.rollouts.generate import SampleKeys, generate
 from ebbflow.rollouts.images import encode_png
 from ebbflow.training.policy import Policy, read_card
 
 
 def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list[int]) -> list[bytes]:
-    """One PNG per prompt (animated, of a video), by the deterministic sampler with the recipe's default number of steps.
+    """One PNG per prompt (animated, of a video), by the deterministic sampler with as many steps as the policy was judged with.
 
     The image depends on its prompt and its seed alone, not on the others beside it.
     """
-    model, sampler = _loaded(base, policy), Sampler(name="ode", steps=Evaluation().steps)
-    images = []
+    model, sampler = _loaded(base, policy), Sampler(name="ode", steps=read_card(policy).steps)
+    encode, images = encode_once(model, prompts), []
     for prompt, seed in zip(prompts, seeds, strict=True):
-        latents = generate(model, model.encode([prompt]), SampleKeys(seed, [0], [0]), sampler).latents
+        latents = generate(model, encode([prompt]), SampleKeys(seed, [0], [0]), sampler).latents
         images += encode_png(model.decode(latents))
     return images
 

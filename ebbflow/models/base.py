@@ -51,6 +51,10 @@ class Conditioning:
     def to(self, device: torch.device) -> Conditioning:
         return self._map(lambda values: values.to(device))
 
+    def float(self) -> Conditioning:
+        """In float32, but for masks."""
+        return self._map(lambda values: values.float() if values.is_floating_point() else values)
+
     def unguided(self) -> Conditioning:
         """The prompts alone, for losses on the network's own prediction; a guidance that it takes as an input stays."""
         return replace(self, negative=None)
@@ -100,7 +104,7 @@ class Model(Protocol):
         """The family's schedule of ``steps`` denoising steps: float32 [steps + 1], descending, ending in 0."""
 
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """Encode prompts, with what guidance needs of them; deterministic, without gradient."""
+        """Encode prompts, with what guidance needs of them; deterministic, without gradient, on any device (``encode_once``)."""
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """The forward pass, guidance included, [N, *latent_shape]; ``sigma`` is [N] in [0, 1]. Called through ``predict``."""
@@ -131,6 +135,8 @@ def predict(
     asks for another one.
     """
     precision = precision or model.precision
+    if precision == "float32":  # where nothing casts, prompts that were encoded in 16 bits must be cast here
+        conditioning = conditioning.float()
     with torch.autocast(latents.device.type, DTYPES[precision], enabled=precision != "float32"):
         return model.velocity(latents, sigma, conditioning).float()
 

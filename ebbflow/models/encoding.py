@@ -15,8 +15,8 @@ Encode = Callable[[Sequence[Prompt]], Conditioning]
 def encode_once(model: Model, prompts: Iterable[Prompt]) -> Encode:
     """Encode every different prompt among ``prompts``; returns what looks up the conditioning of any of them, on its device."""
     unique = {_key(prompt): prompt for prompt in prompts}
-    encoded = model.encode(list(unique.values()))
-    device, table = encoded.device, encoded.to(torch.device("cpu"))
+    table = model.encode(list(unique.values())).to(torch.device("cpu"))
+    device = next(model.transformer.parameters()).device
     row = {key: index for index, key in enumerate(unique)}
 
     def look_up(wanted: Sequence[Prompt]) -> Conditioning:

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ebbflow.recipe.model import PIPELINES
 
 
 class ModelError(Exception):
     """A base-model folder that cannot be used: names the folder, what is wrong and the way out."""
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The ``model_index.json`` of a folder that has one.
+
+    Raises:
+        ModelError: it is not what diffusers writes.
+    """
+    try:
+        index = json.loads((folder / "model_index.json").read_text())
+    except ValueError:
+        index = None
+    if not isinstance(index, dict):
+        raise ModelError(f"{folder / 'model_index.json'} is not the JSON object that diffusers writes; fetch the folder again")
+    return index
 
 
 def check_layout(folder: Path, family: str) -> None:
@@ -24,10 +40,7 @@ def check_layout(folder: Path, family: str) -> None:
             f"model.path = {str(folder)!r} is no pipeline folder: it has no model_index.json. Give the folder of a {wanted}; "
             "or the id of a Hugging Face repository, with its commit as model.revision"
         )
-    try:
-        found = json.loads(index.read_text()).get("_class_name")
-    except (ValueError, AttributeError):
-        raise ModelError(f"{index} is not the JSON object that diffusers writes; fetch the folder again") from None
+    found = read_index(folder).get("_class_name")
     if found != wanted:
         families = {name: family for family, name in PIPELINES.items()}
         hint = f"set model.family to {families[found]}" if found in families else f"the families are {', '.join(PIPELINES)}"

@@ -6,6 +6,7 @@ Only the transformer stays on the device: text encoders and VAE come for the tim
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ JOINT_ATTENTION = [
 """The attention layers of blocks in which image and text attend to each other, which Flow-GRPO adapts in all families."""
 ENCODED_AT_ONCE = 16
 """Prompts per pass of the text encoders."""
+VARIANT = re.compile(r"\.(fp16|bf16|fp32)[.-]")
 SHARD = "5GB"
 """Largest file of a saved part."""
 PIXELS_AT_ONCE = 2**21
@@ -126,7 +128,7 @@ class PipelineModel:
         parts = []
         with self._on_device(*self.text_parts):
             for start in tqdm(range(0, len(prompts), ENCODED_AT_ONCE), "encoding prompts", unit="batch", disable=None):
-                parts.append(self._encode_batch(prompts[start : start + ENCODED_AT_ONCE]))
+                parts.append(self._encode_batch(prompts[start : start + ENCODED_AT_ONCE]).to(torch.device("cpu")))
         return Conditioning.cat(parts)
 
     def _encode_batch(self, prompts: Sequence[Prompt]) -> Conditioning:
@@ -226,7 +228,7 @@ def load_pipeline(adapter: type[PipelineModel], folder: Path, config: ModelConfi
     if not weights:
         raise ModelError(f"{folder / 'transformer'} holds no .safetensors weights; fetch them in that format")
     try:
-        dtypes = {"default": DTYPES[config.precision], "vae": torch.float32, "transformer": _dtype(weights[0])}
+        dtypes = {"default": DTYPES[config.precision], "vae": torch.float32, "transformer": _dtype(weights)}
         options = {"local_files_only": True, "use_safetensors": True} | adapter.own_parts(folder)
         pipeline = adapter.pipeline_class.from_pretrained(folder, dtype=dtypes, **options)
     except Exception as error:  # three libraries read the parts, each with errors of its own
@@ -243,7 +245,9 @@ def load_pipeline(adapter: type[PipelineModel], folder: Path, config: ModelConfi
     return pipeline
 
 
-def _dtype(file: Path) -> torch.dtype:
+def _dtype(files: list[Path]) -> torch.dtype:
+    """Of the published weights; variants in another precision, which may lie beside them, are not loaded."""
+    file = next((file for file in files if not VARIANT.search(file.name)), files[0])
     with safe_open(file, "pt") as weights:
         return weights.get_tensor(next(iter(weights.keys()))).dtype
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from ebbflow.artifacts import COMMIT, MANIFEST, new_folder, verify
 from ebbflow.models import ModelError, load_model
 from ebbflow.models.glyph_training import train_glyph_base
 from ebbflow.models.hub import pretrained_folder
+from ebbflow.models.layout import read_index
 from ebbflow.recipe.model import GlyphTraining
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.pretrained import Pretrained
@@ -60,7 +60,7 @@ def download_base(repository: str, revision: str, folder: Path) -> None:
 
 def _files(folder: Path) -> list[str]:
     """Patterns of what a pipeline consists of: its index, and in the folder of every part the weights and their configuration."""
-    parts = [part for part, kind in json.loads((folder / INDEX).read_text()).items() if isinstance(kind, list) and kind[0]]
+    parts = [part for part, kind in read_index(folder).items() if isinstance(kind, list) and kind[0]]
     return [INDEX, *(f"{part}/{suffix}" for part in parts for suffix in PART_FILES)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning
+from ebbflow.models.layout import read_index
 from ebbflow.models.pipeline import JOINT_ATTENTION, PipelineModel, dynamic_shift, load_pipeline
 from ebbflow.recipe.model import Model as ModelConfig
 
@@ -28,7 +28,7 @@ class SD3Model(PipelineModel):
 
     @staticmethod
     def own_parts(folder: Path) -> dict[str, Any]:
-        index = json.loads((folder / "model_index.json").read_text())
+        index = read_index(folder)
         return {part: None for part in ("text_encoder_3", "tokenizer_3") if index.get(part, [None])[0] is None}
 
     def _latent_shape(self) -> tuple[int, ...]:

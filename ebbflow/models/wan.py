@@ -35,7 +35,8 @@ class WanModel(PipelineModel):
         return (self.transformer.config.in_channels, frames, self.height // scale, self.width // scale)
 
     def sigmas(self, steps: int) -> Tensor:
-        """The schedule of the folder's scheduler. The published one, UniPC, takes second-order steps on it; we take Euler's."""
+        """The schedule of the folder's scheduler. The published one, UniPC, takes second-order steps on it, at times cut
+        to integers; we take Euler's, at the times as they are."""
         self.pipeline.scheduler.set_timesteps(steps)
         sigmas = self.pipeline.scheduler.sigmas.clone().float()
         # UniPC begins 1e-6 below 1 for the sake of its logarithms; there the noise of Flow-SDE is a thousand times too large.

@@ -188,18 +188,19 @@ def _large_enough(shards: list[Shard], learner: Learner, ranks: Ranks) -> list[S
 def _schedule(place: Place, model: Model, prompts: list[Prompt], shards: list[Shard], ranks: Ranks) -> Iterator[Part]:
     """This process's part of the batch of every optimiser step.
 
-    An epoch goes through the shards in a seeded order and shuffles inside each, so one shard, with its encoded prompts, is in
-    memory at a time.
+    An epoch goes through the shards in a seeded order and shuffles inside each, so one shard is in memory at a time.
     """
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    if not shards:
+        return
+    encode = encode_once(model, (by_id[i] for shard in shards for i in shard.prompt_ids.tolist()))
     for epoch in range(place.offline.epochs):
         for index in _order(place.seed, epoch, 0, len(shards)):
             shard = shards[index]
-            latents, mine = read_latents(shard.path), {i: by_id[i] for i in shard.prompt_ids.tolist()}
-            encode = encode_once(model, mine.values())
+            latents = read_latents(shard.path)
             order = [shard.units[i] for i in _order(place.seed, epoch, 1 + index, len(shard.units))]
             for batch in _batches(order, place.offline.batch_size, ranks.world):
-                yield _part(place, shard, latents, mine, encode, epoch, batch, ranks)
+                yield _part(place, shard, latents, by_id, encode, epoch, batch, ranks)
 
 
 def _part(

@@ -49,7 +49,7 @@ class Model(Pretrained):
     width: int | None = Field(None, ge=8)
     frames: int = Field(1, ge=1)
     """Of a video; 1 draws images."""
-    guidance: float = Field(1.0, ge=0)
+    guidance: float = Field(1.0, ge=1)
     """How far samples are steered from the negative prompt towards the prompt: classifier-free guidance (``sd3``, ``wan``), with
     the norm rescaled (``qwen_image``), or the guidance that the network takes as an input (``flux``). 1 is none."""
     max_tokens: int | None = Field(None, ge=1)

@@ -54,6 +54,12 @@ class Policy(Strict):
     """An exponential moving average of the trained parameters, updated after every optimiser step. Where there is one, it is what
     gets evaluated, promoted and served; training goes on from the parameters themselves."""
 
+    @model_validator(mode="after")
+    def _a_start_is_somewhere(self) -> Policy:
+        if self.start and not self.start.path:
+            raise ValueError("start needs the 'path' of a policy folder or of a LoRA; leave start out to begin at the base model")
+        return self
+
 
 class Evaluation(Strict):
     """Fixed prompts, fixed noise, deterministic sampler."""

@@ -10,7 +10,7 @@ from ebbflow.training.policy import ADAPTER, Policy, read_card
 
 
 def export_pipeline(base: Path, folder: Path, target: Path) -> None:
-    """Write the base model with the weights of a policy folder to ``target``, in shards, committed; LoRA adapters are merged in.
+    """Write the base model with the weights of a policy folder to ``target``: float32, in shards, committed; LoRA is merged in.
 
     ``DiffusionPipeline.from_pretrained(target)`` loads it. The adapters alone need no export: a pipeline's
     ``load_lora_weights`` reads the policy folder itself.
@@ -20,7 +20,8 @@ def export_pipeline(base: Path, folder: Path, target: Path) -> None:
         ModelError: ``base`` is not the folder of its base model.
     """
     card = read_card(folder)
-    model = load_model(base, card.model)
+    # Adapters are small beside the weights: added in 16 bits, most of what was learnt would round away.
+    model = load_model(base, card.model.model_copy(update={"precision": "float32"}))
     Policy(model, card.config, seed=0).load(folder)
     if card.config.train == "lora":
         model.transformer.fuse_lora(adapter_names=[ADAPTER])

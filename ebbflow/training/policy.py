@@ -25,6 +25,7 @@ from ebbflow.artifacts import new_folder, verify
 from ebbflow.models.base import DTYPES, Model
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.recipe import Evaluation
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 
 CARD = "policy.json"
@@ -56,6 +57,8 @@ class PolicyCard(Strict):
     config: PolicyConfig
     model: ModelConfig = ModelConfig()
     """The base model, and how it draws."""
+    steps: int = Evaluation().steps
+    """Denoising steps that it is evaluated with, and served."""
     start: str | None = None
     """Where the policy came from that this one was started at, if it was not the base model."""
     version: int = 0
@@ -170,8 +173,8 @@ class Policy:
         parameters = {key: p.detach() for key, p in self.parameters.items()}
         served = self.copies["ema"] if self.config.ema else parameters
         kept = {name: parameters if name == ITERATE else self.copies[name] for name in card.copies}
-        full = {key: _full(value) for key, value in served.items()}
-        copies = {name: {key: _full(value) for key, value in values.items()} for name, values in kept.items()}
+        full = _gathered(served, write)
+        copies = {name: _gathered(values, write) for name, values in kept.items()}
         if not write:
             return
         with new_folder(folder) as unfinished:
@@ -199,10 +202,15 @@ def read_card(folder: Path) -> PolicyCard:
 
 
 def write_base_policy(
-    folder: Path, base_digest: str, recipe_digest: str, config: PolicyConfig, model: ModelConfig = ModelConfig()
+    folder: Path,
+    base_digest: str,
+    recipe_digest: str,
+    config: PolicyConfig,
+    model: ModelConfig = ModelConfig(),
+    steps: int = Evaluation().steps,
 ) -> None:
     """The policy folder of the untouched base model: version 0, no weights of its own."""
-    card = PolicyCard(base_digest=base_digest, recipe_digest=recipe_digest, config=config, model=model)
+    card = PolicyCard(base_digest=base_digest, recipe_digest=recipe_digest, config=config, model=model, steps=steps)
     with new_folder(folder) as unfinished:
         (unfinished / CARD).write_text(card.model_dump_json(indent=2))
 
@@ -238,6 +246,11 @@ def _lora_config(model: Model, config: PolicyConfig) -> LoraConfig:
 
 def _like(full: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(full, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else full
+
+
+def _gathered(values: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Whole tensors on the CPU, for the process that keeps them; the others only take part."""
+    return {key: full for key, value in values.items() if (full := _full(value)) is not None and keep}
 
 
 def _full(value: Tensor) -> Tensor:

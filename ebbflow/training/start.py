@@ -34,7 +34,12 @@ def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
     else:
         policy.assign(lora_parameters(model, recipe.policy, policy.parameters, source))
     card = PolicyCard(
-        base_digest=digest, recipe_digest=recipe.digest, config=recipe.policy, model=recipe.model, start=recipe.policy.start.path
+        base_digest=digest,
+        recipe_digest=recipe.digest,
+        config=recipe.policy,
+        model=recipe.model,
+        steps=recipe.evaluation.steps,
+        start=recipe.policy.start.path,
     )
     if recipe.policy.ema:
         policy.ensure("ema")
@@ -84,23 +89,40 @@ def lora_parameters(model: Model, config: PolicyConfig, own: dict[str, Tensor], 
 
 def _published(model: Model, source: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
     """(first factor [rank, in], second [out, rank], scale) of each layer, read by diffusers in any format that it knows."""
+    file = _one_file(source)
     try:
-        state, metadata = model.pipeline_class.lora_state_dict(source, return_lora_metadata=True)
+        state, metadata = model.pipeline_class.lora_state_dict(file, return_lora_metadata=True)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # that there are two adapters now, and then that one is gone, is intended
-            model.transformer.load_lora_adapter(state, prefix="transformer", adapter_name=PUBLISHED, metadata=metadata)
+            warnings.simplefilter("ignore", UserWarning)  # there are two adapters for a moment, on purpose
+            model.transformer.load_lora_adapter(dict(state), prefix="transformer", adapter_name=PUBLISHED, metadata=metadata)
     except Exception as error:  # diffusers, peft and safetensors each have errors of their own
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise PolicyError(f"policy.start: {source} cannot be read as a LoRA of this model ({reason[:500]})") from error
+        raise PolicyError(f"policy.start: {file} cannot be read as a LoRA of this model ({reason[:500]})") from error
+    if others := sorted({key.split(".")[0] for key in state} - {"transformer"}):
+        raise PolicyError(f"policy.start: {file} adapts {', '.join(others)} too, which training leaves alone; take one without")
     layers = {
-        name: (module.lora_A[PUBLISHED].weight.float(), module.lora_B[PUBLISHED].weight.float(), module.scaling[PUBLISHED])
+        name: (*_factors(state, name, module), module.scaling[PUBLISHED])
         for name, module in model.transformer.named_modules()
         if isinstance(module, LoraLayer) and PUBLISHED in module.lora_A
     }
     model.transformer.set_adapter(ADAPTER)
     model.transformer.delete_adapters(PUBLISHED)
     if not layers:
-        raise PolicyError(f"policy.start: {source} adapts no layer of the transformer; name a LoRA of this model")
+        raise PolicyError(f"policy.start: {file} adapts no layer of the transformer; name a LoRA of this model")
     return layers
+
+
+def _factors(state: dict[str, Tensor], layer: str, module: LoraLayer) -> tuple[Tensor, Tensor]:
+    """As the file has them: the module may keep them in the lower precision of the layer that they adapt."""
+    device = module.lora_A[PUBLISHED].weight.device
+    first, second = (state[f"transformer.{layer}.lora_{factor}.weight"].to(device, torch.float32) for factor in "AB")
+    return first, second
+
+
+def _one_file(source: Path) -> Path:
+    """The LoRA file itself, or the only one in its folder."""
+    files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "none"
+        raise PolicyError(f"policy.start: {source} should hold one .safetensors file and holds {names}; name the file itself")
+    return files[0]

@@ -94,3 +94,17 @@ def test_images_that_the_model_does_not_look_at_are_warned_of(tmp_path: Path) ->
     source = prompts_with_images(tmp_path, without=3)
     with pytest.warns(UserWarning, match=r"7 of 10 prompts have an image, which qwen_image does not look at"):
         prepare(of_family("qwen_image", source), source)
+
+
+@pytest.mark.parametrize(("family", "guidance", "warned"), [("sd3", 1.0, True), ("sd3", 4.5, False), ("flux", 3.5, True)])
+def test_negative_prompts_that_nothing_steers_away_from_are_warned_of(
+    tmp_path: Path, family: str, guidance: float, warned: bool
+) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("\n".join(json.dumps({"prompt": f'"W{i}"', "negative_prompt": "blurry" * (i > 3)}) for i in range(9)))
+    recipe = of_family(family, source)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"guidance": guidance})})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepare(recipe, source)
+    assert ["5 of 9 prompts have a negative prompt" in str(warning.message) for warning in caught] == [True] * warned

@@ -10,7 +10,7 @@ import torch
 
 from ebbflow.data.schema import PROMPTS, evaluation_schema
 from ebbflow.data.tables import about_table, read_table, write_table
-from ebbflow.evaluation.evaluate import evaluate, evaluate_folder, evaluation_keys
+from ebbflow.evaluation.evaluate import EvaluationError, evaluate, evaluate_folder, evaluation_keys, require_same_pictures
 from ebbflow.flow.noise import noise
 from ebbflow.models import load_model
 from ebbflow.models.glyph import GlyphModel
@@ -170,3 +170,16 @@ def test_a_policy_is_evaluated_with_the_family_of_its_card(family, make_recipe, 
     (other,) = {"glyph", SHIFTED} - {family}
     assert distance(family) <= 1
     assert distance(other) > 1
+
+
+def test_a_champion_of_another_size_is_refused(make_recipe, tmp_path):
+    def champion(**size):
+        model = ModelConfig(family="sd3", path="base", **size)
+        write_base_policy(tmp_path / "policy", "base", "recipe", PolicyConfig(), model)
+        return tmp_path / "policy"
+
+    recipe = make_recipe(model={"family": "sd3", "path": "base", "height": 512, "width": 512})
+    require_same_pictures(recipe, champion(height=512, width=512, guidance=4.5))
+    for size in ({"height": 1024, "width": 512}, {"height": 512, "width": 512, "frames": 5}, {}):
+        with pytest.raises(EvaluationError, match="draws .* and this recipe 1 frame.* 512 x 512 .*set promotion.model_name"):
+            require_same_pictures(recipe, champion(**size))

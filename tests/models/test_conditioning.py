@@ -97,6 +97,8 @@ def test_every_different_prompt_is_encoded_once(tiny):
     model, calls = tiny("qwen_image_edit"), []
 
     class Counting:
+        transformer = model.transformer
+
         def encode(self, wanted):
             calls.append(list(wanted))
             return model.encode(wanted)

@@ -42,7 +42,7 @@ KINDS = {
     "tasks.evaluate_policy.evaluate_policy": "accelerated",
     "tasks.generate_rollouts.generate_rollouts": "accelerated",
     "tasks.import_pairs.import_pairs": "accelerated",
-    "tasks.import_policy.import_policy": "accelerated",
+    "tasks.import_policy.import_policy": "downloader",
     "tasks.plan_run.plan_run": "light",
     "tasks.prepare_prompts.prepare_prompts": "light",
     "tasks.register_policy.register_policy": "light",

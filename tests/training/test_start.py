@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from training_cases import FULL, LORA, move
 
 from ebbflow.artifacts import verify
 from ebbflow.models import load_model
-from ebbflow.recipe import Recipe
+from ebbflow.recipe import Recipe, RecipeError
+from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.training.export import export_pipeline
 from ebbflow.training.policy import Policy, PolicyCard, PolicyError, read_card
 from ebbflow.training.start import write_start
@@ -119,6 +121,60 @@ def test_an_earlier_policy_goes_on_with_its_weights(base_folder, model, predict,
     policy.save(tmp_path / "foreign", card.model_copy(update={"base_digest": "0" * 64}))
     with pytest.raises(PolicyError, match="trained from base 000000000000, this run has"):
         started(base_folder, tmp_path / "foreign", keys, tmp_path / "never")
+
+
+def test_a_lora_keeps_its_digits_on_a_rounded_base(base_folder, publish, tmp_path):
+    """The base's precision is not that of the adapters: trained parameters are float32."""
+    source, published = publish(rank=2, alpha=2)
+    recipe = Recipe.model_validate(
+        {"model": {"precision": "bfloat16"}, "policy": {"train": "lora", "rank": 2, "alpha": 2, "start": {"path": str(source)}}}
+    )
+    write_start(recipe, base_folder, source, tmp_path / "policy")
+    model = load_model(base_folder, recipe.model)
+    policy = Policy(model, recipe.policy, 0)
+    policy.load(tmp_path / "policy", to_train=True)
+    wanted = dict(published.transformer.named_parameters())
+    for name in (name for name in wanted if "lora_" in name):
+        assert torch.equal(policy.parameters[name], wanted[name]), name
+
+
+def test_adapters_of_the_text_encoders_are_not_dropped_silently(base_folder, publish, tmp_path):
+    source, _ = publish()
+    (file,) = source.glob("*.safetensors")
+    save_file(load_file(file) | {"text_encoder.layer.lora_A.weight": torch.ones(3, 4)}, file)
+    with pytest.raises(PolicyError, match="adapts text_encoder too, which training leaves alone"):
+        started(base_folder, file, {"train": "lora"}, tmp_path / "policy")
+
+
+def test_of_several_files_one_must_be_named(base_folder, publish, tmp_path):
+    source, _ = publish()
+    (file,) = source.glob("*.safetensors")
+    (source / "other.safetensors").write_bytes(file.read_bytes())
+    with pytest.raises(PolicyError, match="should hold one .safetensors file and holds other.safetensors, pytorch_lora_weights"):
+        started(base_folder, source, {"train": "lora"}, tmp_path / "policy")
+
+
+def test_a_start_needs_a_path():
+    with pytest.raises(RecipeError, match="policy: start needs the 'path'"):
+        Recipe.model_validate({"policy": {"train": "lora", "start": {}}})
+
+
+def test_an_export_keeps_changes_that_sixteen_bits_would_lose(base_folder, predict, tmp_path):
+    config = ModelConfig(precision="bfloat16")
+    model = load_model(base_folder, config)
+    policy = Policy(model, LORA, 0)
+    move(policy, 1e-3)
+    card = PolicyCard(base_digest="b", recipe_digest="r", config=LORA, version=1, model=config)
+    policy.save(tmp_path / "policy", card)
+    export_pipeline(base_folder, tmp_path / "policy", tmp_path / "exported")
+    merged = dict(load_model(tmp_path / "exported").transformer.named_parameters())
+    base = dict(load_model(base_folder).transformer.named_parameters())
+    firsts = [name for name in policy.parameters if "lora_A" in name]
+    for name in firsts:
+        second = policy.parameters[name.replace("lora_A", "lora_B")]
+        wanted = LORA.alpha / LORA.rank * second @ policy.parameters[name]
+        plain = name.replace(".lora_A.default", "")
+        torch.testing.assert_close(merged[plain] - base[plain], wanted.detach(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
