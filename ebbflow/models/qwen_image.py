@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -126,6 +127,13 @@ class QwenImageEditModel(QwenImageModel):
         pixels = self.pipeline.image_processor.preprocess(scaled, height, width).to(self.device)
         latents = self._from_vae(self.pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode())
         return Conditioning(_masked(embeds, mask) | {"image": latents})
+
+    def save(self, folder: Path) -> None:
+        """As ``ebbflow.models.base.Model.save``; the processor as it was published: ours is a class that only Ebbflow has."""
+        super().save(folder)
+        published = Path(self.pipeline.config._name_or_path)
+        shutil.copytree(published / "processor", folder / "processor", dirs_exist_ok=True)
+        shutil.copyfile(published / "model_index.json", folder / "model_index.json")
 
     def _scaled(self, picture: Image.Image) -> tuple[int, int]:
         """Width and height that the pipeline scales an image to."""

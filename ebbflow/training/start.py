@@ -76,7 +76,7 @@ def lora_parameters(model: Model, config: PolicyConfig, own: dict[str, Tensor], 
         names = [f"{layer}.lora_{factor}.{ADAPTER}.weight" for factor in "AB"]
         rank = len(first)
         if names[0] not in own:
-            raise PolicyError(f"{source} adapts {layer}, which policy.targets leave out; add {layer.rpartition('.')[2]!r}")
+            raise PolicyError(f"{source} adapts {layer}, which policy.targets leave out; add {'.'.join(layer.split('.')[-2:])!r}")
         if rank > config.rank:
             raise PolicyError(f"{source} has rank {rank} at {layer} and policy.rank = {config.rank}; set policy.rank to {rank}")
         ours_first, ours_second = (own[name].detach().clone() for name in names)

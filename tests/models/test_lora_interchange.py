@@ -6,23 +6,28 @@ from functools import partial
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model_state_dict
 from pipeline_cases import SHORT, TINY, our_latents, prompts, theirs
 
+from ebbflow.models import pipeline as pipelines
+from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.training import policy as policies
+from ebbflow.training.export import export_pipeline
 from ebbflow.training.policy import Policy, PolicyCard
+from ebbflow.training.start import lora_parameters
 
 LORA = PolicyConfig(train="lora", rank=4, alpha=12)
 FULL = PolicyConfig(train="full")
 
 
-def trained(model, config, folder):
+def trained(model, config, folder, drawn_by=ModelConfig()):
     """A policy with random changes, saved."""
     policy, generator = Policy(model, config, seed=0), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters.values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    policy.save(folder, PolicyCard(base_digest="base", recipe_digest="recipe", config=config, version=1))
+    policy.save(folder, PolicyCard(base_digest="base", recipe_digest="recipe", config=config, version=1, model=drawn_by))
     return policy
 
 
@@ -74,3 +79,40 @@ def test_whole_weights_load_as_the_familys_transformer_from_several_files(open_t
     again = Policy(open_tiny(name), FULL, seed=0)
     again.load(tmp_path / "policy")
     assert all(torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_lora_that_the_pipeline_wrote_is_a_start_that_draws_its_image(open_tiny, open_peer, tmp_path, name):
+    model, pipeline, wanted = open_tiny(name), open_peer(name), prompts(name, SHORT[:2])
+    transformer = pipeline.transformer
+    transformer.add_adapter(LoraConfig(r=2, lora_alpha=6, target_modules=model.lora_targets[:2]))
+    generator = torch.Generator().manual_seed(0)
+    for key, parameter in transformer.named_parameters():
+        if "lora_" in key:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    pipeline.save_lora_weights(
+        tmp_path / "published",
+        transformer_lora_layers=get_peft_model_state_dict(transformer),
+        transformer_lora_adapter_metadata=transformer.peft_config["default"].to_dict(),
+    )
+    base = our_latents(model, wanted)
+    policy = Policy(model, LORA, seed=0)
+    policy.assign(lora_parameters(model, LORA, policy.parameters, tmp_path / "published"))
+    ours = our_latents(model, wanted)
+    assert (theirs(pipeline, model, wanted)[0] - ours).abs().max() < 1e-4
+    assert (ours - base).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
+def test_an_exported_policy_is_a_pipeline_folder_in_shards(
+    open_tiny, open_peer, tiny_folder, monkeypatch, tmp_path, name, config
+):
+    monkeypatch.setattr(pipelines, "SHARD", "100KB")
+    model, wanted = open_tiny(name), prompts(name, SHORT[:1])
+    trained(model, config, tmp_path / "policy", model.config)
+    ours = our_latents(model, wanted)
+    export_pipeline(tiny_folder(name), tmp_path / "policy", tmp_path / "exported")
+    assert len(list((tmp_path / "exported" / "transformer").glob("*-of-*.safetensors"))) > 1
+    pipeline = open_peer(name, folder=tmp_path / "exported")
+    assert (theirs(pipeline, model, wanted)[0] - ours).abs().max() < 1e-4
