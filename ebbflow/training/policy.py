@@ -79,10 +79,13 @@ class Policy:
         if config.train == "lora":
             _add_lora(model, config, seed)
         else:
-            model.transformer.float().requires_grad_(True)
+            model.transformer.requires_grad_(True)
+        for block in model.blocks() if shard else ():
+            # Cast block by block: all of a large model in float32 would not fit beside what it was loaded as.
+            fully_shard(block.float() if config.train == "full" else block, reshard_after_forward=True)
+        if config.train == "full":
+            model.transformer.float()
         if shard:
-            for block in model.blocks():
-                fully_shard(block, reshard_after_forward=True)
             # Without this the root keeps its gathered weights after a forward pass and would not see a copy swapped in.
             fully_shard(model.transformer, reshard_after_forward=True)
         self.parameters: dict[str, Tensor] = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
