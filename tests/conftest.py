@@ -17,6 +17,7 @@ from ebbflow.artifacts import new_folder
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import Model, load_model
 from ebbflow.models.glyph import new_glyph
+from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.algorithms import BUILT_IN
 from ebbflow.recipe.model import GlyphTraining
@@ -29,6 +30,8 @@ os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
 torch.set_num_threads(1)
 settings.register_profile("ebbflow", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ebbflow")
+
+TINY_SIZES = {"sd3": (64, 64), "flux": (64, 96), "qwen_image": (64, 64), "qwen_image_edit": (64, 64), "wan": (64, 96)}
 
 
 class Darkness:
@@ -140,5 +143,21 @@ def make_keys() -> Callable[..., SampleKeys]:
 
     def make(count: int, seed: int = 3) -> SampleKeys:
         return SampleKeys(seed, [index // 2 for index in range(count)], [index % 2 for index in range(count)])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
+    """``tiny_recipe(family)``: a recipe on the tiny model of a published layout; ``model`` and further keys as asked."""
+    folders: dict[str, Path] = {}
+
+    def make(family: str, model: dict[str, Any] | None = None, **rest: Any) -> Recipe:
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp("tiny") / family
+            build_tiny(family, folders[family])
+        height, width = TINY_SIZES[family]
+        base = {"family": family, "path": str(folders[family]), "height": height, "width": width}
+        return Recipe.model_validate({"model": base | (model or {}), **rest})
 
     return make

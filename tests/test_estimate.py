@@ -8,9 +8,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from diffusers import (
-    AutoencoderKL,
-    AutoencoderKLQwenImage,
-    AutoencoderKLWan,
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -18,27 +15,12 @@ from diffusers import (
 )
 from peft import LoraConfig
 from torch import nn
-from transformers import (
-    CLIPConfig,
-    CLIPModel,
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    T5Config,
-    T5EncoderModel,
-    UMT5Config,
-    UMT5EncoderModel,
-)
 
 from ebbflow.cli import main
-from ebbflow.data.prompts import Prompt
 from ebbflow.estimate import (
     GIB,
     KEY_BYTES,
     PNG_BYTES_PER_PIXEL,
-    REWARD_PARAMETERS,
     Memory,
     activation_bytes,
     describe,
@@ -48,9 +30,7 @@ from ebbflow.estimate import (
     units_of,
 )
 from ebbflow.models import ModelError, load_model
-from ebbflow.models import sizes as known
 from ebbflow.models.sizes import PUBLISHED, SizeError, Sizes, lora_parameters, sample_of, sizes_of
-from ebbflow.models.tiny import build_tiny
 from ebbflow.offline.shards import generate_shard, score_shard
 from ebbflow.offline.training import train_epochs, write_advantages
 from ebbflow.online.loop import run_online_stage
@@ -59,220 +39,16 @@ from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import Place
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
-from tests.conftest import Darkness
+from tests.conftest import TINY_SIZES, Darkness
 
 RECIPES = Path(__file__).parents[1] / "workflows" / "recipes"
-SD35, FLUX, QWEN, WAN = (
-    "stabilityai/stable-diffusion-3.5-medium",
-    "black-forest-labs/FLUX.1-dev",
-    "Qwen/Qwen-Image",
-    "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-)
-TINY = {"sd3": (64, 64), "flux": (64, 96), "qwen_image": (64, 64), "qwen_image_edit": (64, 64), "wan": (64, 96)}
-
-
-def numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """``tiny(family)``: the folder of its tiny model, built once."""
-    built = {}
-
-    def folder(family):
-        if family not in built:
-            built[family] = tmp_path_factory.mktemp("tiny") / family
-            build_tiny(family, built[family])
-        return built[family]
-
-    return folder
-
-
-@pytest.fixture
-def tiny_recipe(tiny):
-    """``tiny_recipe(family)``: a recipe on its tiny model; ``model`` and further keys as asked."""
-
-    def make(family, model=None, **rest):
-        height, width = TINY[family]
-        base = {"family": family, "path": str(tiny(family)), "height": height, "width": width}
-        return Recipe.model_validate({"model": base | (model or {}), **rest})
-
-    return make
-
-
-# --- sizes of a folder, against the modules that diffusers and transformers load from it
-
-
-@pytest.mark.parametrize("family", TINY)
-def test_a_folder_is_as_large_as_what_is_loaded_from_it(tiny_recipe, family):
-    recipe = tiny_recipe(family)
-    model, sizes = load_model(Path(recipe.model.path), recipe.model), sizes_of(recipe.model)
-    assert sizes.parameters == numel(model.transformer)
-    assert sizes.buffers == sum(value.numel() for value in model.transformer.state_dict().values()) - sizes.parameters
-    assert sizes.blocks == len(model.blocks())
-    assert sizes.vae == numel(model.pipeline.vae)
-    encoders = [getattr(model.pipeline, part) for part in model.text_parts if part != "vae"]
-    assert sizes.text_encoders == sum(map(numel, encoders))
-    linears = {name: layer for name, layer in model.transformer.named_modules() if isinstance(layer, nn.Linear)}
-    assert sizes.linears == {name: (layer.in_features, layer.out_features) for name, layer in linears.items()}
-    sample = sample_of(recipe.model, sizes)
-    assert sample.latent_shape == model.latent_shape
-    assert sample.pixels == model.height * model.width
-
-
-@pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
-def test_tokens_and_prompts_are_those_that_the_network_gets(tiny_recipe, family):
-    recipe = tiny_recipe(family, {"max_tokens": 24})
-    model, seen = load_model(Path(recipe.model.path), recipe.model), []
-    sample = sample_of(recipe.model, sizes_of(recipe.model))
-    conditioning = model.encode([Prompt(0, "a cup", "", None, "test", "train", "{}")])
-    model.blocks()[0].register_forward_pre_hook(
-        lambda block, args, keys: seen.append((keys.get("hidden_states", *args[:1]), keys.get("encoder_hidden_states"))),
-        with_kwargs=True,
-    )
-    model.velocity(torch.zeros(1, *model.latent_shape), torch.full((1,), 0.5), conditioning)
-    tokens = seen[0][0].shape[1] + (0 if family == "wan" else seen[0][1].shape[1])
-    assert sample.tokens == tokens
-    assert sample.text_tokens == conditioning["embeds"].shape[1]
-    assert sample.conditioning == conditioning["embeds"].numel()
-
-
-def test_videos_have_frames_and_tokens_for_them(tiny_recipe):
-    sizes = sizes_of(tiny_recipe("wan").model)
-    one, nine = (sample_of(tiny_recipe("wan", {"frames": frames}).model, sizes) for frames in (1, 9))
-    assert nine.latent_shape[1] == 3 * one.latent_shape[1] == 3
-    assert (nine.tokens, nine.pixels) == (3 * one.tokens, 9 * one.pixels)
-
-
-def test_the_vae_takes_a_latents_frames_at_a_time(tiny_recipe):
-    large = {"height": 704, "width": 1280}
-    taken = [estimate(tiny_recipe("wan", large | {"frames": frames})).memory["evaluation"].activations for frames in (1, 5, 9)]
-    assert taken[0] < taken[1] == taken[2]
-
-
-def test_the_glyph_model_trained_here_is_as_large_as_its_folder(base_folder):
-    here, there = Recipe(), Recipe.model_validate({"model": {"path": str(base_folder)}})
-    model = load_model(base_folder)
-    for recipe in (here, there):
-        sizes = sizes_of(recipe.model)
-        assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (numel(model.transformer), numel(model.text_encoder), 0)
-        assert sample_of(recipe.model, sizes).latent_shape == model.latent_shape
-    assert sample_of(here.model, sizes_of(here.model)) == sample_of(there.model, sizes_of(there.model))
-
-
-# --- the published models, against the same classes on the meta device, where weights take no memory
-
-CLIP_L = CLIPTextConfig(
-    hidden_size=768, intermediate_size=3072, projection_dim=768, num_hidden_layers=12, num_attention_heads=12
-).to_dict()
-CLIP_G = CLIPTextConfig(
-    hidden_size=1280, intermediate_size=5120, projection_dim=1280, num_hidden_layers=32, num_attention_heads=20
-).to_dict()
-T5_XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
-QWEN_VL = {
-    "text_config": {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
-}
-TRANSFORMERS = {
-    SD35: lambda: SD3Transformer2DModel(
-        num_layers=24,
-        num_attention_heads=24,
-        joint_attention_dim=4096,
-        caption_projection_dim=1536,
-        pooled_projection_dim=2048,
-        pos_embed_max_size=384,
-        dual_attention_layers=tuple(range(13)),
-        qk_norm="rms_norm",
-    ),
-    FLUX: lambda: FluxTransformer2DModel(guidance_embeds=True),
-    QWEN: lambda: QwenImageTransformer2DModel(),
-    WAN: lambda: WanTransformer3DModel(num_layers=30, num_attention_heads=24, in_channels=48, out_channels=48, ffn_dim=14336),
-}
-PARTS = {
-    "CLIP_L": lambda: CLIPTextModel(CLIPTextConfig(**CLIP_L)),
-    "CLIP_L_PROJECTED": lambda: CLIPTextModelWithProjection(CLIPTextConfig(**CLIP_L)),
-    "CLIP_G": lambda: CLIPTextModelWithProjection(CLIPTextConfig(**CLIP_G)),
-    "T5_XXL": lambda: T5EncoderModel(T5Config(vocab_size=32128, **T5_XXL)),
-    "UMT5_XXL": lambda: UMT5EncoderModel(UMT5Config(vocab_size=256384, **T5_XXL)),
-    "QWEN25_VL_7B": lambda: Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**QWEN_VL, tie_word_embeddings=False)),
-    "VAE_16_CHANNELS": lambda: AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(128, 256, 512, 512),
-        layers_per_block=2,
-        latent_channels=16,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    ),
-    "VAE_QWEN": lambda: AutoencoderKLQwenImage(),
-    "VAE_WAN22": lambda: AutoencoderKLWan(
-        base_dim=160,
-        decoder_base_dim=256,
-        z_dim=48,
-        is_residual=True,
-        in_channels=12,
-        out_channels=12,
-        patch_size=2,
-        scale_factor_spatial=16,
-    ),
-}
-
-
-def clip(width, layers, text_width, text_layers):
-    text = {"hidden_size": text_width, "intermediate_size": 4 * text_width, "num_hidden_layers": text_layers}
-    vision = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "patch_size": 14}
-    heads = {"num_attention_heads": 16}
-    return CLIPModel(CLIPConfig(text_config=text | heads, vision_config=vision | heads, projection_dim=text_width))
-
-
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_a_published_transformer_is_as_large_as_its_class_builds_it(name):
-    with torch.device("meta"):
-        transformer = TRANSFORMERS[name]()
-    blocks = {key: layer for key, layer in transformer.named_modules() if isinstance(layer, nn.Linear) and "blocks." in key}
-    sizes = PUBLISHED[name]
-    assert sizes.parameters == numel(transformer)
-    assert sizes.buffers == sum(value.numel() for value in transformer.state_dict().values()) - sizes.parameters
-    assert sizes.linears == {key: (layer.in_features, layer.out_features) for key, layer in blocks.items()}
-    config = transformer.config
-    assert sizes.width == config.num_attention_heads * config.attention_head_dim
-    assert sizes.blocks == config.num_layers + config.get("num_single_layers", 0)
-    assert sizes.text_width == config.get("joint_attention_dim", config.get("text_dim"))
-    assert {key: config[key] for key in sizes.config} == sizes.config
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_a_published_part_is_as_large_as_its_class_builds_it(name):
-    with torch.device("meta"):
-        part = PARTS[name]()
-    assert getattr(known, name) == numel(part)
-
-
-def test_the_networks_of_rewards_are_as_large_as_their_classes_build_them():
-    with torch.device("meta"):
-        huge, large = clip(1280, 32, 1024, 24), clip(1024, 24, 768, 12)
-    assert REWARD_PARAMETERS["pickscore"] == REWARD_PARAMETERS["hps"] == numel(huge)
-    assert REWARD_PARAMETERS["clipscore"] == REWARD_PARAMETERS["aesthetic"] == numel(large)
-
-
-def test_a_published_lora_has_382_matrices_of_rank_32():
-    """As a run of Flow-GRPO's script on SD3.5-medium counted: 18,776,064 parameters, 382 tensors of 32 x 1536."""
-    recipe = load_recipe(RECIPES / "sd35_medium_ocr_512.yaml")
-    assert trained_parameters(recipe, PUBLISHED[SD35]) == 382 * 32 * 1536 == 18_776_064
+SD35, FLUX = "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev"
 
 
 # --- what a policy holds
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", TINY_SIZES)
 @pytest.mark.parametrize("targets", [None, ["to_q", "to_out.0"]])
 def test_lora_counts_are_pefts(tiny_recipe, family, targets):
     recipe = tiny_recipe(family, policy={"train": "lora", "rank": 3, "targets": targets})

@@ -54,7 +54,7 @@ def require_same_pictures(recipe: Recipe, champion: Path) -> None:
     Raises:
         EvaluationError: it does not; names both sizes.
     """
-    its, ours = (describe_size(model) for model in (read_card(champion).model, recipe.model))
+    its, ours = (_size(model) for model in (read_card(champion).model, recipe.model))
     if its != ours:
         raise EvaluationError(
             f"the champion of {recipe.promotion.model_name!r} draws {its} and this recipe {ours}, so their scores cannot be "
@@ -62,7 +62,7 @@ def require_same_pictures(recipe: Recipe, champion: Path) -> None:
         )
 
 
-def describe_size(model: ModelConfig) -> str:
+def _size(model: ModelConfig) -> str:
     """What a recipe's ``model`` says about the size of its pictures."""
     height, width = (size or "the pipeline's own" for size in (model.height, model.width))
     return f"{model.frames} frame(s) of {height} x {width} (height x width)"

@@ -92,14 +92,6 @@ class PipelineModel:
         """The network's own prediction, in the layout of its output."""
 
     @abstractmethod
-    def _to_vae(self, latents: Tensor) -> Tensor:
-        """Latents as the VAE decodes them: its shift and scale undone."""
-
-    @abstractmethod
-    def _from_vae(self, latents: Tensor) -> Tensor:
-        """The inverse of ``_to_vae``."""
-
-    @abstractmethod
     def sigmas(self, steps: int) -> Tensor:
         """As ``ebbflow.models.base.Model.sigmas``."""
 
@@ -119,6 +111,14 @@ class PipelineModel:
     def _unpack(self, prediction: Tensor) -> Tensor:
         """The network's output in the shape of the latents."""
         return prediction
+
+    def _to_vae(self, latents: Tensor) -> Tensor:
+        """Latents as the VAE decodes them: its shift and scale undone."""
+        return latents / self.pipeline.vae.config.scaling_factor + self.pipeline.vae.config.shift_factor
+
+    def _from_vae(self, latents: Tensor) -> Tensor:
+        """The inverse of ``_to_vae``."""
+        return (latents - self.pipeline.vae.config.shift_factor) * self.pipeline.vae.config.scaling_factor
 
     # What follows from it.
 
@@ -278,6 +278,13 @@ def unpack(tokens: Tensor, latent_shape: tuple[int, ...]) -> Tensor:
     channels, height, width = latent_shape
     patches = tokens.reshape(len(tokens), height // 2, width // 2, channels, 2, 2)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), channels, height, width)
+
+
+def channel_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel of a video VAE's latents, to go with latents [N, C, ...]."""
+    shape = (-1, *[1] * (like.ndim - 2))
+    mean, std = (torch.tensor(values).view(shape).to(like) for values in (vae.config.latents_mean, vae.config.latents_std))
+    return mean, std
 
 
 def dynamic_shift(scheduler: Any, tokens: int, most: float = 1.15) -> dict[str, float]:

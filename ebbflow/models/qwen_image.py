@@ -17,7 +17,7 @@ from transformers import Qwen2VLProcessor
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, load_pipeline, pack
+from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, channel_statistics, load_pipeline, pack
 from ebbflow.recipe.model import Model as ModelConfig
 
 
@@ -68,18 +68,12 @@ class QwenImageModel(PackedPipelineModel):
         return guided * (prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
     def _to_vae(self, latents: Tensor) -> Tensor:
-        mean, std = self._statistics(latents)
+        mean, std = channel_statistics(self.pipeline.vae, latents)
         return (latents * std + mean)[:, :, None]  # the VAE is one of videos
 
     def _from_vae(self, latents: Tensor) -> Tensor:
-        mean, std = self._statistics(latents)
-        return (latents[:, :, 0] - mean) / std
-
-    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel of the VAE's latents, [C, 1, 1]."""
-        config = self.pipeline.vae.config
-        mean, std = (torch.tensor(values).view(-1, 1, 1).to(like) for values in (config.latents_mean, config.latents_std))
-        return mean, std
+        mean, std = channel_statistics(self.pipeline.vae, latents)
+        return ((latents - mean) / std)[:, :, 0]
 
     def _decode(self, latents: Tensor) -> Tensor:
         return super()._decode(latents)[:, 0]

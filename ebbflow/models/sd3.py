@@ -63,12 +63,6 @@ class SD3Model(PipelineModel):
             return_dict=False,
         )[0]
 
-    def _to_vae(self, latents: Tensor) -> Tensor:
-        return latents / self.pipeline.vae.config.scaling_factor + self.pipeline.vae.config.shift_factor
-
-    def _from_vae(self, latents: Tensor) -> Tensor:
-        return (latents - self.pipeline.vae.config.shift_factor) * self.pipeline.vae.config.scaling_factor
-
     def blocks(self) -> list[nn.Module]:
         return list(self.transformer.transformer_blocks)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import PipelineModel, load_pipeline
+from ebbflow.models.pipeline import PipelineModel, channel_statistics, load_pipeline
 from ebbflow.recipe.model import Model as ModelConfig
 
 
@@ -61,18 +61,12 @@ class WanModel(PipelineModel):
         )[0]
 
     def _to_vae(self, latents: Tensor) -> Tensor:
-        mean, std = self._statistics(latents)
+        mean, std = channel_statistics(self.pipeline.vae, latents)
         return latents * std + mean
 
     def _from_vae(self, latents: Tensor) -> Tensor:
-        mean, std = self._statistics(latents)
+        mean, std = channel_statistics(self.pipeline.vae, latents)
         return (latents - mean) / std
-
-    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel of the VAE's latents, [C, 1, 1, 1]."""
-        config = self.pipeline.vae.config
-        mean, std = (torch.tensor(values).view(-1, 1, 1, 1).to(like) for values in (config.latents_mean, config.latents_std))
-        return mean, std
 
     def _decode(self, latents: Tensor) -> Tensor:
         video = super()._decode(latents)
