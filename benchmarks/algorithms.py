@@ -32,7 +32,7 @@ from ebbflow.models import Model
 from ebbflow.models.prepare import train_base
 from ebbflow.offline.shards import generate_shard, score_shard
 from ebbflow.offline.training import train_epochs, write_advantages
-from ebbflow.online.loop import run_online_stage
+from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTraining
 from ebbflow.recipe.rewards import reward
@@ -156,7 +156,7 @@ def recipe_of(asked: dict[str, Any]) -> Recipe:
 def train(place: Place, model: Model, learner: Learner, scorer: Scorer, prompts: list[Prompt], log: Log) -> None:
     """The stage of an entry, all of it in this process."""
     if place.config.kind == "online":
-        run_online_stage(place, model, learner, scorer, prompts, log)
+        run_online_stage(place, in_process(place, learner, scorer), prompts, log)
         return
     with tempfile.TemporaryDirectory() as folder:
         rollouts, scores, advantages = (Path(folder) / f"{name}.parquet" for name in ("rollouts", "scores", "advantages"))

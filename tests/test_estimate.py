@@ -33,7 +33,7 @@ from ebbflow.models import ModelError, load_model
 from ebbflow.models.sizes import PUBLISHED, SizeError, Sizes, lora_parameters, sample_of, sizes_of
 from ebbflow.offline.shards import generate_shard, score_shard
 from ebbflow.offline.training import train_epochs, write_advantages
-from ebbflow.online.loop import run_online_stage
+from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import Place
@@ -65,7 +65,7 @@ def test_weights_copies_and_optimiser_take_what_their_tensors_take(make_recipe, 
     policy.ensure("old")
     policy.ensure("ema")
     learner = Learner(policy, place.online)
-    run_online_stage(place, model, learner, scorer, make_prompts(8), lambda metrics, step: None)
+    run_online_stage(place, in_process(place, learner, scorer), make_prompts(8), lambda metrics, step: None)
     memory = estimate(recipe).memory["1.1 online training"]
     held = [value for copy in policy.copies.values() for value in copy.values()]
     moments = [value for state in learner.optimizer.state.values() for value in state.values() if value.ndim]
@@ -258,7 +258,7 @@ def test_an_online_stage_evaluates_the_network_as_often(make_recipe, make_prompt
     policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
     if place.keeps_old:
         policy.ensure("old")
-    run_online_stage(place, model, Learner(policy, place.online), scorer, make_prompts(8), lambda metrics, step: None)
+    run_online_stage(place, in_process(place, Learner(policy, place.online), scorer), make_prompts(8), lambda metrics, step: None)
     work = estimate(recipe).work["1.1 online"]
     assert (work.samples, work.shards) == (3 * 2 * 4, 0)
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
@@ -277,7 +277,7 @@ def test_guidance_doubles_the_work_of_a_real_family(tiny_recipe, make_prompts, s
     model = load_model(Path(recipe.model.path), recipe.model)
     policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
     place = Place(recipe, 0, 0)
-    run_online_stage(place, model, Learner(policy, place.online), scorer, make_prompts(4), lambda metrics, step: None)
+    run_online_stage(place, in_process(place, Learner(policy, place.online), scorer), make_prompts(4), lambda metrics, step: None)
     work = estimate(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
     assert work.denoising == 8 * 3 * (1 + guided)

@@ -23,7 +23,7 @@ from ebbflow.evaluation.serve import generate_images
 from ebbflow.models import load_model
 from ebbflow.models.glyph import to_latents
 from ebbflow.models.prepare import copy_base
-from ebbflow.online.loop import run_online_stage
+from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import Custom
@@ -136,7 +136,7 @@ def train(make_recipe, make_prompts, base_folder, scorer):
         place, model, logged = Place(recipe, 0, 0), load_model(base_folder), []
         learner = Learner(Policy(model, recipe.policy, 0), place.online)
         before = {name: value.detach().clone() for name, value in learner.policy.parameters.items()}
-        record = run_online_stage(place, model, learner, judge, make_prompts(6), lambda metrics, step: logged.append(metrics))
+        record = run_online_stage(place, in_process(place, learner, judge), make_prompts(6), lambda metrics, step: logged.append(metrics))
         return learner, before, logged, record
 
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,20 +11,33 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, Model
 
 Encode = Callable[[Sequence[Prompt]], Conditioning]
+Key = tuple[str, str, bytes | None]
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Encoded prompts by what they say; a row each, on the CPU."""
+
+    table: Conditioning
+    row: dict[Key, int]
+
+    def __call__(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """The rows of some prompts."""
+        return self.table.rows(torch.tensor([self.row[_key(prompt)] for prompt in prompts]))
+
+
+def embed(model: Model, prompts: Iterable[Prompt]) -> Embeddings:
+    """Encode every different prompt among ``prompts``."""
+    unique = {_key(prompt): prompt for prompt in prompts}
+    table = model.encode(list(unique.values())).to(torch.device("cpu"))
+    return Embeddings(table, {key: index for index, key in enumerate(unique)})
 
 
 def encode_once(model: Model, prompts: Iterable[Prompt]) -> Encode:
-    """Encode every different prompt among ``prompts``; returns what looks up the conditioning of any of them, on its device."""
-    unique = {_key(prompt): prompt for prompt in prompts}
-    table = model.encode(list(unique.values())).to(torch.device("cpu"))
-    device = next(model.transformer.parameters()).device
-    row = {key: index for index, key in enumerate(unique)}
-
-    def look_up(wanted: Sequence[Prompt]) -> Conditioning:
-        return table.rows(torch.tensor([row[_key(prompt)] for prompt in wanted])).to(device)
-
-    return look_up
+    """``embed``, and what looks up the conditioning of any of these prompts, on the model's device."""
+    embeddings, device = embed(model, prompts), next(model.transformer.parameters()).device
+    return lambda wanted: embeddings(wanted).to(device)
 
 
-def _key(prompt: Prompt) -> tuple[str, str, bytes | None]:
+def _key(prompt: Prompt) -> Key:
     return prompt.prompt, prompt.negative_prompt, prompt.image

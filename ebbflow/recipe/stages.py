@@ -19,6 +19,7 @@ from ebbflow.recipe.choices import (
     Window,
 )
 from ebbflow.recipe.model import Precision
+from ebbflow.recipe.online import Online
 
 
 class Stage(Strict):
@@ -172,7 +173,7 @@ def _wrong_stage(name: str, kind: str) -> str:
     return f"{name} cannot run in an {kind} stage; the nearest that can is diffusion_nft"
 
 
-class OnlineStage(Stage):
+class OnlineStage(Stage, Online):
     """Fresh samples, immediate updates: rollout, score, advantages, update, repeated with the models hot."""
 
     kind: Literal["online"] = "online"

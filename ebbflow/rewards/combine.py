@@ -58,11 +58,19 @@ class ScoreTable:
         return float(np.isnan(self.reward).mean()) if len(self.reward) else 0.0
 
     @staticmethod
+    def none(count: int, columns: Sequence[str], reason: str) -> ScoreTable:
+        """``count`` images that could not be scored at all."""
+        return ScoreTable(np.full(count, np.nan), {name: np.full(count, np.nan) for name in columns}, [reason] * count)
+
+    @staticmethod
     def cat(parts: Sequence[ScoreTable]) -> ScoreTable:
-        """The rows of all parts, at least one; they are by the same scorer."""
+        """The rows of all parts, at least one; NaN in the columns that a part has not."""
+        names = dict.fromkeys(name for part in parts for name in part.metrics)
+        nothing = [np.full(len(part.reward), np.nan) for part in parts]
+        columns = {name: [part.metrics.get(name, none) for part, none in zip(parts, nothing, strict=True)] for name in names}
         return ScoreTable(
             reward=np.concatenate([part.reward for part in parts]),
-            metrics={name: np.concatenate([part.metrics[name] for part in parts]) for name in parts[0].metrics},
+            metrics={name: np.concatenate(column) for name, column in columns.items()},
             failures=[reason for part in parts for reason in part.failures],
         )
 

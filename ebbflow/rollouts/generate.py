@@ -38,6 +38,12 @@ class SampleKeys:
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
+    @staticmethod
+    def cat(parts: Sequence[SampleKeys]) -> SampleKeys:
+        """The keys of all parts, which share their seed."""
+        prompt_ids = [prompt_id for part in parts for prompt_id in part.prompt_ids]
+        return SampleKeys(parts[0].seed, prompt_ids, [sample for part in parts for sample in part.samples])
+
     def rows(self, part: slice) -> SampleKeys:
         return SampleKeys(self.seed, self.prompt_ids[part], self.samples[part])
 
@@ -79,6 +85,12 @@ class Rollouts:
     latents: Tensor
     trajectory: Trajectory | None
 
+    def to(self, device: torch.device) -> Rollouts:
+        trajectory = self.trajectory
+        if trajectory is not None:
+            trajectory = Trajectory(**{name: values.to(device) for name, values in vars(trajectory).items()})
+        return Rollouts(self.latents.to(device), trajectory)
+
 
 @torch.no_grad()
 def generate(
@@ -107,11 +119,11 @@ def generate(
             f"take one of {', '.join(STOCHASTIC_SAMPLERS)}, or leave the plan out"
         )
     parts = [slice(start, start + micro_batch) for start in range(0, len(keys), micro_batch)]
-    return _join([_denoise(model, conditioning.rows(part), keys.rows(part), sampler, plan, precision) for part in parts])
+    return join([_denoise(model, conditioning.rows(part), keys.rows(part), sampler, plan, precision) for part in parts])
 
 
-def _join(parts: list[Rollouts]) -> Rollouts:
-    """The rows of all micro-batches."""
+def join(parts: Sequence[Rollouts]) -> Rollouts:
+    """The rows of all parts, whose trained steps are the same."""
     latents = torch.cat([part.latents for part in parts])
     trajectories = [part.trajectory for part in parts if part.trajectory is not None]
     if not trajectories:

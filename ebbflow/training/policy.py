@@ -8,7 +8,7 @@ pass without gradient. So the reference is always the base model: the untouched 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class Policy:
             self.assign(current)
 
     @torch.no_grad()
-    def assign(self, values: dict[str, Tensor]) -> None:
+    def assign(self, values: Mapping[str, Tensor]) -> None:
         """Overwrite the parameters, by name."""
         for key, parameter in self.parameters.items():
             parameter.copy_(values[key])

@@ -8,7 +8,7 @@ import torch
 from pipeline_cases import SHORT, TINY, few_tokens, prompts
 
 from ebbflow.models.encoding import encode_once
-from ebbflow.online.loop import run_online_stage
+from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
@@ -76,7 +76,7 @@ def test_an_online_step(start, name, lr, frames):
     assert model.config.guidance > 1
     before, logged = values(learner.policy), []
     scorer = Scorer(((Brightness(), 1.0),))
-    run_online_stage(place, model, learner, scorer, prompts(name, SHORT[:2]), lambda metrics, step: logged.append(metrics))
+    run_online_stage(place, in_process(place, learner, scorer), prompts(name, SHORT[:2]), lambda metrics, step: logged.append(metrics))
     (metrics,) = logged
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["reward/std"] > 0

@@ -16,14 +16,15 @@ from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.flow.windows import Plan, plan
 from ebbflow.models import load_model
+from ebbflow.online import ahead as online_ahead
 from ebbflow.online import loop
-from ebbflow.online.loop import collect, run_online_stage, train_online_folder
+from ebbflow.online.ahead import Ahead, lesson_of
+from ebbflow.online.loop import in_process, run_online_stage, train_online_folder
 from ebbflow.recipe.algorithms import BUILT_IN, ForwardConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate, join
 from ebbflow.stage import Place, open_policy
-from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy, PolicyCard, Progress, read_card, write_base_policy
 from ebbflow.training.update import Learner
 
@@ -64,6 +65,17 @@ def changed(policy, before):
     return any(not torch.equal(value, before[name]) for name, value in policy.parameters.items())
 
 
+def collect(place, learner, scorer, prompts, step):
+    """(what a step's rollouts became, the rollouts themselves)."""
+    placement = in_process(place, learner, scorer)
+    ahead = Ahead(place, placement, prompts, placement.encode(prompts))
+    while ahead.waiting[0] < step:
+        ahead.waiting.popleft()
+    ahead.fill(at_least=1)
+    taken = ahead.take(step)
+    return taken, join([handle.future.result()[handle.index] for handle in (harvest.rollouts for harvest in taken.rows)])
+
+
 @pytest.fixture
 def run(make_recipe, make_prompts, base_folder, scorer):
     """Run an online stage; returns (policy, its parameters before, logged metrics, record)."""
@@ -83,7 +95,7 @@ def run(make_recipe, make_prompts, base_folder, scorer):
             logged.append(metrics)
 
         learner = Learner(policy, place.online, optimizer=optimizer)
-        record = run_online_stage(place, model, learner, judge, prompts or make_prompts(6), log)
+        record = run_online_stage(place, in_process(place, learner, judge), prompts or make_prompts(6), log)
         return policy, before, logged, record
 
     return stage
@@ -190,7 +202,8 @@ def test_the_same_stage_twice_gives_the_same_bits(run):
     assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
 
     def repeatable(metrics):
-        return {name: value for name, value in metrics.items() if not name.startswith(("seconds", "ms_per", "images_per"))}
+        timed = ("seconds", "ms_per", "images_per", "push")
+        return {name: value for name, value in metrics.items() if not name.startswith(timed)}
 
     assert [repeatable(metrics) for metrics in first] == [repeatable(metrics) for metrics in second]
 
@@ -281,22 +294,23 @@ def test_distillation_learns_whatever_the_reward_says(run, turned):
 def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, model, scorer):
     place = Place(make_recipe(), 0, 0)
     learner = Learner(Policy(model, place.recipe.policy, 0), place.online)
-    first = collect(place, model, learner, scorer, make_prompts(2), model.encode, 0, Clock())
-    learner.finish_step()
-    second = collect(place, model, learner, scorer, make_prompts(2), model.encode, 1, Clock())
-    for experience in (first, second):
-        assert len(experience.keys) == 8
-        assert len(set(experience.keys.prompt_ids)) == 2
-        assert all(list(experience.keys.prompt_ids).count(prompt_id) == 4 for prompt_id in experience.keys.prompt_ids)
-        images = model.decode(experience.rollouts.latents)
+    both = [collect(place, learner, scorer, make_prompts(2), step) for step in (0, 1)]
+    lessons = [lesson_of(step, np.zeros(8), np.ones(8, bool)) for step, _ in both]
+    for (step, rollouts), lesson in zip(both, lessons, strict=True):
+        assert len(lesson.keys) == 8
+        assert len(set(lesson.keys.prompt_ids)) == 2
+        assert all(list(lesson.keys.prompt_ids).count(prompt_id) == 4 for prompt_id in lesson.keys.prompt_ids)
+        images = model.decode(rollouts.latents)
         assert images.shape == (8, 16, 32, 3)
-        assert experience.scores.reward == pytest.approx(1 - images.mean((1, 2, 3)) / 255)
-    pairs = [set(zip(e.keys.prompt_ids, e.keys.samples, strict=True)) for e in (first, second)]
+        assert step.scores.reward == pytest.approx(1 - images.mean((1, 2, 3)) / 255)
+    pairs = [set(zip(lesson.keys.prompt_ids, lesson.keys.samples, strict=True)) for lesson in lessons]
     assert len(pairs[0] | pairs[1]) == 16
-    assert first.rollouts.trajectory.steps.tolist() == [0, 1]
-    assert second.rollouts.trajectory.steps.tolist() == [1, 2]
-    again = generate(model, first.conditioning, first.keys, place.config.sampler, Plan((0, 1), (0, 1)), place.config.micro_batch)
-    assert torch.equal(again.latents, first.rollouts.latents)
+    (_, rollouts), (_, later) = both
+    assert rollouts.trajectory.steps.tolist() == [0, 1]
+    assert later.trajectory.steps.tolist() == [1, 2]
+    conditioning = lessons[0].conditioning.rows(torch.from_numpy(lessons[0].owner))
+    again = generate(model, conditioning, lessons[0].keys, place.config.sampler, Plan((0, 1), (0, 1)), place.config.micro_batch)
+    assert torch.equal(again.latents, rollouts.latents)
 
 
 def test_the_old_policy_generates_where_there_is_one(make_recipe, make_prompts, model, scorer):
@@ -304,15 +318,11 @@ def test_the_old_policy_generates_where_there_is_one(make_recipe, make_prompts, 
         place = Place(make_recipe(online=algorithm), 0, 0)
         policy = Policy(model, place.recipe.policy, 0)
         policy.ensure("old")
-        before = collect(
-            place, model, Learner(policy, place.online), scorer, make_prompts(6), model.encode, 0, Clock()
-        ).rollouts.latents
+        before = collect(place, Learner(policy, place.online), scorer, make_prompts(6), 0)[1].latents
         with torch.no_grad():
             for parameter in policy.parameters.values():
                 parameter += 0.02
-        after = collect(
-            place, model, Learner(policy, place.online), scorer, make_prompts(6), model.encode, 0, Clock()
-        ).rollouts.latents
+        after = collect(place, Learner(policy, place.online), scorer, make_prompts(6), 0)[1].latents
         assert torch.equal(before, after) == same
 
 
@@ -325,7 +335,7 @@ def watch_updates(monkeypatch):
         learner.updates += 1
         return {"loss": 0.0}
 
-    monkeypatch.setattr(loop.Learner, "update", watch)
+    monkeypatch.setattr(Learner, "update", watch)
     return batches
 
 
@@ -446,7 +456,7 @@ def test_windows_and_statistics_go_on_in_the_next_stage(make_recipe, base_folder
         return plan(window, denoising_steps, optimisation_step, seed)
 
     monkeypatch.setattr(loop, "load_scorer", lambda terms, guards: scorer)
-    monkeypatch.setattr(loop, "plan", watched)
+    monkeypatch.setattr(online_ahead, "plan", watched)
     folder, counts = start(place.recipe), []
     for name in ("first", "second"):
         train_online_folder(place, base_folder, folder, prompts, tmp_path / name, lambda metrics, step: None)

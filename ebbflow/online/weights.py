@@ -1,0 +1,77 @@
+"""Weights on their way from training to the rollout workers: in buckets, with a version, checked on arrival."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BUCKET = 256 * 2**20
+"""Bytes of a bucket; a tensor is never split, so one may be larger."""
+
+Tensors = dict[str, Tensor]
+
+
+class TransferError(RuntimeError):
+    """What arrived is not what was sent: names the version and both checksums."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A version of the weights that generate.
+
+    Attributes:
+        version: training steps of the stage that they have seen.
+        digest: of all of them, by ``checksum``; empty where the rollout worker shares the trainer's and nothing is sent.
+        buckets: where to find them: tensors by name, or what fetches them in another process.
+        size: bytes.
+    """
+
+    version: int
+    digest: str = ""
+    buckets: tuple[Any, ...] = ()
+    size: int = 0
+
+    def receive(self, fetch: Callable[[Any], Tensors]) -> Tensors:
+        """All tensors, checked.
+
+        Raises:
+            TransferError: something was lost or changed on the way.
+        """
+        received: Tensors = {}
+        for bucket in self.buckets:
+            received |= fetch(bucket)
+        if (found := checksum(received)) != self.digest:
+            raise TransferError(
+                f"the weights of version {self.version} arrived as {found[:12]} and were sent as {self.digest[:12]} (sha256): "
+                "nothing is generated with them; look at the memory and the network of the worker's machine"
+            )
+        return received
+
+
+def in_buckets(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Iterator[Tensors]:
+    """The tensors in their order, in parts of about ``size`` bytes."""
+    bucket: Tensors = {}
+    filled = 0
+    for name, tensor in tensors.items():
+        if bucket and filled + tensor.nbytes > size:
+            yield bucket
+            bucket, filled = {}, 0
+        bucket[name] = tensor
+        filled += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names, shapes, types and bytes, whatever the order."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        sha.update(f"{name} {list(tensor.shape)} {tensor.dtype};".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()

@@ -1,0 +1,128 @@
+"""What the roles of an online stage hand to each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.flow.windows import Plan
+from ebbflow.models import Conditioning
+from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.online import Role
+from ebbflow.rewards.combine import ScoreTable
+from ebbflow.rollouts.generate import SampleKeys
+
+
+@dataclass(frozen=True)
+class Part:
+    """Samples that a rollout worker generates at a time: whole groups of one step, about a micro-batch.
+
+    Attributes:
+        step: whose rollouts they are, from zero.
+        prompts: [N], of every sample.
+        conditioning: on the CPU, a row for each different prompt in their order; large, so it is repeated where it is used.
+        owner: integer [N], the row of each sample.
+        plan: of the step.
+    """
+
+    step: int
+    prompts: list[Prompt]
+    conditioning: Conditioning
+    owner: np.ndarray
+    keys: SampleKeys
+    sampler: Sampler
+    plan: Plan | None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What training is told of a step beside its rollouts: a row per sample.
+
+    Attributes:
+        conditioning, owner: as of a part, over all parts.
+        advantages: [N].
+        keep: bool [N], those worth training on.
+    """
+
+    step: int
+    conditioning: Conditioning
+    owner: np.ndarray
+    keys: SampleKeys
+    advantages: np.ndarray
+    keep: np.ndarray
+
+
+@dataclass(frozen=True)
+class Busy:
+    """When a worker was busy, in seconds since 1970, and what with."""
+
+    role: Role
+    worker: int
+    task: str
+    step: int
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass
+class Watch:
+    """Takes the time of a worker's tasks."""
+
+    role: Role
+    worker: int
+    busy: list[Busy] = field(default_factory=list)
+
+    @contextmanager
+    def task(self, name: str, step: int) -> Iterator[None]:
+        start = time.time()
+        yield
+        self.busy.append(Busy(self.role, self.worker, name, step, start, time.time()))
+
+    def told(self) -> list[Busy]:
+        """What was measured since the last time."""
+        told, self.busy = self.busy, []
+        return told
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a rollout worker says of a part; the rollouts and the images themselves go to those who need them.
+
+    Attributes:
+        version: of the weights that generated it: training steps of the stage that they had seen.
+        received: seconds that it took to receive and check those weights, 0 where they were there.
+    """
+
+    version: int
+    received: float
+    busy: list[Busy]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scores of a part."""
+
+    table: ScoreTable
+    busy: list[Busy]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the updates of a step did: metrics, averaged over them; optimiser steps of the stage so far; and all alarms."""
+
+    metrics: dict[str, float]
+    updates: int
+    alarms: list[str]
+    busy: list[Busy]

@@ -1,0 +1,115 @@
+"""How an online stage runs: who does its work, on what, and what is watched and kept beside the training."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ebbflow.recipe.base import Strict
+
+MODES = {
+    "sync": "every step trains on rollouts of the policy as it is",
+    "one_step_off": "while a step trains, the rollouts of the next are generated with the weights that it started from",
+    "async": "rollouts run up to 'staleness' steps ahead, with the newest weights at each of their parts; older ones are dropped",
+}
+Mode = Literal["sync", "one_step_off", "async"]
+Role = Literal["training", "rollout", "reward"]
+
+
+class Workers(Strict):
+    """The workers of one role, and how much of a machine each gets under ``placement: ray``."""
+
+    count: int = Field(1, ge=1)
+    cpus: float = Field(1, gt=0)
+    """Cores of each; a fraction shares one."""
+    gpus: float = Field(0, ge=0)
+    """GPUs of each; a fraction shares one."""
+    cores: list[int] | None = Field(None, min_length=1)
+    """Numbers of the CPU cores that these workers must stay on; left out, the system moves them."""
+
+
+class Resources(Strict):
+    """Who does the work of an online stage. In this process (``placement: in_process``) only ``reward.count`` may be above 1."""
+
+    training: Workers = Workers()
+    rollout: Workers = Workers()
+    reward: Workers = Workers()
+
+
+class Scoring(Strict):
+    """How patient an online stage is with its rewards; what fails in the end is masked and counted
+    (``rewards.max_failed_share``)."""
+
+    timeout: float = Field(600, gt=0)
+    """Seconds for the images of one part of a step."""
+    retries: int = Field(2, ge=0)
+    """Further attempts after a time-out, an error or the death of a worker."""
+
+
+class Parity(Strict):
+    """What another engine has to show before it may generate: log-probs like the training policy's, on the same noise."""
+
+    samples: int = Field(4, ge=1)
+    bar: float = Field(1e-3, gt=0)
+    """Largest |difference| of a sample's log-prob at a step, on the mean unit of all log-probs here."""
+
+
+class Validation(Strict):
+    """Samples of fixed validation prompts with fixed noise, before the first step and while the stage runs."""
+
+    every: int = Field(10, ge=1)
+    """Steps between two validations."""
+    prompts: int = Field(16, ge=1)
+    """Validation prompts, the first ones."""
+
+
+class Dumps(Strict):
+    """Rollouts kept to be looked at: images, and a JSON line for each with prompt, target, scores, policy version and seed."""
+
+    every: int = Field(10, ge=1)
+    """Steps between two dumps."""
+    samples: int = Field(16, ge=1)
+    """Images of a dump, the first ones of its step."""
+
+
+class Profile(Strict):
+    """Traces of torch's profiler, and the memory of GPUs, of some steps."""
+
+    steps: list[int] = Field([1], min_length=1)
+    """Numbers of the steps, from zero."""
+    roles: list[Role] = Field(["training", "rollout"], min_length=1)
+
+
+class Online(Strict):
+    """Keys of an online stage beside what it learns and how."""
+
+    mode: Mode = Field("sync", description="; ".join(f"{name}: {text}" for name, text in MODES.items()) + ".")
+    staleness: int = Field(1, ge=1)
+    """With mode ``async``: optimisation steps that the policy may be ahead of the rollouts that it learns from."""
+    placement: Literal["in_process", "ray"] = "in_process"
+    """Everything in one process; or workers of their own for training, rollouts and rewards, as Ray actors."""
+    resources: Resources = Resources()
+    transfer: Literal["store", "broadcast"] = "store"
+    """How weights reach the rollout workers: through Ray's object store, or by a broadcast of NCCL (GPUs) or gloo (CPUs)."""
+    engine: Literal["diffusers", "vllm_omni"] = "diffusers"
+    """What generates: the reference in the worker's own process, or vLLM-Omni in an environment of its own."""
+    parity: Parity = Parity()
+    scoring: Scoring = Scoring()
+    validation: Validation | None = None
+    dumps: Dumps | None = None
+    profile: Profile | None = None
+    checkpoint_every: int | None = Field(None, ge=1)
+    """Steps between two checkpoints; after each, all rollouts under way are used before the next are started."""
+
+    @model_validator(mode="after")
+    def _one_process_has_one_worker(self) -> Online:
+        if self.placement == "in_process" and (
+            several := [r for r in ("training", "rollout") if getattr(self.resources, r).count > 1]
+        ):
+            raise ValueError(
+                f"resources.{several[0]}.count above 1 needs processes of their own; set placement: ray, or leave it at 1"
+            )
+        if self.placement == "in_process" and self.transfer == "broadcast":
+            raise ValueError("transfer = 'broadcast' sends weights between processes; set placement: ray, or leave it out")
+        return self

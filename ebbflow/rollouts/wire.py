@@ -1,0 +1,131 @@
+"""What a rollout engine in a process of its own is told and answers: a JSON header and tensors as safetensors, nothing else.
+
+A message is two lengths of eight bytes (little-endian), the header and the tensors. Both processes import this module, so it
+needs no more than ``ebbflow.rollouts.generate`` does.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from ebbflow.flow.windows import Plan
+from ebbflow.models.base import Conditioning
+from ebbflow.recipe.choices import Sampler
+from ebbflow.rollouts.generate import Rollouts, SampleKeys, Trajectory
+
+LENGTHS = struct.Struct("<QQ")
+CPU = torch.device("cpu")
+
+Header = dict[str, Any]
+Tensors = Mapping[str, Tensor]
+Answer = Callable[[Header, Tensors], tuple[Header, Tensors]]
+
+
+def send(connection: socket.socket, header: Header, tensors: Tensors | None = None) -> None:
+    """Send a message; tensors come from any device."""
+    head = json.dumps(header).encode()
+    body = save({name: values.detach().to(CPU).contiguous() for name, values in (tensors or {}).items()})
+    connection.sendall(LENGTHS.pack(len(head), len(body)) + head)
+    connection.sendall(body)
+
+
+def receive(connection: socket.socket) -> tuple[Header, dict[str, Tensor]]:
+    """Wait for a message.
+
+    Raises:
+        EOFError: the other side is gone.
+    """
+    head, body = LENGTHS.unpack(_read(connection, LENGTHS.size))
+    return json.loads(_read(connection, head)), load(bytes(_read(connection, body)))
+
+
+def _read(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        if not (count := connection.recv_into(rest)):
+            raise EOFError("the other side has closed the connection")
+        rest = rest[count:]
+    return data
+
+
+def serve(connection: socket.socket, calls: Mapping[str, Answer]) -> None:
+    """Answer the calls that arrive, by the header's ``call``, until the other side is gone; an error is an answer too."""
+    while True:
+        try:
+            header, tensors = receive(connection)
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer, found = calls[header["call"]](header, tensors)
+        except Exception as error:  # whatever it is, the side that waits has to be told
+            traceback.print_exc()
+            answer, found = {"error": f"{type(error).__name__}: {error}"}, {}
+        send(connection, answer, found)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call of an engine's ``generate``."""
+
+    conditioning: Conditioning
+    keys: SampleKeys
+    sampler: Sampler
+    plan: Plan | None
+
+    def pack(self) -> tuple[Header, Tensors]:
+        header = {
+            "keys": {name: _integers(value) for name, value in vars(self.keys).items()},
+            "sampler": self.sampler.model_dump(),
+            "plan": None if self.plan is None else asdict(self.plan),
+            "guidance": [part.guidance for part in _sides(self.conditioning)],
+        }
+        sides = enumerate(_sides(self.conditioning))
+        return header, {f"{side} {name}": values for side, part in sides for name, values in part.tensors.items()}
+
+    @staticmethod
+    def unpack(header: Header, tensors: Tensors) -> Task:
+        plan = header["plan"]
+        if plan is not None:
+            plan = Plan(tuple(plan["stochastic"]), tuple(plan["trained"]), plan["tail"])
+        conditioning: Conditioning | None = None
+        for side, guidance in reversed(list(enumerate(header["guidance"]))):
+            named = [(name.split(" ", 1), values) for name, values in tensors.items()]
+            own = {name: values for (number, name), values in named if number == str(side)}
+            conditioning = Conditioning(own, conditioning, guidance)
+        assert conditioning is not None
+        return Task(conditioning, SampleKeys(**header["keys"]), Sampler.model_validate(header["sampler"]), plan)
+
+
+def _integers(value: Any) -> Any:
+    """Integers of any kind as JSON's."""
+    return np.asarray(value).tolist()
+
+
+def _sides(conditioning: Conditioning) -> list[Conditioning]:
+    """The conditioning and, where there is one, what guidance steers away from."""
+    return [conditioning, *([conditioning.negative] if conditioning.negative else [])]
+
+
+def pack_rollouts(rollouts: Rollouts, images: np.ndarray) -> dict[str, Tensor]:
+    """What an engine has generated, as tensors."""
+    trajectory = vars(rollouts.trajectory) if rollouts.trajectory else {}
+    return {"images": torch.from_numpy(images), "final latents": rollouts.latents, **trajectory}
+
+
+def unpack_rollouts(tensors: Tensors) -> tuple[Rollouts, np.ndarray]:
+    """The inverse of ``pack_rollouts``."""
+    rest = dict(tensors)
+    images, latents = rest.pop("images").numpy(), rest.pop("final latents")
+    return Rollouts(latents, Trajectory(**rest) if rest else None), images
