@@ -15,6 +15,8 @@ MODES = {
 }
 Mode = Literal["sync", "one_step_off", "async"]
 Role = Literal["training", "rollout", "reward"]
+VLLM_OMNI = ("sd3", "qwen_image")
+"""Families that the vLLM-Omni engine generates with."""
 
 
 class Workers(Strict):
@@ -104,12 +106,23 @@ class Online(Strict):
 
     @model_validator(mode="after")
     def _one_process_has_one_worker(self) -> Online:
-        if self.placement == "in_process" and (
-            several := [r for r in ("training", "rollout") if getattr(self.resources, r).count > 1]
-        ):
+        if self.placement == "ray":
+            return self
+        alone: tuple[Role, ...] = ("training", "rollout")
+        if several := [role for role in alone if getattr(self.resources, role).count > 1]:
             raise ValueError(
                 f"resources.{several[0]}.count above 1 needs processes of their own; set placement: ray, or leave it at 1"
             )
-        if self.placement == "in_process" and self.transfer == "broadcast":
+        if pinned := [role for role, workers in self.resources if workers.cores]:
+            raise ValueError(f"resources.{pinned[0]}.cores pins processes of their own; set placement: ray, or leave it out")
+        if self.transfer == "broadcast":
             raise ValueError("transfer = 'broadcast' sends weights between processes; set placement: ray, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _only_async_is_stale_by_choice(self) -> Online:
+        if self.mode != "async" and self.staleness != 1:
+            raise ValueError(
+                f"staleness = {self.staleness} is for mode: async; mode {self.mode!r} has none to choose, leave it out"
+            )
         return self

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, model
 from ebbflow.recipe.algorithms import Following
 from ebbflow.recipe.base import RecipeError, Strict, explain
 from ebbflow.recipe.model import Model
+from ebbflow.recipe.online import VLLM_OMNI
 from ebbflow.recipe.pretrained import Pretrained
 from ebbflow.recipe.rewards import Rewards
 from ebbflow.recipe.stages import AnyStage, OfflineStage, OnlineStage
@@ -122,6 +123,16 @@ class Recipe(Strict):
                 raise ValueError(
                     f"stages.{index}.rollout_precision = 'float32' cannot be had from weights kept in model.precision = "
                     f"{rough!r}; set model.precision to float32, or leave rollout_precision out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_know_the_family(self) -> Recipe:
+        for index, stage in enumerate(self.stages):
+            if isinstance(stage, OnlineStage) and stage.engine == "vllm_omni" and self.model.family not in VLLM_OMNI:
+                raise ValueError(
+                    f"stages.{index}.engine = 'vllm_omni' generates with {' and '.join(VLLM_OMNI)}, not with model.family = "
+                    f"{self.model.family!r}; set engine: diffusers, or leave it out"
                 )
         return self
 

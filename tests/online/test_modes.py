@@ -1,0 +1,232 @@
+"""Sync, one-step-off and async: which weights make which rollouts, and what becomes of those that are too old."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from ebbflow.models import load_model
+from ebbflow.online.loop import in_process, run_online_stage
+from ebbflow.recipe import RecipeError
+from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.combine import RewardError, Scorer
+from ebbflow.stage import Kept, Place
+from ebbflow.training.policy import Policy
+from ebbflow.training.update import Learner
+
+MODES = [{"mode": "sync"}, {"mode": "one_step_off"}, {"mode": "async", "staleness": 2}]
+NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
+TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
+
+
+@pytest.fixture
+def run(make_recipe, make_prompts, base_folder, scorer):
+    """Run an online stage; returns (policy, metrics of each step, what its generator was asked: (step, version, key rows))."""
+
+    def stage(judge=scorer, policy=None, rewards=None, around=lambda placement: placement, **online):
+        online = {"prompts_per_step": 3, "micro_batch": 4, **online}
+        place = Place(make_recipe(online=online, policy=policy or {}, rewards=rewards or {}), 0, 0)
+        trained = Policy(load_model(base_folder), place.recipe.policy, 0)
+        if place.keeps_old:
+            trained.ensure("old")
+        placement, asked, kept = in_process(place, Learner(trained, place.online), judge), [], Kept(None)
+        generate = placement.generator.generate
+
+        def watched(part, weights):
+            asked.append((part.step, weights.version, tuple(zip(part.keys.prompt_ids, part.keys.samples, strict=True))))
+            return generate(part, weights)
+
+        placement.generator.generate = watched
+        run_online_stage(place, around(placement), make_prompts(9), kept)
+        return trained, kept.metrics, asked
+
+    return stage
+
+
+def learnt(metrics):
+    return [{name: value for name, value in step.items() if not name.startswith(TIMED)} for step in metrics]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["mode"])
+@pytest.mark.parametrize("algorithm", ["mix_grpo", "flow_grpo", "grpo_guard"])
+def test_without_a_learning_rate_the_ratio_is_one_for_as_long_as_it_runs(run, mode, algorithm):
+    _, metrics, _ = run(**mode, algorithm={"name": algorithm}, steps=20, prompts_per_step=2, optimizer={"lr": 0})
+    assert len(metrics) == 20
+    for step in metrics:
+        assert step["ratio/mean"] == pytest.approx(1, abs=1e-6)
+        assert step["ratio/deviation"] < 1e-6
+
+
+@pytest.mark.parametrize("online", [{}, NFT], ids=["mix_grpo", "nft"])
+@pytest.mark.parametrize("policy", [{}, {"train": "lora", "rank": 4}], ids=["full", "lora"])
+def test_without_a_learning_rate_every_mode_is_the_same(run, online, policy):
+    modes = [run(**mode, **online, policy=policy, steps=4, optimizer={"lr": 0})[1] for mode in MODES]
+    same = [[{k: v for k, v in step.items() if not k.startswith("staleness")} for step in learnt(mode)] for mode in modes]
+    assert same[0] == same[1] == same[2]
+
+
+def test_one_step_off_generates_with_the_weights_that_the_step_before_started_from(run):
+    _, metrics, asked = run(mode="one_step_off", steps=4)
+    assert [(step, version) for step, version, _ in asked[::3]] == [(0, 0), (1, 0), (2, 1), (3, 2)]
+    assert [step["staleness/max"] for step in metrics] == [0, 1, 1, 1]
+    assert [step["staleness/mean"] for step in metrics] == [0, 1, 1, 1]
+    assert metrics[0]["ratio/first_deviation"] < 1e-6 < metrics[1]["ratio/first_deviation"]
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_async_runs_as_far_ahead_as_it_may(run, staleness):
+    _, metrics, asked = run(mode="async", staleness=staleness, steps=6)
+    assert [version for step, version, _ in asked[::3]] == [max(0, step - staleness) for step in range(6)]
+    assert max(step["staleness/max"] for step in metrics) == staleness
+    assert all(step["staleness/dropped_samples"] == 0 for step in metrics)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["mode"])
+def test_everything_is_generated_once_and_every_push_leaves_it_be(run, mode):
+    *_, asked = run(**mode, steps=5)
+    samples = [sample for _, _, rows in asked for sample in rows]
+    assert len(samples) == len(set(samples)) == 5 * 3 * 4
+
+
+def test_the_mode_changes_no_noise_and_no_prompt(run):
+    first, second, third = ([(step, rows) for step, _, rows in run(**mode, steps=3)[2]] for mode in MODES)
+    assert first == second == third
+
+
+class Late:
+    """A placement in which the first part of step 1 is late: it ends when three steps have been trained."""
+
+    def __init__(self, placement):
+        self.placement, self.late, self.version = placement, None, 0
+
+    def __getattr__(self, name):
+        return getattr(self.placement, name)
+
+    def hire(self, role, index):
+        worker = self.placement.hire(role, index)
+        return Straggler(worker, self) if role == "rollout" else worker
+
+    def publish(self, version):
+        self.version = version
+        return self.placement.publish(version)
+
+    def wait(self, calls, timeout):
+        shown = [call for call in calls if call is not self.late or self.version >= 3]
+        return self.placement.wait(shown, 0.01 if len(shown) < len(calls) else timeout)
+
+
+class Straggler:
+    """A rollout worker of a late placement."""
+
+    def __init__(self, worker, placement):
+        self.worker, self.placement = worker, placement
+
+    def start(self, method, part, weights):
+        call = self.worker.start(method, part, weights)
+        if part.step == 1 and self.placement.late is None:
+            self.placement.late = call
+        return call
+
+
+def test_async_overtakes_a_straggler_and_counts_what_came_too_late(run):
+    """Steps 2 and 3 are trained before step 1, whose samples are too old when its late part arrives: all are generated again."""
+    two = {"placement": "ray", "resources": {"rollout": {"count": 2}}}  # workers; the placement is the one of the test
+    _, metrics, asked = run(mode="async", staleness=2, steps=5, **two, around=Late)
+    assert [step["staleness/dropped_samples"] for step in metrics] == [0, 0, 0, 0, 12]
+    assert [step["staleness/max"] for step in metrics] == [0, 1, 1, 1, 0]
+    versions = [(step, version) for step, version, _ in asked]
+    assert versions.count((1, 0)) == versions.count((1, 4)) == 3
+    assert len(asked) == 5 * 3 + 3
+
+
+class Counting:
+    """Stub reward that notes in which threads it runs, and fails or hangs on some calls."""
+
+    name = "darkness"
+
+    def __init__(self, misbehave=lambda call: None):
+        self.calls, self.threads, self.misbehave = 0, [], misbehave
+
+    def unavailable(self):
+        return None
+
+    def __call__(self, images, prompts):
+        self.calls += 1
+        self.threads.append(threading.get_ident())
+        self.misbehave(self.calls)
+        return RewardResult(1 - images.mean((1, 2, 3)) / 255)
+
+
+def test_rewards_are_scored_beside_the_rollouts(run):
+    """A part is being scored while the next one is generated: the second rollout begins before the first score is there."""
+    begun, order = threading.Event(), []
+
+    def wait_for_the_next_rollout(call):
+        if call == 1:
+            order.append(begun.wait(20))
+
+    def around(placement):
+        generate = placement.generator.generate
+
+        def noted(part, weights):
+            if len(order) == 0 and placement.generator.asked:
+                begun.set()
+            placement.generator.asked = True
+            return generate(part, weights)
+
+        placement.generator.asked = False
+        placement.generator.generate = noted
+        return placement
+
+    reward = Counting(wait_for_the_next_rollout)
+    run(judge=Scorer(((reward, 1.0),)), around=around, steps=1)
+    assert order == [True]
+    assert threading.get_ident() not in reward.threads
+
+
+def test_rewards_are_in_order_however_long_each_takes(run):
+    """Three threads; the first part takes longest."""
+    plain = run(judge=Scorer(((Counting(), 1.0),)), steps=2)[1]
+    late = Counting(lambda call: time.sleep(0.3 if call in (1, 4) else 0))
+    mixed = run(judge=Scorer(((late, 1.0),)), steps=2, resources={"reward": {"count": 3}})[1]
+    assert learnt(plain) == learnt(mixed)
+
+
+def test_a_reward_that_fails_is_asked_again(run):
+    def fail_once(call):
+        if call == 2:
+            raise OSError("the server is busy")
+
+    plain = run(judge=Scorer(((Counting(), 1.0),)), steps=2)[1]
+    flaky = run(judge=Scorer(((Counting(fail_once), 1.0),)), steps=2)[1]
+    assert learnt(plain) == learnt(flaky)
+
+
+def test_a_reward_that_hangs_costs_its_images_and_is_counted(run):
+    """Two attempts; the four images of that part have no score, which the recipe allows or does not."""
+
+    def hang(call):
+        if call in (2, 3):  # both attempts at the second part
+            time.sleep(2)
+
+    stage = {"steps": 1, "scoring": {"timeout": 0.5, "retries": 1}}
+    with pytest.raises(RewardError, match=r"4 of 12 images.*max_failed_share.*no answer after 0.5 s \(attempt 2 of 2\)"):
+        run(judge=Scorer(((Counting(hang), 1.0),)), **stage)
+    _, (metrics,), _ = run(judge=Scorer(((Counting(hang), 1.0),)), rewards={"max_failed_share": 0.5}, **stage)
+    assert metrics["reward/scored_share"] == pytest.approx(8 / 12)
+    assert metrics["workers/replaced"] == 2
+    assert metrics["updates"] > 0
+
+
+def test_wrong_combinations_are_refused_with_the_way_out(make_recipe):
+    for keys, message in (
+        ({"resources": {"rollout": {"count": 2}}}, "rollout.count above 1 needs processes.*placement: ray"),
+        ({"transfer": "broadcast"}, "placement: ray"),
+        ({"staleness": 2}, "staleness.*mode: async"),
+        ({"resources": {"training": {"cores": [0]}}}, "cores.*placement: ray"),
+        ({"engine": "vllm_omni"}, "vllm_omni.*sd3 and qwen_image.*diffusers"),
+    ):
+        with pytest.raises(RecipeError, match=f"(?s){message}"):
+            make_recipe(online=keys)
