@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -213,12 +213,24 @@ def _stages(facts: _Facts, places: Sequence[Place], processes: int) -> dict[str,
     found: dict[str, Memory] = {}
     for place in places:
         if place.config.kind == "online":
-            found[f"{place.label} training"] = facts.online(place)
+            found |= _online(facts, place)
             continue
         if not place.offline.pairs:
             found[f"{place.label} rollout"] = facts.rollout(place)
         found[f"{place.label} training"] = facts.offline(place, processes)
     return found
+
+
+def _online(facts: _Facts, place: Place) -> dict[str, Memory]:
+    """Everything in one process; or a rank of training, a rollout worker and a reward worker under Ray."""
+    if place.online.placement == "in_process":
+        return {f"{place.label} training": facts.online(place)}
+    rewards = Memory(others=_reward_bytes(facts.recipe.rewards.terms))
+    return {
+        f"{place.label} training": facts.online_rank(place),
+        f"{place.label} rollout": facts.rollout(place),
+        f"{place.label} rewards": rewards,
+    }
 
 
 @dataclass(frozen=True)
@@ -286,22 +298,29 @@ class _Facts:
 
     def online(self, place: Place) -> Memory:
         """Rollout, rewards and training take turns in one process; the samples of a step stay."""
-        config = place.online
+        alone, config = self.online_rank(place), place.online
         samples = config.prompts_per_step * config.group_size
-        kept, _ = units_of(place)
-        steps = trained_steps(place)
-        share = math.ceil(kept / config.updates_per_step)  # of the samples, in an update
-        recorded = 3 * steps if place.config.hyper.kind == "trajectory" else 0
-        return Memory(
-            weights=self.weights(self.recipe.model.precision),
-            optimizer=12 * self.trained,
-            copies=self.copies(place),
-            activations=max(
-                self._generating(samples, config.micro_batch, config.rollout_precision or self.recipe.model.precision),
-                self._training(place),
-            ),
-            samples=samples * (self.prompt_bytes + self.latents * (1 + recorded)) + self._update(place, share),
+        generating = self._generating(samples, config.micro_batch, config.rollout_precision or self.recipe.model.precision)
+        return replace(
+            alone,
+            activations=max(generating, alone.activations),
             others=_reward_bytes(self.recipe.rewards.terms),
+        )
+
+    def online_rank(self, place: Place) -> Memory:
+        """A process that only trains, on the samples of a step; one of several shards the model and gets its share of them."""
+        config, ranks = place.online, place.online.resources.training.count
+        weights, (kept, _) = self.weights(self.recipe.model.precision), units_of(place)
+        share = math.ceil(kept / config.updates_per_step / ranks)  # of the samples, in an update
+        recorded = 3 * trained_steps(place) if place.config.hyper.kind == "trajectory" else 0
+        samples = config.prompts_per_step * config.group_size
+        return Memory(
+            weights=weights // ranks + (weights // self.sizes.blocks if ranks > 1 else 0),
+            optimizer=12 * self.trained // ranks,
+            copies=self.copies(place) // ranks,
+            activations=self._training(place),
+            samples=samples * (self.prompt_bytes + self.latents * (1 + recorded)) + self._update(place, share),
+            loading=self.weights("float32") if ranks > 1 else 0,
         )
 
     def offline(self, place: Place, processes: int) -> Memory:

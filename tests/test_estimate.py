@@ -36,7 +36,7 @@ from ebbflow.offline.training import train_epochs, write_advantages
 from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.rewards.combine import Scorer
-from ebbflow.stage import Place
+from ebbflow.stage import Kept, Place
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 from tests.conftest import TINY_SIZES, Darkness
@@ -65,7 +65,7 @@ def test_weights_copies_and_optimiser_take_what_their_tensors_take(make_recipe, 
     policy.ensure("old")
     policy.ensure("ema")
     learner = Learner(policy, place.online)
-    run_online_stage(place, in_process(place, learner, scorer), make_prompts(8), lambda metrics, step: None)
+    run_online_stage(place, in_process(place, learner, scorer), make_prompts(8), Kept())
     memory = estimate(recipe).memory["1.1 online training"]
     held = [value for copy in policy.copies.values() for value in copy.values()]
     moments = [value for state in learner.optimizer.state.values() for value in state.values() if value.ndim]
@@ -258,7 +258,7 @@ def test_an_online_stage_evaluates_the_network_as_often(make_recipe, make_prompt
     policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
     if place.keeps_old:
         policy.ensure("old")
-    run_online_stage(place, in_process(place, Learner(policy, place.online), scorer), make_prompts(8), lambda metrics, step: None)
+    run_online_stage(place, in_process(place, Learner(policy, place.online), scorer), make_prompts(8), Kept())
     work = estimate(recipe).work["1.1 online"]
     assert (work.samples, work.shards) == (3 * 2 * 4, 0)
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
@@ -277,7 +277,7 @@ def test_guidance_doubles_the_work_of_a_real_family(tiny_recipe, make_prompts, s
     model = load_model(Path(recipe.model.path), recipe.model)
     policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
     place = Place(recipe, 0, 0)
-    run_online_stage(place, in_process(place, Learner(policy, place.online), scorer), make_prompts(4), lambda metrics, step: None)
+    run_online_stage(place, in_process(place, Learner(policy, place.online), scorer), make_prompts(4), Kept())
     work = estimate(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
     assert work.denoising == 8 * 3 * (1 + guided)
@@ -305,7 +305,7 @@ def train_on(place, model, policy, prompts, shard, folder):
     score_shard(place, Scorer(((Darkness(), 1.0),)), prompts, shard, scores)
     write_advantages(place, [scores], advantages)
     learner = Learner(policy, place.offline)
-    train_epochs(place, model, learner, prompts, [shard], advantages, lambda metrics, step: None)
+    train_epochs(place, model, learner, prompts, [shard], advantages, Kept())
 
 
 def test_a_shard_is_keys_latents_and_pictures(tiny_recipe):
@@ -328,6 +328,24 @@ def test_policies_hold_their_copies_and_there_is_one_for_every_stage(make_recipe
 
 
 # --- what people see
+
+
+def test_workers_of_their_own_hold_what_their_role_needs(tiny_recipe):
+    """Rollouts need neither optimiser nor rewards, training neither rewards nor a VAE, and ranks share the model."""
+    rewards = {"terms": [{"name": "pickscore"}], "guards": []}
+    stage = {"kind": "online", "sampler": {"name": "flow_sde", "steps": 4}}
+    roles = {}
+    for count in (1, 2):
+        apart = {"placement": "ray", "resources": {"training": {"count": count}}}
+        roles[count] = estimate(tiny_recipe("sd3", rewards=rewards, stages=[stage | apart])).memory
+    together = estimate(tiny_recipe("sd3", rewards=rewards, stages=[stage])).memory["1.1 online training"]
+    alone, shared = (roles[count]["1.1 online training"] for count in (1, 2))
+    rollout, judge = (roles[1][f"1.1 online {role}"] for role in ("rollout", "rewards"))
+    assert judge.total == together.others > 0
+    assert (rollout.optimizer, rollout.others, alone.others) == (0, 0, 0)
+    assert alone.optimizer == together.optimizer == 2 * shared.optimizer
+    assert alone.total < together.total
+    assert shared.loading == alone.weights  # before it is shared out; with two blocks on two ranks nothing is gained after
 
 
 def test_the_text_names_the_numbers():

@@ -141,12 +141,12 @@ class Policy:
         if card.config.model_copy(update={"start": self.config.start}) != self.config:
             raise PolicyError(f"{folder} holds a policy of {card.config}, the recipe asks for {self.config}; use its own recipe")
         if _has_weights(folder):
-            self.assign(self._distributed(_read_parameters(folder, self.model, self.config, self.parameters)))
+            self.assign(self.distributed(_read_parameters(folder, self.model, self.config, self.parameters)))
         else:
             self.assign(self.copies["reference"])  # a folder of the base model has no weights of its own
         if to_train:
             for name in card.copies:
-                self.copies[name] = self._distributed(load_file(folder / name / "parameters.safetensors"))
+                self.copies[name] = self.distributed(load_file(folder / name / "parameters.safetensors"))
             if ITERATE in self.copies:
                 self.snapshot("ema")
                 self.assign(self.copies.pop(ITERATE))
@@ -163,9 +163,9 @@ class Policy:
         self.snapshot(name)
         self.assign(current)
 
-    def _distributed(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
+    def distributed(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors in the layout of the parameters: moved to their device, sharded where they are."""
-        return {key: _like(full[key].to(p.device), p) for key, p in self.parameters.items()}
+        return {key: like(full[key].to(p.device), p) for key, p in self.parameters.items()}
 
     def save(self, folder: Path, card: PolicyCard, write: bool = True, statistics: dict[str, Any] | None = None) -> None:
         """Write a policy folder. Under FSDP every rank must call it; those with ``write=False`` only take part in gathering.
@@ -176,8 +176,8 @@ class Policy:
         parameters = {key: p.detach() for key, p in self.parameters.items()}
         served = self.copies["ema"] if self.config.ema else parameters
         kept = {name: parameters if name == ITERATE else self.copies[name] for name in card.copies}
-        full = _gathered(served, write)
-        copies = {name: _gathered(values, write) for name, values in kept.items()}
+        full = gathered(served, write)
+        copies = {name: gathered(values, write) for name, values in kept.items()}
         if not write:
             return
         with new_folder(folder) as unfinished:
@@ -247,11 +247,12 @@ def _lora_config(model: Model, config: PolicyConfig) -> LoraConfig:
     return LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, init_lora_weights="gaussian")
 
 
-def _like(full: Tensor, parameter: Tensor) -> Tensor:
+def like(full: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor, sharded as a parameter is."""
     return distribute_tensor(full, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else full
 
 
-def _gathered(values: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+def gathered(values: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Whole tensors on the CPU, for the process that keeps them; the others only take part."""
     return {key: full for key, value in values.items() if (full := _full(value)) is not None and keep}
 
