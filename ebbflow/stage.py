@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,8 +23,28 @@ from ebbflow.rollouts.generate import SampleKeys
 from ebbflow.training.policy import ITERATE, STATISTICS, Policy, PolicyCard, PolicyError, read_card
 from ebbflow.training.update import Learner
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from PIL import Image
+
 Log = Callable[[dict[str, float], int], None]
 """Takes the metrics of a training step and the step's number."""
+
+
+class Journal(Protocol):
+    """Takes what a stage shows of itself; ``ebbflow.tracking.runs.Node`` is one."""
+
+    def log_metrics(self, values: Mapping[str, float], step: int) -> None:
+        """The metrics of a training step, or some of them."""
+
+    def log_table(self, name: str, table: pa.Table) -> None:
+        """A table, by its path without an ending."""
+
+    def log_image(self, key: str, image: Image.Image | bytes, step: int) -> None:
+        """A picture, one of several with this key."""
+
+    def log_file(self, path: str, content: bytes) -> None:
+        """A file, by its path."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +137,37 @@ def _require_same_base(card: PolicyCard, other: PolicyCard, folder: Path) -> Non
 
 @dataclass
 class Kept:
-    """A log that also keeps what it was told, for the report."""
+    """A journal that passes everything on to another, if there is one, and keeps the metrics for the report."""
 
-    log: Log | None
-    """Where to pass it on, if anywhere."""
-    metrics: list[dict[str, float]] = field(default_factory=list)
+    journal: Journal | None = None
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By the number of the step."""
 
-    def __call__(self, metrics: dict[str, float], step: int) -> None:
-        self.metrics.append({"step": step, **metrics})
-        if self.log:
-            self.log(metrics, step)
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One dictionary per step, with the key ``step``."""
+        return list(self.rows.values())
+
+    def log_metrics(self, values: Mapping[str, float], step: int) -> None:
+        self.rows.setdefault(step, {"step": step}).update(values)
+        if self.journal:
+            self.journal.log_metrics(values, step)
+
+    def log_table(self, name: str, table: pa.Table) -> None:
+        if self.journal:
+            self.journal.log_table(name, table)
+
+    def log_image(self, key: str, image: Image.Image | bytes, step: int) -> None:
+        if self.journal:
+            self.journal.log_image(key, image, step)
+
+    def log_file(self, path: str, content: bytes) -> None:
+        if self.journal:
+            self.journal.log_file(path, content)
+
+    def resume(self, rows: Sequence[dict[str, float]]) -> None:
+        """Keep what an earlier attempt at the stage was told; it has passed that on itself."""
+        self.rows = {int(row["step"]): row for row in rows}
 
     def write(self, path: Path) -> None:
         """The kept metrics as a JSON list with one object per step."""

@@ -94,6 +94,44 @@ class TrainingGroup(Pod):
     grace_period: SomeOrNone = 300
 
 
+class RayWorkers(Strict):
+    """Pods of a Ray cluster that are alike; the actors of a stage share them."""
+
+    name: Annotated[str, Field(pattern="^[a-z]([-a-z0-9]*[a-z0-9])?$")] = "workers"
+    """Of the group: small letters, digits and hyphens."""
+    replicas: Some = 1
+    """Pods."""
+    image: str | None = None
+    """Without one, that of the cluster."""
+    cpu: Some = 4
+    mem: Size = "16Gi"
+    ephemeral_storage: Size | None = None
+    gpus: SomeOrNone = 0
+
+
+class RayCluster(Pod):
+    """The Ray cluster of an online stage with ``placement: ray``, which lives as long as the stage.
+
+    Cores, memory and disk are those of its head, where the stage's own process runs and no actor; what else is here is for all
+    pods.
+    """
+
+    cpu: Some = 2
+    mem: Size = "8Gi"
+    gpus: Annotated[int, Field(ge=0, le=0)] = 0
+    """None: models are in the workers."""
+    shared_memory: Size | None = "4Gi"
+    """As of every pod; Ray keeps rollouts and weights on their way there, and on disk what does not fit."""
+    grace_period: SomeOrNone = 300
+    workers: Annotated[list[RayWorkers], Field(min_length=1)] = [RayWorkers()]
+
+    @model_validator(mode="after")
+    def _an_accelerator_is_a_gpu(self) -> Self:
+        if self.accelerator and not any(group.gpus for group in self.workers):
+            raise ValueError(f"accelerator = {self.accelerator!r} needs workers with gpus; set theirs or leave accelerator out")
+        return self
+
+
 class Downloader(Pod):
     """The download of a base model: tens of GB on their way to the artifact store."""
 
@@ -126,6 +164,7 @@ class Deployment(Strict):
     scorer: Scorer = Scorer()
     accelerated: Accelerated = Accelerated()
     training_group: TrainingGroup = TrainingGroup()
+    ray_cluster: RayCluster = RayCluster()
 
 
 def read_deployment(environment: Mapping[str, str]) -> Deployment:

@@ -14,6 +14,7 @@ KINDS = {
     "scorer": "rewards of offline stages",
     "accelerated": "text encoding, rollouts, online training, evaluations",
     "training_group": "offline training",
+    "ray_cluster": "head of online stages with placement: ray",
 }
 
 
@@ -39,4 +40,7 @@ def _machines() -> str:
         processes = DEPLOYMENT.train_processes if kind == "training_group" else 1
         gpus = f"{pod.gpus * processes} x {pod.accelerator or 'GPU'}" if pod.gpus else "no GPU"
         lines.append(f"  {kind} ({what}): processes {processes}, cores {pod.cpu * processes}, {pod.mem}, {gpus}")
+    for group in DEPLOYMENT.ray_cluster.workers:
+        gpus = f"{group.gpus} x {DEPLOYMENT.ray_cluster.accelerator or 'GPU'}" if group.gpus else "no GPU"
+        lines.append(f"  ray_cluster, {group.replicas} x {group.name} (actors): cores {group.cpu}, {group.mem}, {gpus}")
     return "\n".join(lines)

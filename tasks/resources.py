@@ -6,11 +6,13 @@ import os
 from typing import Any
 
 from flytekit import PodTemplate, Resources, Secret
+from flytekit.core.resources import pod_spec_from_resources
 from flytekit.extras.accelerators import GPUAccelerator
 from flytekitplugins.kfpytorch import Elastic
+from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from kubernetes.client import V1Container, V1PodSpec
 
-from tasks.deployment import Pod, pod_environment, read_deployment
+from tasks.deployment import Pod, RayWorkers, pod_environment, read_deployment
 from tasks.images import cpu_image
 
 DEPLOYMENT = read_deployment(os.environ)
@@ -58,17 +60,34 @@ def training_group() -> dict[str, Any]:
     return {"task_config": config} | _task(DEPLOYMENT.training_group, processes)
 
 
+def ray_cluster() -> dict[str, Any]:
+    """The head of a Ray cluster and its workers, as large as they are when they are registered: no autoscaler.
+
+    A pod template replaces all that the head's resources would be for the workers, the image included.
+    """
+    cluster = DEPLOYMENT.ray_cluster
+    config = RayJobConfig(
+        head_node_config=HeadNodeConfig(ray_start_params={"num-cpus": "0"}),
+        worker_node_config=[_ray_workers(group) for group in cluster.workers],
+        shutdown_after_job_finishes=True,
+    )
+    return {"task_config": config} | _task(cluster)
+
+
+def _ray_workers(group: RayWorkers) -> WorkerNodeConfig:
+    resources = _resources(group)
+    pod = pod_spec_from_resources("ray-worker", resources, resources)
+    pod.containers[0].image = group.image
+    number = group.replicas
+    return WorkerNodeConfig(group.name, number, number, number, pod_template=PodTemplate(pod_spec=pod))
+
+
 def _task(pod: Pod, processes: int = 1) -> dict[str, Any]:
     """The arguments of ``@task`` for a pod whose cores and GPUs count for each process.
 
     The pod template is new for every task, as Flyte may write into it, and names no resources: those of the task replace them.
     """
-    resources = Resources(
-        cpu=str(pod.cpu * processes),
-        mem=pod.mem,
-        gpu=str(pod.gpus * processes) if pod.gpus else None,
-        ephemeral_storage=pod.ephemeral_storage,
-    )
+    resources = _resources(pod, processes)
     template = V1PodSpec(containers=[V1Container(name="primary")], termination_grace_period_seconds=pod.grace_period)
     return {
         "container_image": pod.image or (cpu_image(registry) if (registry := DEPLOYMENT.image_registry) else None),
@@ -81,3 +100,12 @@ def _task(pod: Pod, processes: int = 1) -> dict[str, Any]:
         "retries": pod.retries,
         "environment": pod_environment(DEPLOYMENT),
     }
+
+
+def _resources(pod: Pod | RayWorkers, processes: int = 1) -> Resources:
+    return Resources(
+        cpu=str(pod.cpu * processes),
+        mem=pod.mem,
+        gpu=str(pod.gpus * processes) if pod.gpus else None,
+        ephemeral_storage=pod.ephemeral_storage,
+    )

@@ -36,10 +36,10 @@ def train_offline(
 
     place, trained, metrics = Place(recipe, round, stage), scratch("policy"), scratch("metrics.json")
     with process_group() as ranks, node_run(run, place.label) if ranks.rank == 0 else nullcontext() as node:
-        kept = Kept(node.log_metrics if node else None)
+        kept = Kept(node)
         shards = [fetch(shard) for shard in rollouts]
         record = train_offline_folder(
-            place, fetch(base.folder), fetch(policy.folder), fetch(prompts), shards, fetch(advantages), trained, kept
+            place, fetch(base.folder), fetch(policy.folder), fetch(prompts), shards, fetch(advantages), trained, kept.log_metrics
         )
         if node:
             log_stage(node, record)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
@@ -12,22 +15,42 @@ from tasks.files import fetch, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
+if TYPE_CHECKING:
+    from ebbflow.online.ray_placement import Folders
+    from ebbflow.stage import Place
+
 
 @task(**accelerated())
 def train_online(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
     """The policy folder after the stage."""
+    from ebbflow.stage import Place
+
+    place = Place(recipe, round, stage)
+    teacher = fetch(FlyteDirectory(place.teacher)) if place.teacher else None
+    return train_stage(place, run, fetch(base.folder), policy, prompts, teacher)
+
+
+def train_stage(
+    place: Place,
+    run: TrackedRun,
+    base: Path,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    teacher: Path | None = None,
+    actors: Folders | None = None,
+) -> TrainedPolicy:
+    """The stage with its node of the run; with ``actors`` nothing is read at ``base`` and ``teacher``, they find it there."""
     from ebbflow.online.loop import train_online_folder
-    from ebbflow.stage import Kept, Place
+    from ebbflow.stage import Kept
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.tracking.runs import node_run
 
-    place, trained, metrics = Place(recipe, round, stage), scratch("policy"), scratch("metrics.json")
+    trained, metrics = scratch("policy"), scratch("metrics.json")
     with node_run(run, place.label) as node:
-        kept = Kept(node.log_metrics)
-        teacher = fetch(FlyteDirectory(place.teacher)) if place.teacher else None
-        record = train_online_folder(place, fetch(base.folder), fetch(policy.folder), fetch(prompts), trained, kept, teacher)
+        kept = Kept(node)
+        record = train_online_folder(place, base, fetch(policy.folder), fetch(prompts), trained, kept, teacher, actors)
         log_stage(node, record)
     kept.write(metrics)
     return TrainedPolicy(folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)))

@@ -34,7 +34,7 @@ from ebbflow.recipe.rewards import reward
 from ebbflow.recipe.stages import OnlineStage
 from ebbflow.rewards.combine import RewardError, load_scorer
 from ebbflow.rollouts.generate import SampleKeys, generate
-from ebbflow.stage import Place
+from ebbflow.stage import Kept, Place
 from ebbflow.training.policy import Policy, write_base_policy
 from ebbflow.training.update import Learner
 
@@ -133,11 +133,11 @@ def train(make_recipe, make_prompts, base_folder, scorer):
 
     def run(algorithm, judge=scorer, **online):
         recipe = make_recipe(online={"algorithm": algorithm, "reference": {"weight": 0}, **online})
-        place, model, logged = Place(recipe, 0, 0), load_model(base_folder), []
+        place, model, kept = Place(recipe, 0, 0), load_model(base_folder), Kept()
         learner = Learner(Policy(model, recipe.policy, 0), place.online)
         before = {name: value.detach().clone() for name, value in learner.policy.parameters.items()}
-        record = run_online_stage(place, in_process(place, learner, judge), make_prompts(6), lambda metrics, step: logged.append(metrics))
-        return learner, before, logged, record
+        record = run_online_stage(place, in_process(place, learner, judge), make_prompts(6), kept)
+        return learner, before, kept.metrics, record
 
     return run
 

@@ -31,6 +31,7 @@ from tasks.start_run import start_run
 from tasks.train_base_model import train_base_model
 from tasks.train_offline import train_offline
 from tasks.train_online import train_online
+from tasks.train_online_ray import train_online_ray
 from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 from tasks.write_report import write_report
 
@@ -114,8 +115,11 @@ def train_rounds(
 def online_stage(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
-    """Fresh samples, immediate updates: one task."""
-    return train_online(recipe=recipe, run=run, base=base, policy=policy, prompts=prompts, round=round, stage=stage)
+    """Fresh samples, immediate updates: one task, in one process or on a Ray cluster."""
+    config = recipe.stages[stage]
+    assert config.kind == "online"
+    train = train_online_ray if config.placement == "ray" else train_online
+    return train(recipe=recipe, run=run, base=base, policy=policy, prompts=prompts, round=round, stage=stage)
 
 
 def offline_stage(

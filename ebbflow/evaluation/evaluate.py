@@ -84,8 +84,8 @@ def evaluate(
     return Evaluation(
         label=label,
         policy_version=version,
-        held_out=_means(scores, held_out),
-        validation=_means(scores, ~held_out),
+        held_out=means(scores, held_out),
+        validation=means(scores, ~held_out),
         coverage=float(np.isfinite(scores.reward[held_out]).mean()),
         velocity_drift=_drift(recipe, model, policy, prompts, encode, latents),
         seconds=dict(clock.seconds),
@@ -148,7 +148,7 @@ def _velocities(recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, prompt
     return torch.cat(parts)
 
 
-def _means(scores: ScoreTable, rows: np.ndarray) -> dict[str, float]:
+def means(scores: ScoreTable, rows: np.ndarray | slice = slice(None)) -> dict[str, float]:
     """Mean of every metric that was measured at all over the given rows."""
     columns = {"reward": scores.reward, **scores.metrics}
     return {name: float(np.nanmean(values[rows])) for name, values in columns.items() if np.isfinite(values[rows]).any()}

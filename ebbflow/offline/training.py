@@ -27,12 +27,9 @@ from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import SampleKeys
 from ebbflow.stage import Log, Place, open_model, open_policy, save_policy
 from ebbflow.timing import Clock
-from ebbflow.training.batches import forward_batch, passes
+from ebbflow.training.batches import Units, deal, forward_batch, share, shared_passes
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.update import Learner, TrainingError
-
-Units = list[np.ndarray]
-"""Positions in a shard's trainable rows; those of a unit stay together."""
 
 
 def write_advantages(place: Place, scores: list[Path], path: Path) -> dict[str, float]:
@@ -144,13 +141,7 @@ def _update(place: Place, learner: Learner, part: Part, ranks: Ranks) -> dict[st
     device = part.conditioning.device
     clean, advantage = part.clean.to(device), part.advantage.to(device)
     batch = forward_batch(clean, part.conditioning, advantage, part.keys, part.unit, hyper, visit=part.epoch)
-    return learner.update(batch, _passes(part.units, ranks.world, hyper.noise_levels, place.config.micro_batch))
-
-
-def _passes(units: Units, world: int, draws: int, micro_batch: int) -> int:
-    """Passes of about ``micro_batch`` terms that every process can take part in: their shares may differ by one unit."""
-    largest, smallest = math.ceil(len(units) / world) * draws, len(units) // world * draws
-    return min(passes(largest, max(map(len, units)), micro_batch), smallest)
+    return learner.update(batch, shared_passes(part.units, ranks.world, hyper.noise_levels, place.config.micro_batch))
 
 
 def _trainable_rows(place: Place, path: Path, advantages: pa.Table) -> Shard:
@@ -214,7 +205,7 @@ def _part(
     ranks: Ranks,
 ) -> Part:
     """This process's part of a batch."""
-    mine = _deal(batch, ranks.world)[ranks.rank]
+    mine = share(batch, ranks)
     rows = np.concatenate(mine)
     keys = SampleKeys(place.seed, shard.prompt_ids[rows].tolist(), shard.samples[rows].tolist())
     unit = np.repeat(np.arange(len(mine)), [len(unit) for unit in mine])
@@ -225,12 +216,7 @@ def _part(
 def _batches(units: Units, batch_size: int, world: int) -> list[Units]:
     """The units in equal batches of about ``batch_size`` samples, each with a unit for every process: no small last one."""
     samples = sum(map(len, units))
-    return _deal(units, min(math.ceil(samples / batch_size), len(units) // world))
-
-
-def _deal(units: Units, count: int) -> list[Units]:
-    """The units in ``count`` runs of about as many units."""
-    return [[units[i] for i in part] for part in np.array_split(np.arange(len(units)), count)]
+    return deal(units, min(math.ceil(samples / batch_size), len(units) // world))
 
 
 def _order(seed: int, epoch: int, place: int, count: int) -> np.ndarray:

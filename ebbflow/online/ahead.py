@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import setitem
 
 import numpy as np
 
@@ -14,10 +16,10 @@ from ebbflow.flow.windows import Plan, plan
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.placement import Call, Handle, Placement
 from ebbflow.online.pool import Desk, Job, Pool
-from ebbflow.online.weights import Weights
 from ebbflow.online.work import Busy, Generated, Lesson, Part, Scored
 from ebbflow.recipe.stages import OnlineStage
 from ebbflow.rewards.combine import RewardError, ScoreTable
+from ebbflow.rollouts.weights import Weights
 from ebbflow.stage import Place
 
 
@@ -80,22 +82,29 @@ class Ahead:
     Attributes:
         desk: keeps them at work while something else is waited for.
         newest: the weights that generate from now on.
+        busy: what the workers said of their time, also over samples that were dropped.
     """
 
-    def __init__(self, place: Place, placement: Placement, prompts: list[Prompt], embeddings: Embeddings) -> None:
-        """``prompts``: the training split."""
+    def __init__(self, place: Place, placement: Placement, prompts: list[Prompt], embeddings: Embeddings, first: int = 0) -> None:
+        """``prompts``: the training split; ``first``: the step that the stage goes on with."""
         config = place.online
         self.place, self.placement, self.prompts, self.embeddings = place, placement, prompts, embeddings
         self.rollout = Pool(placement, "rollout", config.resources.rollout.count)
         self.reward = Pool(placement, "reward", config.resources.reward.count, config.scoring.timeout, config.scoring.retries)
         self.desk = Desk(placement, [self.reward, self.rollout])
         self.newest = Weights(0)
-        self.waiting = deque(range(place.online.steps))
+        self.busy: list[Busy] = []
+        self.waiting = deque(range(first, place.online.steps))
         self.open: list[Step] = []
 
-    def fill(self, at_least: int = 0) -> None:
-        """Begin with as many steps as the mode allows to be under way, and ``at_least`` so many."""
-        while self.waiting and len(self.open) < max(at_least, lead(self.place.online)):
+    def fill(self, step: int, at_least: int = 0) -> None:
+        """Begin with as many steps as may be under way in training step ``step``, and ``at_least`` so many.
+
+        None of them goes beyond the next checkpoint: what is under way would be missing in it.
+        """
+        every = self.place.online.checkpoint_every
+        end = (step // every + 1) * every if every else self.place.online.steps
+        while self.waiting and self.waiting[0] < end and len(self.open) < max(at_least, lead(self.place.online)):
             self._begin(self.waiting.popleft())
 
     def _begin(self, step: int) -> None:
@@ -107,61 +116,69 @@ class Ahead:
 
     def take(self, version: int) -> Step:
         """The first step that is whole, with samples of weights not too old for a policy of ``version``; waits for it."""
-        found: list[Step] = []
 
-        def look() -> bool:
-            found[:] = [step for step in self.open if step.whole and not self._drop_stale(step, version)][:1]
-            return bool(found)
+        def there() -> bool:
+            self._drop_stale(version)
+            return any(step.whole for step in self.open)
 
-        self.desk.until(look)
-        self.open.remove(found[0])
-        return found[0]
+        self.desk.until(there)
+        taken = next(step for step in self.open if step.whole)
+        self.open.remove(taken)
+        return taken
 
     def _plan(self, step: int) -> Plan | None:
-        config = self.place.config
-        return (
-            plan(config.window, config.sampler.steps, self.placement.steps_before + step, self.place.seed)
-            if config.window
-            else None
-        )
+        window, before = self.place.config.window, self.placement.steps_before
+        return plan(window, self.place.config.sampler.steps, before + step, self.place.seed) if window else None
 
     def _generate(self, step: Step, index: int) -> None:
         """Newest weights count when a worker takes the part if the mode is ``async``, and otherwise now."""
-        part, now, late = step.parts[index], self.newest, self.place.online.mode == "async"
+        now, late = self.newest, self.place.online.mode == "async"
+        self.sample(step.parts[index], lambda: self.newest if late else now, partial(setitem, step.harvest, index))
+
+    def sample(self, part: Part, weights: Callable[[], Weights], done: Callable[[Harvest], None], guards: bool = False) -> None:
+        """Let a part be generated and scored, and ``done`` have what became of it.
+
+        Args:
+            weights: asked for when a worker takes the part.
+            guards: whether to score with them too, as a validation does.
+        """
 
         def generated(call: Call, report: Generated) -> None:
-            self._score(step, index, call, report)
+            self.busy += report.busy
+            self._score(part, call, report, done, guards)
 
-        self.rollout.submit(Job("generate", lambda: (part, self.newest if late else now), generated))
+        self.rollout.submit(Job("generate", lambda: (part, weights()), generated))
 
-    def _score(self, step: Step, index: int, call: Call, generated: Generated) -> None:
-        part, (rollouts, images) = step.parts[index], call.values
+    def _score(self, part: Part, call: Call, generated: Generated, done: Callable[[Harvest], None], guards: bool) -> None:
+        rollouts, images = call.values
+        traced = self.place.online.traces("reward", part.step) and not guards
 
-        def done(_: Call | None, scored: Scored) -> None:
-            busy = generated.busy + scored.busy
-            step.harvest[index] = Harvest(part, rollouts, images, generated, scored.table, busy)
+        def scored(_: Call | None, report: Scored) -> None:
+            self.busy += report.busy
+            done(Harvest(part, rollouts, images, generated, report.table, generated.busy + report.busy))
 
         def failed(reason: str) -> None:
-            done(None, Scored(ScoreTable.none(len(part), list(self.placement.weights), reason), []))
+            scored(None, Scored(ScoreTable.none(len(part), list(self.placement.weights), reason), []))
 
-        self.reward.submit(Job("score", lambda: (images, part.prompts, part.step), done, failed, fatal=(RewardError,)))
+        self.reward.submit(
+            Job("score", lambda: (images, part.prompts, part.step, guards, traced), scored, failed, fatal=(RewardError,))
+        )
 
     @property
     def replaced(self) -> int:
         """Workers that died or hung so far."""
         return self.rollout.replaced + self.reward.replaced
 
-    def _drop_stale(self, step: Step, version: int) -> bool:
-        """Begin again with the parts that are too old; whether there were any."""
+    def _drop_stale(self, version: int) -> None:
+        """Begin again with those parts of whole steps that are too old for a policy of ``version``."""
         if self.place.online.mode != "async":
-            return False
+            return
         bound = version - self.place.online.staleness
-        stale = [index for index, harvest in step.harvest.items() if harvest.generated.version < bound]
-        for index in stale:
-            step.dropped += len(step.harvest.pop(index).part)
-            self._generate(step, index)
+        for step in [step for step in self.open if step.whole]:
+            for index in [index for index, harvest in step.harvest.items() if harvest.generated.version < bound]:
+                step.dropped += len(step.harvest.pop(index).part)
+                self._generate(step, index)
         self.desk.dispatch()
-        return bool(stale)
 
 
 def lead(config: OnlineStage) -> int:
@@ -180,10 +197,11 @@ def parts_of(place: Place, prompts: Sequence[Prompt], embeddings: Embeddings, st
 def _part(place: Place, prompts: list[Prompt], embeddings: Embeddings, step: int, chosen: Plan | None) -> Part:
     repeated, keys = place.groups(prompts, step)
     owner = np.repeat(np.arange(len(prompts)), place.config.group_size)
-    return Part(step, repeated, embeddings(prompts), owner, keys, place.config.sampler, chosen)
+    traced = place.online.traces("rollout", step)
+    return Part(step, repeated, embeddings(prompts), owner, keys, place.config.sampler, chosen, traced=traced)
 
 
-def lesson_of(step: Step, advantages: np.ndarray, keep: np.ndarray) -> Lesson:
+def lesson_of(step: Step, advantages: np.ndarray, keep: np.ndarray, traced: bool = False) -> Lesson:
     """What training is told of a step beside its rollouts."""
     parts = step.parts
     first = np.cumsum([0] + [len(part.conditioning) for part in parts])
@@ -194,4 +212,5 @@ def lesson_of(step: Step, advantages: np.ndarray, keep: np.ndarray) -> Lesson:
         keys=type(parts[0].keys).cat([part.keys for part in parts]),
         advantages=advantages,
         keep=keep,
+        traced=traced,
     )

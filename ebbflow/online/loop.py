@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
@@ -21,31 +23,70 @@ from ebbflow.algorithms.advantages import AdvantageResult, PromptStatistics, com
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import prompt_batch
 from ebbflow.online.ahead import Ahead, Step, lesson_of
+from ebbflow.online.gate import check_engine
 from ebbflow.online.placement import InProcess, Placement
 from ebbflow.online.pool import Desk
 from ebbflow.online.roles import Generator, Trainer
+from ebbflow.online.standing import Checkpoints, Standing
+from ebbflow.online.timeline import seconds_by_task
+from ebbflow.online.watch import Observer, validation_prompts
 from ebbflow.online.work import Busy, Lesson, Trained
 from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer, require_scored
 from ebbflow.rollouts.engine import Diffusers
-from ebbflow.stage import Log, Place, open_model, open_policy, read_history
+from ebbflow.rollouts.vllm_omni import VllmOmni
+from ebbflow.stage import Kept, Place, open_model, open_policy, read_history
 from ebbflow.timing import Clock
+from ebbflow.training.policy import read_card
 from ebbflow.training.update import Learner
+
+if TYPE_CHECKING:
+    from ebbflow.online.ray_placement import Folders
 
 FIRST_RATIO = 1e-5
 """The first ratio of a policy gradient may be this far from 1 by rounding; a clip range is rarely below 1e-4."""
 
 
 def train_online_folder(
-    place: Place, base: Path, folder: Path, prompts: Path, trained: Path, log: Log, teacher: Path | None = None
+    place: Place,
+    base: Path,
+    folder: Path,
+    prompts: Path,
+    trained: Path,
+    journal: Kept,
+    teacher: Path | None = None,
+    actors: Folders | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> StageRecord:
-    """Run the stage on the policy of ``folder`` and leave the trained one at ``trained``."""
-    policy, card = open_policy(place, open_model(place.recipe, base), folder, teacher)
-    learner, history = Learner(policy, place.online, card), read_history(place, card, folder)
-    placement = in_process(place, learner, load_scorer(place.recipe.rewards.terms, ()), Trainer(place, learner, card))
-    record = run_online_stage(place, placement, read_prompts(prompts, "train"), log, history)
-    placement.save(trained, record, history)
+    """Run the stage on the policy of ``folder`` and leave the trained one at ``trained``.
+
+    Args:
+        actors: where workers under ``placement: ray`` find what they load; left out, at the same paths on every machine.
+        checkpoints: those of an earlier attempt, from which the stage goes on, and of this one.
+    """
+    with closing(_placement(place, base, folder, teacher, actors)) as placement:
+        standing = checkpoints.resume(placement, journal) if checkpoints else None
+        standing = standing or Standing(read_history(place, read_card(folder), folder))
+        validation = validation_prompts(place, prompts)
+        training = read_prompts(prompts, "train")
+        record = run_online_stage(place, placement, training, journal, standing, validation, checkpoints)
+        placement.write(trained, "save", record, standing.history)
     return record
+
+
+def _placement(place: Place, base: Path, folder: Path, teacher: Path | None, actors: Folders | None) -> Placement:
+    """The stage's workers, on the policy of ``folder``."""
+    if place.online.placement == "ray":
+        from ebbflow.online.ray_placement import Folders, RayPlacement
+
+        return RayPlacement(place, actors or Folders.at(base, folder, teacher))
+    policy, card = open_policy(place, open_model(place.recipe, base), folder, teacher)
+    learner = Learner(policy, place.online, card)
+    guards = place.recipe.rewards.guards if place.online.validation else ()
+    scorer, trainer = load_scorer(place.recipe.rewards.terms, guards), Trainer(place, learner, card)
+    if place.online.engine == "vllm_omni":
+        return InProcess(trainer, Generator(VllmOmni(place, base)), scorer, shares=False)
+    return in_process(place, learner, scorer, trainer)
 
 
 def in_process(place: Place, learner: Learner, scorer: Scorer, trainer: Trainer | None = None) -> InProcess:
@@ -55,49 +96,78 @@ def in_process(place: Place, learner: Learner, scorer: Scorer, trainer: Trainer 
 
 
 def run_online_stage(
-    place: Place, placement: Placement, prompts: list[Prompt], log: Log, history: PromptStatistics | None = None
+    place: Place,
+    placement: Placement,
+    prompts: list[Prompt],
+    journal: Kept,
+    standing: Standing | None = None,
+    validation: Sequence[Prompt] = (),
+    checkpoints: Checkpoints | None = None,
 ) -> StageRecord:
     """Train the placement's policy for the stage's number of steps.
 
     Args:
         prompts: the training split.
-        log: called with the metrics of every step and its number, from zero.
-        history: the rewards of each prompt so far, where ``advantages.running`` wants them; updated in place.
+        journal: gets the metrics of every step and its number, from zero, and what the stage shows of itself beside.
+        standing: where the stage goes on, if not at its beginning; updated in place.
+        validation: prompts that the policy is watched on, where the stage says how often.
+        checkpoints: where they go, if the stage makes any.
     """
-    config, clock = place.online, Clock()
-    history = PromptStatistics() if history is None else history
+    config, clock, standing = place.online, Clock(), standing or Standing()
     with clock.phase("encoding"):
-        embeddings = placement.encode(_all_prompts(place, prompts))
-    ahead = Ahead(place, placement, prompts, embeddings)
-    trained, timeline, samples, alarms = Trained({}, 0, [], []), [], 0, []
-    progress = tqdm(range(config.steps), desc=f"{place.label} {config.algorithm_name}", unit="step", disable=None)
-    for number in progress:
-        start = time.perf_counter()
-        pushed = _push(placement, ahead, number)
-        ahead.fill(at_least=1)
-        step = ahead.take(number)
-        ahead.fill()
-        scores = step.scores
-        require_scored(scores, place.recipe.rewards.max_failed_share)
-        advantages = _advantages(place, placement.weights, step, history)
-        trained = _train(placement, ahead.desk, lesson_of(step, advantages.values, advantages.keep), step)
-        busy = [*step.busy, *trained.busy]
-        timeline += busy
-        samples += len(scores.reward)
-        metrics = advantages.metrics | _means(scores) | trained.metrics | {"updates": trained.updates}
-        metrics |= pushed | _freshness(step, number) | {"workers/replaced": ahead.replaced}
-        metrics |= _speed(busy, len(scores.reward), time.perf_counter() - start)
-        log(metrics, number)
-        alarms += _first_ratio(place, metrics) if number == 0 else []
-        progress.set_postfix(reward=f"{metrics.get('reward/mean', float('nan')):.3f}")
+        embeddings = placement.encode([*_all_prompts(place, prompts), *validation])
+    first, spent = standing.step, standing.seconds
+    ahead = Ahead(place, placement, prompts, embeddings, first)
+    progress = tqdm(range(first, config.steps), f"{place.label} {config.algorithm_name}", unit="step", disable=None)
+    with Observer(place, placement, ahead, journal, validation) as watch:
+        for number in progress:
+            trained, metrics = _step(place, placement, ahead, watch, standing, number, first)
+            journal.log_metrics(metrics, number)
+            progress.set_postfix(reward=f"{metrics.get('reward/mean', float('nan')):.3f}")
+            standing.seconds = _sum(spent, clock.seconds, watch.timeline.seconds)
+            if checkpoints and checkpoints.due(standing.step):
+                checkpoints.save(placement, standing, journal)
+        if watch.validates(config.steps):
+            _push(placement, ahead, config.steps)
+            watch.validate(config.steps)
     return StageRecord(
         label=place.label,
         algorithm=config.algorithm_name,
-        samples=samples,
+        samples=standing.samples,
         optimizer_steps=trained.updates,
-        seconds={**clock.seconds, **_seconds(timeline)},
-        alarms=[*trained.alarms, *alarms],
+        seconds=_sum(spent, clock.seconds, watch.timeline.seconds),
+        alarms=[*trained.alarms, *standing.alarms],
     )
+
+
+def _step(
+    place: Place, placement: Placement, ahead: Ahead, watch: Observer, standing: Standing, number: int, first: int
+) -> tuple[Trained, dict[str, float]]:
+    """(what training did, all metrics) of one step: push, rollouts and rewards, advantages, updates."""
+    start = time.time()
+    pushed = _push(placement, ahead, number) | check_engine(place, placement, ahead, number, first)
+    start += watch.validate(number)  # no time of the step
+    ahead.fill(number, at_least=1)
+    step = ahead.take(number)
+    ahead.fill(number)
+    scores = step.scores
+    require_scored(scores, place.recipe.rewards.max_failed_share)
+    advantages = _advantages(place, placement.weights, step, standing.history)
+    lesson = lesson_of(step, advantages.values, advantages.keep, place.online.traces("training", step.step))
+    trained = _train(placement, ahead.desk, lesson, step)
+    end = time.time()
+    metrics = advantages.metrics | _means(scores) | trained.metrics | {"updates": trained.updates}
+    metrics |= pushed | _freshness(step, number) | {"workers/replaced": ahead.replaced}
+    metrics |= _speed([*step.busy, *trained.busy], len(scores.reward), end - start)
+    metrics |= watch.after(number, step, advantages.values, trained.busy, start, end)
+    standing.step, standing.samples = number + 1, standing.samples + len(scores.reward)
+    standing.alarms += _first_ratio(place, metrics) if number == 0 else []
+    return trained, metrics
+
+
+def _sum(*spent: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by what they were spent on."""
+    return {name: sum(part.get(name, 0.0) for part in spent) for name in dict.fromkeys(name for part in spent for name in part)}
 
 
 def _all_prompts(place: Place, prompts: list[Prompt]) -> Iterator[Prompt]:
@@ -143,15 +213,9 @@ def _means(scores: ScoreTable) -> dict[str, float]:
     return {f"score/{name}": float(np.nanmean(values)) for name, values in scores.metrics.items() if np.isfinite(values).any()}
 
 
-def _seconds(timeline: list[Busy]) -> dict[str, float]:
-    """Seconds that the workers were busy, by what with."""
-    names = dict.fromkeys(busy.task for busy in timeline)
-    return {name: sum(busy.seconds for busy in timeline if busy.task == name) for name in names}
-
-
 def _speed(busy: list[Busy], images: int, seconds: float) -> dict[str, float]:
     """Seconds and milliseconds per image of each phase of a step, and of the step itself, in which phases may overlap."""
-    spent = _seconds(busy) | {"step": seconds}
+    spent = seconds_by_task(busy) | {"step": seconds}
     metrics = {f"seconds/{phase}": value for phase, value in spent.items()}
     metrics |= {f"ms_per_image/{phase}": 1000 * value / images for phase, value in spent.items()}
     return metrics | {"images_per_second": images / seconds}

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.roles import Generator, Judge, Trainer
-from ebbflow.online.weights import Weights
 from ebbflow.recipe.online import Role
 from ebbflow.rewards.combine import Scorer
+from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.weights import Weights
 
 Handle = Any
 """Stands for a value that another worker may be given, wherever it lies."""
@@ -61,8 +62,8 @@ class Placement(Protocol):
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         """Every different prompt, once."""
 
-    def publish(self, version: int) -> Weights:
-        """The weights that generate from now on."""
+    def publish(self, version: int, copy: str | None = None) -> Weights:
+        """The weights that generate from now on: those of a copy of the policy, or of the one that the rollouts are of."""
 
     def wait(self, calls: Sequence[Call], timeout: float | None) -> list[Call]:
         """Those that ended, after the first did or ``timeout`` seconds; at once where there are none."""
@@ -74,8 +75,14 @@ class Placement(Protocol):
             WorkerDied: its process is gone; anything that the method raised.
         """
 
-    def save(self, folder: Path, *arguments: Any) -> None:
-        """Write what ``Trainer.save`` writes to a folder of this process's machine."""
+    def fetch(self, handle: Handle) -> Any:
+        """The value of a handle, in this process."""
+
+    def write(self, folder: Path, method: str, *arguments: Any) -> None:
+        """Have the training group write a folder (a method of ``Trainer``), here on the machine of this process."""
+
+    def restore(self, checkpoint: Path) -> None:
+        """Put the training group where it stood at a checkpoint, which lies on the machine of this process."""
 
     def close(self) -> None:
         """End all workers."""
@@ -142,8 +149,13 @@ class InProcess:
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         return self.trainer.encode(prompts)
 
-    def publish(self, version: int) -> Weights:
-        return Weights(version) if self.shares else self.trainer.publish(version)
+    def publish(self, version: int, copy: str | None = None) -> Weights:
+        if not self.shares:
+            return self.trainer.publish(version, copy)
+        engine = self.generator.engine
+        assert isinstance(engine, Diffusers), "only the engine of this process shares the trainer's weights"
+        engine.generates = copy or self.trainer.learner.algorithm.generates
+        return Weights(version)
 
     def wait(self, calls: Sequence[Call], timeout: float | None) -> list[Call]:
         futures = {call: call.report.future for call in calls}
@@ -151,10 +163,16 @@ class InProcess:
         return [call for call, future in futures.items() if future in done]
 
     def report(self, call: Call) -> Any:
-        return call.report.future.result()[call.report.index]
+        return self.fetch(call.report)
 
-    def save(self, folder: Path, *arguments: Any) -> None:
-        self.trainer.save(folder, *arguments)
+    def fetch(self, handle: Handle) -> Any:
+        return handle.future.result()[handle.index]
+
+    def write(self, folder: Path, method: str, *arguments: Any) -> None:
+        getattr(self.trainer, method)(folder, *arguments)
+
+    def restore(self, checkpoint: Path) -> None:
+        self.trainer.restore(checkpoint)
 
     def close(self) -> None:
         self.generator.close()

@@ -10,29 +10,36 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ebbflow.algorithms.advantages import PromptStatistics
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import Stream, generator
 from ebbflow.models import Conditioning
 from ebbflow.models.encoding import Embeddings, embed
-from ebbflow.online.weights import Tensors, Weights, checksum, in_buckets
+from ebbflow.online import broadcast
 from ebbflow.online.work import Generated, Lesson, Part, Scored, Trained, Watch
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Engine
 from ebbflow.rollouts.generate import Rollouts, join
+from ebbflow.rollouts.parity import measured
+from ebbflow.rollouts.weights import Tensors, TransferError, Weights, checksum, in_buckets
 from ebbflow.stage import Place, save_policy
 from ebbflow.training.anchor import corrected
-from ebbflow.training.batches import Corrected, TermBatch, forward_batch, micro_batches, trajectory_batch
+from ebbflow.training.batches import Corrected, TermBatch, Units, deal, forward_batch, share, shared_passes, trajectory_batch
+from ebbflow.training.checkpoint import restore, write_checkpoint
+from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import PolicyCard
 from ebbflow.training.update import Learner
 
+KEPT = 2
+"""Versions that are kept on both sides: rollouts under way may be of the one before the last, or the last be a validation's."""
+
 
 class Generator:
-    """A rollout worker: an engine, and the version of the weights in it.
+    """A rollout worker: an engine, the version and the digest of the weights in it, and weights that were sent to it.
 
     Args:
         fetch: gets a bucket of weights from where ``Weights`` says it is.
@@ -40,28 +47,66 @@ class Generator:
 
     def __init__(self, engine: Engine, worker: int = 0, fetch: Callable[[Any], Tensors] = lambda bucket: bucket) -> None:
         self.engine, self.fetch = engine, fetch
-        self.version: int | None = None
+        self.holds: tuple[int, str] | None = None
+        self.group: broadcast.Group | None = None
+        self.sent: dict[str, Tensors] = {}
         self.watch = Watch("rollout", worker)
 
     def generate(self, part: Part, weights: Weights) -> tuple[Rollouts, np.ndarray, Generated]:
         """(rollouts on the CPU, images, what to know about them); new weights are received and checked first."""
         received = self._receive(weights, part.step)
-        with self.watch.task("rollout", part.step):
+        with self.watch.task(part.task, part.step, part.traced):
             conditioning = part.conditioning.rows(torch.from_numpy(part.owner))
             rollouts, images = self.engine.generate(conditioning, part.keys, part.sampler, part.plan)
         return rollouts.to(torch.device("cpu")), images, Generated(weights.version, received, self.watch.told())
+
+    def join(self, address: str, port: int, name: str, rank: int, world: int, timeout: float) -> None:
+        """Join those that weights are sent to, under a name that is new; see ``broadcast.join``."""
+        self.leave()
+        self.group = broadcast.join(address, port, name, rank, world, timeout)
+
+    def leave(self) -> None:
+        """Let go of the group, if there is one."""
+        if self.group is not None:
+            broadcast.leave(self.group)
+            self.group = None
+
+    def receive(self, expected: Tensors) -> Weights:
+        """Take part in ``Trainer.broadcast``; may run beside ``generate``, which loads what it was sent when it is told to.
+
+        Args:
+            expected: ``Trainer.expected``.
+
+        Raises:
+            TransferError, BroadcastError: as ``broadcast.receive``.
+        """
+        assert self.group is not None
+        weights, tensors = broadcast.receive(self.group, expected)
+        self.sent = _newest(self.sent, weights.digest, tensors)
+        return weights
 
     def close(self) -> None:
         self.engine.close()
 
     def _receive(self, weights: Weights, step: int) -> float:
         """Seconds that it took."""
-        if not weights.digest or weights.version == self.version:
+        if not weights.digest or (weights.version, weights.digest) == self.holds:
             return 0.0
         with self.watch.task("receive", step):
-            self.engine.load(weights.receive(self.fetch))
-            self.version = weights.version
+            self.engine.load(self._find(weights))
+            self.holds = weights.version, weights.digest
         return self.watch.busy[-1].seconds
+
+    def _find(self, weights: Weights) -> Tensors:
+        """Weights that were sent to this worker, and otherwise those of the buckets."""
+        if weights.digest in self.sent:
+            return self.sent[weights.digest]
+        if not weights.buckets:
+            raise TransferError(
+                f"rollout worker {self.watch.worker} was not sent the weights of version {weights.version} "
+                f"({weights.digest[:12]}), as one that was replaced: give it their buckets (Trainer.resend)"
+            )
+        return weights.receive(self.fetch)
 
 
 class Judge:
@@ -71,9 +116,11 @@ class Judge:
         self.scorer = scorer
         self.watch = Watch("reward", worker)
 
-    def score(self, images: np.ndarray, prompts: Sequence[Prompt], step: int, guards: bool = False) -> Scored:
-        """The scores of images, each against its prompt; ``guards`` too, or what is trained on alone."""
-        with self.watch.task("scoring", step):
+    def score(
+        self, images: np.ndarray, prompts: Sequence[Prompt], step: int, guards: bool = False, traced: bool = False
+    ) -> Scored:
+        """The scores of images, each against its prompt; ``guards`` too, for a validation, or what is trained on alone."""
+        with self.watch.task("validation" if guards else "scoring", step, traced):
             scorer = self.scorer if guards else replace(self.scorer, guards=())
             table = scorer(images, prompts)
         return Scored(table, self.watch.told())
@@ -86,6 +133,9 @@ class Trainer:
         """``card``: of the policy folder that the stage starts from."""
         self.place, self.learner, self.card, self.rank = place, learner, card, rank
         self.watch = Watch("training", rank)
+        self.store: Any = None
+        self.group: broadcast.Group | None = None
+        self.sent: dict[str, Weights] = {}
 
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         """Every different prompt, once."""
@@ -93,50 +143,123 @@ class Trainer:
 
     def train(self, lesson: Lesson, *rollouts: Rollouts) -> Trained:
         """The updates of a step on the rollouts of all its parts."""
-        with self.watch.task("training", lesson.step):
-            metrics = self._updates(lesson, join(rollouts).to(self._device))
+        with self.watch.task("training", lesson.step, lesson.traced):
+            metrics = self._updates(lesson, join(rollouts))
             self.learner.finish_step()
         return Trained(metrics, self.learner.updates, self.learner.alarms, self.watch.told())
 
-    def publish(self, version: int) -> Weights:
-        """The weights that generate from now on, on the CPU."""
+    def publish(self, version: int, copy: str | None = None) -> Weights:
+        """The weights that generate from now on: whole, on the CPU of the first rank; the others only take part in gathering.
+
+        ``copy``: of the policy; left out, the one that the algorithm's rollouts are of.
+        """
         policy = self.learner.policy
-        generates = self.learner.algorithm.generates
+        generates = copy or self.learner.algorithm.generates
         values = policy.parameters if generates == "current" else policy.copies[generates]
-        whole = {name: value.detach().cpu().clone() for name, value in values.items()}
-        buckets = tuple(in_buckets(whole))
-        return Weights(version, checksum(whole), buckets, sum(value.nbytes for value in whole.values()))
+        whole: Tensors = {}
+        for name, value in values.items():  # one at a time: no rank of a sharded model has room for all of it on its device
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if self.rank == 0:
+                whole[name] = full.detach().to("cpu", copy=True)
+        if self.rank > 0:
+            return Weights(version)
+        return Weights(version, checksum(whole), tuple(in_buckets(whole)), sum(value.nbytes for value in whole.values()))
+
+    def serve(self, address: str) -> int:
+        """Let rollout workers meet the first rank, at an address that they reach this machine by: the port."""
+        self.store = broadcast.serve(address)
+        return int(self.store.port)
+
+    def join(self, address: str, port: int, name: str, world: int, timeout: float) -> None:
+        """Join those that weights are sent to, the first rank alone; they are its rank 0. See ``broadcast.join``."""
+        self.leave()
+        self.group = broadcast.join(address, port, name, 0, world, timeout) if self.rank == 0 else None
+
+    def leave(self) -> None:
+        """Let go of the group, if there is one."""
+        if self.group is not None:
+            broadcast.leave(self.group)
+            self.group = None
+
+    def expected(self) -> Tensors:
+        """Shapes and types of the weights, by name."""
+        return broadcast.specs(self.learner.policy.parameters)
+
+    def broadcast(self, version: int, copy: str | None = None) -> Weights:
+        """Send what ``publish`` gives to all rollout workers, which take part in ``Generator.receive``; without buckets.
+
+        Raises:
+            BroadcastError: a worker does not take part; the weights can still be had (``resend``).
+        """
+        weights = self.publish(version, copy)
+        if self.rank == 0:
+            assert self.group is not None
+            self.sent = _newest(self.sent, weights.digest, weights)
+            broadcast.send(self.group, weights)
+        return replace(weights, buckets=())
+
+    def resend(self, digest: str | None = None) -> Weights:
+        """Weights that were sent not long ago, with their buckets, for a worker that lacks them; left out, the last ones.
+
+        Raises:
+            TransferError: they are no longer kept.
+        """
+        digest = digest or list(self.sent)[-1]
+        if digest not in self.sent:
+            raise TransferError(
+                f"the weights {digest[:12]} are not among the {KEPT} that were sent last: generate with newer ones"
+            )
+        return self.sent[digest]
 
     def save(self, folder: Path, record: StageRecord, history: PromptStatistics) -> None:
         """Write the policy folder that the stage leaves behind."""
         assert self.card is not None
         save_policy(self.place, self.learner, self.card, record, folder, write=self.rank == 0, history=history)
 
+    def measure(self, part: Part, rollouts: Rollouts) -> dict[str, float]:
+        """How far the samples of another engine are from the policy that rollouts are of (``ebbflow.rollouts.parity``)."""
+        policy, conditioning = self.learner.policy, part.conditioning.rows(torch.from_numpy(part.owner)).to(self._device)
+        trajectory = rollouts.to(self._device).trajectory
+        assert trajectory is not None, "the gate's samples are recorded"
+        with policy.using(self.learner.algorithm.generates):
+            return measured(
+                policy, trajectory, conditioning, part.keys, part.sampler, self.place.online.parity, self.place.config.micro_batch
+            )
+
+    def checkpoint(self, folder: Path, about: dict[str, str], state: dict[str, Any]) -> None:
+        """Write where training stands, with what the stage wants to find again."""
+        write_checkpoint(folder, self.learner, about, state, write=self.rank == 0)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint."""
+        restore(checkpoint, self.learner)
+
     @property
     def _device(self) -> torch.device:
         return next(self.learner.policy.model.transformer.parameters()).device
 
     def _updates(self, lesson: Lesson, rollouts: Rollouts) -> dict[str, float]:
-        """The metrics of all updates, averaged."""
-        conditioning = lesson.conditioning.to(self._device).rows(torch.from_numpy(lesson.owner))
+        """The metrics of all updates, averaged, and how many were not taken because nothing was left to learn from."""
+        place, conditioning = self.place, lesson.conditioning.to(self._device)
         rollout: Corrected | None = None
         metrics: dict[str, float] = {}
         if rollouts.trajectory is not None:
-            rollout, metrics = corrected(self.learner.policy, self.place.config, rollouts.trajectory, conditioning, lesson.keys)
+            owner = torch.from_numpy(lesson.owner)
+            rollout, metrics = corrected(self.learner.policy, place.config, rollouts.trajectory, conditioning, lesson.keys, owner)
         taken: list[dict[str, float]] = []
         for units in self._split(lesson):
-            batch = self._terms(lesson, rollouts, conditioning, rollout, units)
-            if len(batch.points):
-                taken.append(self.learner.update(batch, micro_batches(batch.unit, self.place.config.micro_batch)))
+            if left := units if rollout is None else rollout.kept(np.concatenate(units)):
+                batch = self._terms(lesson, rollouts, conditioning, rollout, share(left, Ranks.current()))
+                taken.append(self._update(batch, left))
         first = {"ratio/first_deviation": taken[0]["ratio/deviation"]} if taken and "ratio/deviation" in taken[0] else {}
-        return metrics | _averages(taken) | first
+        return metrics | _averages(taken) | first | {"skipped_updates": place.online.updates_per_step - len(taken)}
 
-    def _split(self, lesson: Lesson) -> list[list[np.ndarray]]:
+    def _split(self, lesson: Lesson) -> list[Units]:
         """The algorithm's units, shuffled and dealt out over the updates of a step; fewer parts when there are too few."""
         place, prompt_ids = self.place, np.array(lesson.keys.prompt_ids)
         units = place.algorithm.select(lesson.advantages, lesson.keep, prompt_ids, place.config.hyper)
         order = generator(place.seed, prompt_id=0, sample=lesson.step, step=0, stream=Stream.ORDER).permutation(len(units))
-        return [[units[i] for i in part] for part in np.array_split(order, place.online.updates_per_step) if len(part)]
+        return [part for part in deal([units[i] for i in order], place.online.updates_per_step) if part]
 
     def _terms(
         self,
@@ -144,19 +267,34 @@ class Trainer:
         rollouts: Rollouts,
         conditioning: Conditioning,
         rollout: Corrected | None,
-        units: list[np.ndarray],
+        units: Units,
     ) -> TermBatch:
-        """The terms of some units of a step's samples."""
-        place, chosen = self.place, np.concatenate(units)
-        samples = torch.from_numpy(chosen).to(rollouts.latents.device)
-        keys, conditioning = lesson.keys.take(chosen), conditioning.rows(samples)
-        advantage: Tensor = torch.from_numpy(lesson.advantages).to(samples.device)[samples]
-        if rollout is not None:
-            return trajectory_batch(rollout.take(samples), conditioning, advantage, keys, place.config.sampler)
+        """The terms of some units: of samples, or of trajectories' single terms."""
+        place, device, numbers = self.place, self._device, np.concatenate(units)
+        samples, part = (numbers, None) if rollout is None else rollout.only(numbers)
+        keys, conditioning = lesson.keys.take(samples), conditioning.rows(torch.from_numpy(lesson.owner[samples]))
+        advantage = torch.from_numpy(lesson.advantages[samples]).to(device)
+        if part is not None:
+            return trajectory_batch(part.to(device), conditioning, advantage, keys, place.config.sampler)
         hyper = place.config.hyper
         assert isinstance(hyper, ForwardConfig)
         unit = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
-        return forward_batch(rollouts.latents[samples], conditioning, advantage, keys, unit, hyper, visit=0)
+        return forward_batch(rollouts.latents[samples].to(device), conditioning, advantage, keys, unit, hyper, visit=0)
+
+    def _update(self, batch: TermBatch, units: Units) -> dict[str, float]:
+        """One optimiser step of all ranks on some units, this one on its share."""
+        world, config = Ranks.current().world, self.place.config
+        draws = config.hyper.noise_levels if isinstance(config.hyper, ForwardConfig) else 1
+        metrics = self.learner.update(batch, shared_passes(units, world, draws, config.micro_batch))
+        if len(units) < world and "grad_variance" in metrics:  # every rank had all of them, and each counted as another term
+            metrics["grad_variance"] /= world
+        return metrics
+
+
+def _newest(known: dict[str, Any], digest: str, new: Any) -> dict[str, Any]:
+    """What is kept of what was sent, the newest last; a new dictionary, for others may be reading the old one."""
+    kept = {its: value for its, value in known.items() if its != digest}
+    return dict([*kept.items(), (digest, new)][-KEPT:])
 
 
 def _averages(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning
+from ebbflow.online.profiling import profiled
 from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.online import Role
 from ebbflow.rewards.combine import ScoreTable
@@ -28,6 +29,8 @@ class Part:
         conditioning: on the CPU, a row for each different prompt in their order; large, so it is repeated where it is used.
         owner: integer [N], the row of each sample.
         plan: of the step.
+        task: what the worker's time goes under.
+        traced: whether to profile it.
     """
 
     step: int
@@ -37,6 +40,8 @@ class Part:
     keys: SampleKeys
     sampler: Sampler
     plan: Plan | None
+    task: str = "rollout"
+    traced: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -50,6 +55,7 @@ class Lesson:
         conditioning, owner: as of a part, over all parts.
         advantages: [N].
         keep: bool [N], those worth training on.
+        traced: whether to profile it.
     """
 
     step: int
@@ -58,11 +64,16 @@ class Lesson:
     keys: SampleKeys
     advantages: np.ndarray
     keep: np.ndarray
+    traced: bool = False
 
 
 @dataclass(frozen=True)
 class Busy:
-    """When a worker was busy, in seconds since 1970, and what with."""
+    """When a worker was busy, in seconds since 1970, and what with.
+
+    Attributes:
+        files: its profile, by the endings of files, where it was traced.
+    """
 
     role: Role
     worker: int
@@ -70,6 +81,7 @@ class Busy:
     step: int
     start: float
     end: float
+    files: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -78,17 +90,25 @@ class Busy:
 
 @dataclass
 class Watch:
-    """Takes the time of a worker's tasks."""
+    """Takes the time of a worker's tasks, and profiles those that it should: of a step, the first one."""
 
     role: Role
     worker: int
     busy: list[Busy] = field(default_factory=list)
+    traced: set[int] = field(default_factory=set)
 
     @contextmanager
-    def task(self, name: str, step: int) -> Iterator[None]:
-        start = time.time()
-        yield
-        self.busy.append(Busy(self.role, self.worker, name, step, start, time.time()))
+    def task(self, name: str, step: int, traced: bool = False) -> Iterator[None]:
+        first = traced and step not in self.traced
+        profile: AbstractContextManager[dict[str, bytes]] = profiled() if first else nullcontext({})
+        with profile as files:
+            start = time.time()
+            yield
+            end = time.time()
+        self.busy.append(Busy(self.role, self.worker, name, step, start, end, files))
+        if first:
+            self.traced.add(step)
+            self.busy.append(Busy(self.role, self.worker, "profile", step, end, time.time()))
 
     def told(self) -> list[Busy]:
         """What was measured since the last time."""

@@ -76,7 +76,7 @@ class Dumps(Strict):
 
 
 class Profile(Strict):
-    """Traces of torch's profiler, and the memory of GPUs, of some steps."""
+    """Traces of torch's profiler, and the memory of GPUs, of some steps: of each worker, the first task of the step."""
 
     steps: list[int] = Field([1], min_length=1)
     """Numbers of the steps, from zero."""
@@ -104,6 +104,10 @@ class Online(Strict):
     checkpoint_every: int | None = Field(None, ge=1)
     """Steps between two checkpoints; after each, all rollouts under way are used before the next are started."""
 
+    def traces(self, role: Role, step: int) -> bool:
+        """Whether the work of a role for a step is profiled."""
+        return self.profile is not None and role in self.profile.roles and step in self.profile.steps
+
     @model_validator(mode="after")
     def _one_process_has_one_worker(self) -> Online:
         if self.placement == "ray":
@@ -115,6 +119,11 @@ class Online(Strict):
             )
         if pinned := [role for role, workers in self.resources if workers.cores]:
             raise ValueError(f"resources.{pinned[0]}.cores pins processes of their own; set placement: ray, or leave it out")
+        if self.profile and "reward" in self.profile.roles:
+            raise ValueError(
+                "profile.roles has 'reward', which is scored beside the rollouts, and torch has one profiler per process; "
+                "set placement: ray, or leave 'reward' out"
+            )
         if self.transfer == "broadcast":
             raise ValueError("transfer = 'broadcast' sends weights between processes; set placement: ray, or leave it out")
         return self

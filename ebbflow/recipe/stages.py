@@ -184,6 +184,12 @@ class OnlineStage(Stage, Online):
     updates_per_step: int = Field(2, ge=1)
     """Optimiser steps per rollout batch: its samples are split into that many parts."""
 
+    @model_validator(mode="after")
+    def _profiled_steps_exist(self) -> OnlineStage:
+        if self.profile and (beyond := [step for step in self.profile.steps if not 0 <= step < self.steps]):
+            raise ValueError(f"profile.steps has {beyond[0]}, and the stage's steps are 0 to {self.steps - 1}; take some of them")
+        return self
+
 
 class OfflineStage(Stage):
     """A large batch generated and scored once, in shards, then several epochs over it; or a file of preference pairs."""

@@ -1,7 +1,7 @@
 """vLLM-Omni as a rollout engine: a process in an environment of its own, whose pins differ from the trainer's.
 
 ``containers/vllm_omni`` is its side. Prompts go there encoded and noise as keys; the denoising loop that runs there is
-``ebbflow.rollouts.generate`` too. Everything else that could differ is what ``ebbflow.rollouts.parity`` measures.
+``ebbflow.rollouts.generate`` too. What can still differ is the network, and ``ebbflow.rollouts.parity`` measures that.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import socket
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 from safetensors.torch import save_file
@@ -22,29 +22,33 @@ from torch import Tensor
 
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning
-from ebbflow.online.weights import checksum, in_buckets
 from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.online import VLLM_OMNI
 from ebbflow.rollouts.generate import Rollouts, SampleKeys, join
+from ebbflow.rollouts.weights import checksum, in_buckets
 from ebbflow.rollouts.wire import Header, Task, Tensors, receive, send, unpack_rollouts
 from ebbflow.stage import Place
 
 VARIABLE = "EBBFLOW_VLLM_OMNI_PYTHON"
 PYTHON = "/opt/vllm-omni/bin/python"
-FAMILIES = ("sd3", "qwen_image")
-LOG_LINES = 30
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+"""The base model is a folder, nobody is told what is generated, and a line per request would fill the disk."""
+GROUP = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""What torchrun tells the trainer of its process group; the engine makes one of its own."""
+LOG_TAIL = 4000
+"""Characters of the engine's log that an error shows."""
 SECONDS_TO_END = 10
-OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-"""The base model is a folder, and nobody is told what is generated."""
+MEMORY = Path("/dev/shm")
 
 
 class EngineError(RuntimeError):
-    """The engine cannot be started, has failed or has ended: says which call, and the engine's last lines or the way out."""
+    """The engine cannot be started, has failed or has ended: names the call, with the engine's last lines or the way out."""
 
 
 class VllmOmni:
     """``ebbflow.rollouts.engine.Engine`` in a process that ends with this one.
 
-    After an error it is closed: what state vLLM-Omni is in is not known then. Open a new one and load the weights again.
+    After an error it is closed, because what vLLM-Omni then holds is not known: open a new one and load the weights again.
 
     Args:
         base: the base-model folder.
@@ -55,70 +59,130 @@ class VllmOmni:
 
     def __init__(self, place: Place, base: Path) -> None:
         recipe = place.recipe
-        if recipe.model.family not in FAMILIES:
+        if recipe.model.family not in VLLM_OMNI:
             raise EngineError(
-                f"model.family = {recipe.model.family!r}: the engine vllm_omni draws {', '.join(FAMILIES)}; set engine: diffusers"
+                f"model.family = {recipe.model.family!r}: vllm_omni draws {' and '.join(VLLM_OMNI)} here; set engine: diffusers"
             )
         self.policy, self.micro_batch = recipe.policy, place.config.micro_batch
-        self._connection, self._log = _start(_interpreter())
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it is written to for as long as the process lives)
+        self._socket, self._process = _start(_interpreter(), self._log)
+        self._end = weakref.finalize(self, _end, self._socket, self._process)  # runs when this process exits, too
         precision = place.config.rollout_precision or recipe.model.precision
         model = recipe.model.model_copy(update={"precision": precision}).model_dump(mode="json")
         self._call("open", {"base": str(base.absolute()), "model": model, "threads": recipe.threads})
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """As ``Engine.load``: LoRA factors in memory, full weights by diffusers' names.
+        """As ``Engine.load``: LoRA into memory beside the base model, full weights over it.
 
         Raises:
             EngineError: vLLM-Omni has refused them, or what it has read is not what was sent.
         """
-        if self.policy.train == "lora":
-            self._push("load_lora", weights, {"rank": self.policy.rank, "alpha": self.policy.alpha})
-            return
-        buckets = list(in_buckets(weights))
-        for number, bucket in enumerate(buckets, 1):
-            self._push("load_weights", bucket, {"last": number == len(buckets)})
-
-    def _push(self, call: str, weights: Mapping[str, Tensor], header: Header) -> None:
-        with tempfile.NamedTemporaryFile(dir=_exchange(weights), suffix=".safetensors") as file:
-            save_file(dict(weights), file.name)
-            answer, _ = self._call(call, {"file": file.name, **header})
-        if answer["sha256"] != (sent := checksum(weights)):
+        try:
+            if self.policy.train == "lora":
+                self._push("load_lora", weights, {"rank": self.policy.rank, "alpha": self.policy.alpha})
+                return
+            buckets = list(in_buckets(weights))
+            for number, bucket in enumerate(buckets, 1):
+                self._push("load_weights", bucket, {"last": number == len(buckets)})
+        except BaseException:  # with half of the weights nothing may be generated
             self.close()
-            raise EngineError(
-                f"the engine has read weights with checksum {answer['sha256'][:12]} and was sent {sent[:12]}: nothing is generated "
-                "with them; look at the machine's memory and at who else writes to its temporary folders"
-            )
+            raise
 
     def generate(
         self, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, plan: Plan | None = None
     ) -> tuple[Rollouts, np.ndarray]:
-        """As ``Engine.generate``; the rollouts lie on the device of ``conditioning``."""
-        parts = [slice(start, start + self.micro_batch) for start in range(0, len(keys), self.micro_batch)]
-        found = [self._generate(Task(conditioning.rows(part), keys.rows(part), sampler, plan)) for part in parts]
+        """As ``Engine.generate``; the rollouts lie on the device of ``conditioning``.
+
+        Raises:
+            EngineError: the engine has failed, or had before.
+        """
+        found = []
+        for start in range(0, len(keys), self.micro_batch):
+            part = slice(start, start + self.micro_batch)
+            _, tensors = self._call("generate", *Task(conditioning.rows(part), keys.rows(part), sampler, plan).pack())
+            found.append(unpack_rollouts(tensors))
         rollouts = join([rollouts for rollouts, _ in found])
         return rollouts.to(conditioning.device), np.concatenate([images for _, images in found])
 
-    def _generate(self, task: Task) -> tuple[Rollouts, np.ndarray]:
-        _, tensors = self._call("generate", *task.pack())
-        return unpack_rollouts(tensors)
-
     def close(self) -> None:
         """End the engine's process; it has ended when this returns."""
-        self._connection.close()
+        self._end()
+
+    def _push(self, call: str, weights: Mapping[str, Tensor], header: Header) -> None:
+        """Hand weights over in a file, and check what was read."""
+        with tempfile.NamedTemporaryFile(dir=_exchange(weights), suffix=".safetensors") as file:
+            save_file(dict(weights), file.name)
+            answer, _ = self._call(call, header | {"file": file.name})
+        found, sent = answer["sha256"], checksum(weights)
+        if found != sent:
+            raise EngineError(
+                f"{call}: the engine has read weights with checksum {found[:12]}, those of the policy have {sent[:12]}; nothing "
+                f"is generated with them. Look at what else writes to {_exchange(weights)}, and at the machine's memory"
+            )
 
     def _call(self, call: str, header: Header, tensors: Tensors | None = None) -> tuple[Header, dict[str, Tensor]]:
-        connection = self._connection.socket
-        if connection.fileno() < 0:
-            raise EngineError(f"the engine was closed, or has failed before; {call} needs a new one, and its weights loaded again")
+        if not self._end.alive:
+            raise EngineError(
+                f"{call}: the engine was closed, after an error or by its owner; open a new one, and load its weights"
+            )
         try:
-            send(connection, header | {"call": call}, tensors)
-            answer, found = receive(connection)
+            send(self._socket, header | {"call": call}, tensors)
+            answer, found = receive(self._socket)
         except (EOFError, OSError):
             self.close()
-            code = self._process.returncode
-            raise EngineError(f"the engine ended with exit code {code} during {call}. Its last lines:\n{self._last_lines()}") from None
-        if "error" in answer:
-            lines = self._last_lines()
+            answer, found = {"error": f"its process has ended with exit code {self._process.returncode}"}, {}
+        except BaseException:  # whoever interrupts a call leaves its answer behind, for the next one to take for its own
             self.close()
-            raise EngineError(f"the engine could not {call}: {answer['error']}. Its last lines:\n{lines}")
-        return answer, found
+            raise
+        if "error" not in answer:
+            return answer, found
+        self.close()
+        raise EngineError(f"{call}: vLLM-Omni has failed: {answer['error']}\nThe last lines of its log:\n{_tail(self._log)}")
+
+
+def _interpreter() -> str:
+    """The Python of the engine's environment.
+
+    Raises:
+        EngineError: there is none.
+    """
+    python = os.environ.get(VARIABLE, PYTHON)
+    if not os.access(python, os.X_OK):
+        raise EngineError(
+            f"{VARIABLE} = {python!r}: there is no Python of an environment with vLLM-Omni. Make one as containers/README.md "
+            "says and set the variable to its bin/python; or set engine: diffusers"
+        )
+    return python
+
+
+def _start(python: str, log: IO[bytes]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """The engine's process and the connection to it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        end = theirs.fileno()
+        command = [python, "-m", "ebbflow_vllm_omni", str(end), str(os.getpid())]
+        environment = QUIET | {name: value for name, value in os.environ.items() if name not in GROUP}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[end], env=environment)
+    return ours, process
+
+
+def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    connection.close()  # for which it ends by itself, if it can
+    try:
+        process.wait(SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _exchange(weights: Mapping[str, Tensor]) -> Path:
+    """Where to hand weights over: in memory, if there is room."""
+    size = sum(values.nbytes for values in weights.values())
+    fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size
+    return MEMORY if fits else Path(tempfile.gettempdir())
+
+
+def _tail(log: IO[bytes]) -> str:
+    """The last lines of a file that another process still writes through the same place in it."""
+    size = os.fstat(log.fileno()).st_size
+    return os.pread(log.fileno(), LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace").strip()

@@ -62,17 +62,19 @@ def _read(connection: socket.socket, size: int) -> bytearray:
 
 def serve(connection: socket.socket, calls: Mapping[str, Answer]) -> None:
     """Answer the calls that arrive, by the header's ``call``, until the other side is gone; an error is an answer too."""
-    while True:
-        try:
-            header, tensors = receive(connection)
-        except (EOFError, ConnectionError):
-            return
-        try:
-            answer, found = calls[header["call"]](header, tensors)
-        except Exception as error:  # whatever it is, the side that waits has to be told
-            traceback.print_exc()
-            answer, found = {"error": f"{type(error).__name__}: {error}"}, {}
-        send(connection, answer, found)
+    try:
+        while True:
+            send(connection, *_answer(calls, *receive(connection)))
+    except (EOFError, ConnectionError):
+        return
+
+
+def _answer(calls: Mapping[str, Answer], header: Header, tensors: Tensors) -> tuple[Header, Tensors]:
+    try:
+        return calls[header["call"]](header, tensors)
+    except Exception as error:  # whatever it is, the side that waits has to be told
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}, {}
 
 
 @dataclass(frozen=True)

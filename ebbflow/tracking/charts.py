@@ -1,4 +1,7 @@
-"""The report's charts as inline SVG: text stays text, and colours are CSS variables, so that the page's light and dark apply."""
+"""The report's charts as inline SVG: text stays text, and colours are CSS variables, so that the page's light and dark apply.
+
+The timeline of a stage is a PNG, for it belongs to the run's files.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any, NamedTuple
 import matplotlib
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -48,6 +52,10 @@ STYLE: dict[Any, Any] = {
 MOST_POINTS = 160
 """Points per curve; longer ones are averaged over equal spans of steps."""
 MOST_LABELS = 9
+MOST_STEPS = 12
+"""Steps of a timeline; of more, the last ones."""
+TASKS = ("training", "rollout", "scoring", "validation", "receive", "profile")
+"""Work that always has the same colour."""
 
 
 class Panel(NamedTuple):
@@ -69,6 +77,16 @@ PANELS = (
     Panel("Loss", ("loss",)),
     Panel("Groups without variance", ("group/zero_std_share",)),
 )
+
+
+class Span(NamedTuple):
+    """A time in which a worker of a role was busy, in seconds of any clock, and what with."""
+
+    role: str
+    worker: int
+    task: str
+    start: float
+    end: float
 
 
 class Drawn(NamedTuple):
@@ -156,6 +174,70 @@ def times(rows: Mapping[str, Mapping[str, float]]) -> Markup:
         handles = [matplotlib.patches.Patch(color=colours[phase], label=phase.replace("_", " ")) for phase in phases]
         figure.legend(handles=handles, loc="outside upper left", ncols=8, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
         return _svg(figure, "Seconds per stage and phase")
+
+
+def timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]]) -> bytes:
+    """PNG, 1200 pixels wide, of what each worker did when: a row per worker, roles in the order of the spans, the last steps.
+
+    Args:
+        spans: at least one.
+        steps: beginning and end of each, by its number; of none, everything is drawn.
+    """
+    shown = dict(sorted(steps.items())[-MOST_STEPS:])
+    first, last = _period(spans, shown, whole=len(shown) == len(steps))
+    zero = min(span.start for span in spans)
+    rows = _rows(spans)
+    tasks = sorted({span.task for span in spans}, key=lambda task: (TASKS.index(task) if task in TASKS else len(TASKS), task))
+    colours = dict(zip(dict.fromkeys([*TASKS, *tasks]), _colours(len(TASKS) + len(tasks)), strict=False))
+    with matplotlib.rc_context({**STYLE, "savefig.transparent": False, "axes.grid": False}):
+        figure = Figure(figsize=(12, 1.1 + 0.34 * (max(rows.values()) + 1)), dpi=100, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for task in tasks:
+            bars = [span for span in spans if span.task == task and span.end > first and span.start < last]
+            axes.barh(
+                [rows[span.role, span.worker] for span in bars],
+                [span.end - span.start for span in bars],
+                left=[span.start - zero for span in bars],
+                height=0.76,
+                label=task,
+                color=colours[task],
+                edgecolor="white",
+                linewidth=0.3,
+            )
+        _mark_steps(axes, {number: (start - zero, end - zero) for number, (start, end) in shown.items()})
+        axes.set_yticks(list(rows.values()), [f"{role} {worker}" for role, worker in rows])
+        axes.set(ylim=(max(rows.values()) + 0.5, -0.5), xlim=(first - zero, last - zero), xlabel="seconds")
+        axes.xaxis.set_major_locator(MaxNLocator(14))
+        axes.spines["left"].set_visible(False)
+        figure.legend(loc="outside upper left", ncols=8, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+        return buffer.getvalue()
+
+
+def _rows(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
+    """Where each worker's row is, from the top, with some room between roles."""
+    roles = list(dict.fromkeys(span.role for span in spans))
+    workers = sorted({(roles.index(span.role), span.worker) for span in spans})
+    return {(roles[role], worker): place + 0.4 * role for place, (role, worker) in enumerate(workers)}
+
+
+def _period(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]], whole: bool) -> tuple[float, float]:
+    """What is drawn: everything, or from the first of the steps to the end."""
+    end = max([*(span.end for span in spans), *(end for _, end in steps.values())])
+    return (min(span.start for span in spans) if whole else min(start for start, _ in steps.values())), end
+
+
+def _mark_steps(axes: Axes, steps: Mapping[int, tuple[float, float]]) -> None:
+    """A line where each step begins and one where the last ends, and the numbers of the steps above."""
+    for number, (start, end) in steps.items():
+        axes.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
+        middle = (start + end) / 2
+        name = f"step {number}" if number == min(steps) else f"{number}"
+        axes.text(middle, 1.01, name, transform=axes.get_xaxis_transform(), ha="center", va="bottom", clip_on=False)
+    if steps:
+        axes.axvline(max(end for _, end in steps.values()), color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
 
 
 def _panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Drawn:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ebbflow.data.tables import about_table, read_table, row_count
 from ebbflow.records import Evaluation, StageRecord, Verdict
-from ebbflow.tracking.pictures import image_grid
+from ebbflow.tracking.pictures import PICTURED, caption, image_grid
 from ebbflow.tracking.runs import Node, flatten
-
-PICTURES = 16
-"""Samples in a grid: the same prompts with the same noise at every evaluation."""
 
 
 def log_evaluation(node: Node, evaluation: Evaluation, samples: Path) -> None:
@@ -24,14 +20,9 @@ def log_evaluation(node: Node, evaluation: Evaluation, samples: Path) -> None:
     table = read_table(samples)
     node.log_metrics({"scoring_failures": table.num_rows - table["failure"].null_count}, evaluation.policy_version)
     node.log_table("samples", table)
-    shown = [row for row in table.to_pylist() if row["split"] == "held_out"][:PICTURES]
-    grid = image_grid([row["image"] for row in shown], [_caption(row) for row in shown], columns=4)
+    shown = [row for row in table.to_pylist() if row["split"] == "held_out"][:PICTURED]
+    grid = image_grid([row["image"] for row in shown], [caption(row) for row in shown], columns=4)
     node.log_image("held_out", grid, evaluation.policy_version)
-
-
-def _caption(row: dict[str, Any]) -> str:
-    score = "not scored" if row["reward"] is None else f"{row['reward']:.2f}"
-    return f"{row['target'] or row['prompt']} {score}"
 
 
 def log_verdict(node: Node, verdict: Verdict) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
+PICTURED = 16
+"""Samples in a grid: the same prompts with the same noise at every evaluation."""
 MARGIN = 8
 CAPTION_SIZE = 13
 SMALLEST_WIDTH = 128
@@ -40,6 +43,12 @@ def image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: int) -> 
         place = (left, cell_height + top - MARGIN - CAPTION_SIZE - 6)
         draw.text(place, _cut(caption, cell_width - MARGIN), fill=INK, font=_font())
     return sheet
+
+
+def caption(sample: Mapping[str, Any]) -> str:
+    """Of a sample: what it should show, ``target`` or ``prompt``, and its ``reward``, None where it was not scored."""
+    score = "not scored" if sample["reward"] is None else f"{sample['reward']:.2f}"
+    return f"{sample['target'] or sample['prompt']} {score}"
 
 
 def open_rgb(png: bytes) -> Image.Image:

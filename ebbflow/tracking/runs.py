@@ -353,6 +353,10 @@ class Node:
         file = _existing(path)
         self._send(lambda client, run_id: client.log_artifact(run_id, file, folder))
 
+    def log_file(self, path: str, content: bytes) -> None:
+        """A file at ``path`` of the run's artifacts; a retry replaces it."""
+        self._send(lambda client, run_id: _log_file(client, run_id, Path(path), content))
+
     def flush(self) -> bool:
         """Deliver what waits; call it at checkpoints. Returns whether all of it arrived."""
         try:
@@ -463,6 +467,13 @@ def _log_image(client: MlflowClient, run_id: str, key: str, picture: Image.Image
     start = f"images/{re.sub('/', '~', key)}+step+{step}+"  # how MLflow names them
     if not any(entry.path.startswith(start) for entry in client.list_artifacts(run_id, "images")):
         client.log_image(run_id, picture, key=key, step=step)
+
+
+def _log_file(client: MlflowClient, run_id: str, path: Path, content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / path.name
+        file.write_bytes(content)
+        client.log_artifact(run_id, str(file), None if path.parent == Path() else path.parent.as_posix())
 
 
 def _log_table(client: MlflowClient, run_id: str, frame: pd.DataFrame, file: str) -> None:

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ebbflow.algorithms.correction import correct, correction_metrics, diagnostics
 from ebbflow.models.base import Conditioning, predict
 from ebbflow.recipe.choices import Correction
 from ebbflow.recipe.model import Precision
-from ebbflow.recipe.stages import Stage
+from ebbflow.recipe.stages import OnlineStage, Stage
 from ebbflow.rollouts.generate import SampleKeys, Trajectory
-from ebbflow.training.batches import Corrected, TrajectoryBatch, trajectory_batch
+from ebbflow.training.batches import Corrected, trajectory_batch
+from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy
 
 
 def corrected(
-    policy: Policy, stage: Stage, trajectory: Trajectory, conditioning: Conditioning, keys: SampleKeys
+    policy: Policy,
+    stage: Stage,
+    trajectory: Trajectory,
+    conditioning: Conditioning,
+    keys: SampleKeys,
+    owner: Tensor | None = None,
 ) -> tuple[Corrected, dict[str, float]]:
-    """The rollout as the stage's correction sees it, and the diagnostics; without a correction, the rollout as it is."""
+    """The rollout as the stage's correction sees it, and the diagnostics; without a correction, the rollout as it is.
+
+    Every process of an FSDP group calls it with the same arguments and gets the same result, where the trajectory lies; each
+    predicts for a share of the samples.
+
+    Args:
+        trajectory, keys: of N samples.
+        conditioning: where the policy is.
+        owner: integer [N], the row of ``conditioning`` of each sample; left out, it has a row for each of them.
+    """
     as_it_is, correction = Corrected.nothing(trajectory), _correction(stage, policy.model.precision)
     if correction is None:
         return as_it_is, {}
-    no_advantage = trajectory.log_probs.new_zeros(len(keys))
-    batch = trajectory_batch(as_it_is, conditioning, no_advantage, keys, stage.sampler)
-    mean, log_prob = _under(policy, batch, stage.micro_batch)
-    log_prob = log_prob.view_as(trajectory.log_probs)
+    mine = _share(len(keys))
+    rows = mine if owner is None else owner[mine]
+    mean, log_prob = _under(policy, stage, as_it_is.take(mine), conditioning.rows(rows), keys.take(mine.numpy()))
+    log_prob = _of_all(log_prob, trajectory.log_probs)
     delta = log_prob - trajectory.log_probs
     dims = trajectory.latents[0, 0].numel()
     weight, keep = correct(delta, dims, correction)
@@ -35,24 +52,49 @@ def corrected(
     shown = {name: value.item() for name, value in metrics.items()}
     if correction.mode == "bypass":
         return replace(as_it_is, weight=weight, keep=keep), shown
-    return Corrected(trajectory, mean.view_as(trajectory.means), log_prob, weight, keep), shown
+    return Corrected(trajectory, _of_all(mean, trajectory.means), log_prob, weight, keep), shown
 
 
 def _correction(stage: Stage, precision: Precision) -> Correction | None:
-    """The recipe's; without one, rollouts in another precision are watched and nothing else is done about them."""
-    if stage.correction is None and (stage.rollout_precision or precision) != precision:
+    """The recipe's; without one, rollouts of anything but the policy as it is are watched and nothing else is done about them."""
+    rough = (stage.rollout_precision or precision) != precision
+    apart = isinstance(stage, OnlineStage) and (stage.mode != "sync" or stage.engine != "diffusers")
+    if stage.correction is None and (rough or apart):
         return Correction(mode="bypass", weights="none")
     return stage.correction
 
 
+def _share(samples: int) -> Tensor:
+    """The samples that this process predicts for: as many on every process, so the last ones begin again with the first."""
+    ranks = Ranks.current()
+    count = math.ceil(samples / ranks.world)
+    return torch.arange(ranks.rank * count, (ranks.rank + 1) * count) % samples
+
+
+def _of_all(mine: Tensor, like: Tensor) -> Tensor:
+    """What all processes found for their shares of the samples, where ``like`` is and as many; one share at a time."""
+    ranks, found = Ranks.current(), []
+    for rank in range(ranks.world):
+        part = mine if rank == ranks.rank else torch.empty_like(mine)
+        if ranks.world > 1:
+            dist.broadcast(part, rank)
+        found.append(part.to(like.device))
+    return torch.cat(found)[: len(like)]
+
+
 @torch.no_grad()
-def _under(policy: Policy, batch: TrajectoryBatch, micro_batch: int) -> tuple[Tensor, Tensor]:
-    """(mu [M, ...], log-prob [M]) of every term under the policy as it is now."""
+def _under(
+    policy: Policy, stage: Stage, rollout: Corrected, conditioning: Conditioning, keys: SampleKeys
+) -> tuple[Tensor, Tensor]:
+    """(mu [N, W, ...], log-prob [N, W]) of every term of N samples under the policy as it is now."""
+    rollout = rollout.to(conditioning.device)
+    no_advantage = rollout.old_log_prob.new_zeros(len(keys))
+    batch = trajectory_batch(rollout, conditioning, no_advantage, keys, stage.sampler)
     found = []
-    for start in range(0, len(batch.points), micro_batch):
-        part, points = slice(start, start + micro_batch), batch.points
+    for start in range(0, len(batch.points), stage.micro_batch):
+        part, points = slice(start, start + stage.micro_batch), batch.points
         velocity = predict(policy.model, *points.at(part))
         terms = batch.terms(part, velocity, {})
         found.append((terms.transition.mean, terms.log_prob))
     means, log_probs = zip(*found, strict=True)
-    return torch.cat(means), torch.cat(log_probs)
+    return torch.cat(means).view_as(rollout.old_mean), torch.cat(log_probs).view_as(rollout.old_log_prob)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,10 @@ from ebbflow.models.base import Conditioning
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.choices import Sampler
 from ebbflow.rollouts.generate import SampleKeys, Trajectory
+from ebbflow.training.distributed import Ranks
+
+Units = list[np.ndarray]
+"""Positions of samples or terms; those of a unit stay together."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,25 @@ class Corrected:
         parts = (self.old_mean, self.old_log_prob, self.weight, self.keep)
         return Corrected(self.trajectory.take(samples), *(part[samples] for part in parts))
 
+    def kept(self, samples: np.ndarray) -> Units:
+        """The terms of some samples that are kept, each by itself: their numbers, row by row of [N, W]."""
+        numbers = torch.arange(self.keep.numel()).view_as(self.keep)[samples]
+        return list(numbers[self.keep[samples]].numpy()[:, None])
+
+    def only(self, terms: np.ndarray) -> tuple[np.ndarray, Corrected]:
+        """(the samples of some terms, those samples with nothing but these terms); the terms of a sample are adjacent."""
+        sample, column = np.divmod(terms, self.keep.shape[1])
+        samples, row = torch.from_numpy(sample).unique_consecutive(return_inverse=True)
+        part = self.take(samples)
+        keep = torch.zeros_like(part.keep)
+        keep[row, column] = True
+        return samples.numpy(), replace(part, keep=keep)
+
+    def to(self, device: torch.device) -> Corrected:
+        moved = Trajectory(**{name: values.to(device) for name, values in vars(self.trajectory).items()})
+        parts = (self.old_mean, self.old_log_prob, self.weight, self.keep)
+        return Corrected(moved, *(part.to(device) for part in parts))
+
 
 def trajectory_batch(
     rollout: Corrected, conditioning: Conditioning, advantage: Tensor, keys: SampleKeys, sampler: Sampler
@@ -244,6 +267,31 @@ def _sigma(quantile: Tensor, config: ForwardConfig) -> Tensor:
     if config.sigmas == "uniform":
         return quantile
     return torch.sigmoid(torch.special.ndtri(quantile.clamp(1e-6, 1 - 1e-6)))
+
+
+def deal(units: Units, count: int) -> list[Units]:
+    """The units in ``count`` runs of about as many units."""
+    return [[units[i] for i in part] for part in np.array_split(np.arange(len(units)), count)]
+
+
+def share(units: Units, ranks: Ranks) -> Units:
+    """This process's units of a batch.
+
+    Where there are too few to go round, every process takes all of them: the mean over the terms of all processes is the same.
+    """
+    return units if len(units) < ranks.world else deal(units, ranks.world)[ranks.rank]
+
+
+def shared_passes(units: Units, world: int, draws: int, size: int) -> int:
+    """Passes of about ``size`` terms that every process can take part in: their shares of the units may differ by one.
+
+    Args:
+        units: of the whole batch.
+        draws: terms of each sample.
+    """
+    dealt = world if len(units) >= world else 1
+    largest, smallest = math.ceil(len(units) / dealt) * draws, len(units) // dealt * draws
+    return min(passes(largest, max(map(len, units)), size), smallest)
 
 
 def micro_batches(unit: Tensor, size: int) -> int:

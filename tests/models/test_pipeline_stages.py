@@ -13,7 +13,7 @@ from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import SampleKeys, generate
-from ebbflow.stage import Place
+from ebbflow.stage import Kept, Place
 from ebbflow.training.batches import forward_batch, micro_batches
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
@@ -74,10 +74,10 @@ def test_an_online_step(start, name, lr, frames):
     }
     place, model, learner = start(name, online, frames=frames)
     assert model.config.guidance > 1
-    before, logged = values(learner.policy), []
+    before, kept = values(learner.policy), Kept()
     scorer = Scorer(((Brightness(), 1.0),))
-    run_online_stage(place, in_process(place, learner, scorer), prompts(name, SHORT[:2]), lambda metrics, step: logged.append(metrics))
-    (metrics,) = logged
+    run_online_stage(place, in_process(place, learner, scorer), prompts(name, SHORT[:2]), kept)
+    (metrics,) = kept.metrics
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["reward/std"] > 0
     assert metrics["grad_norm"] > 0

@@ -24,7 +24,7 @@ from ebbflow.recipe.algorithms import BUILT_IN, ForwardConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.generate import generate, join
-from ebbflow.stage import Place, open_policy
+from ebbflow.stage import Kept, Place, open_policy
 from ebbflow.training.policy import Policy, PolicyCard, Progress, read_card, write_base_policy
 from ebbflow.training.update import Learner
 
@@ -71,7 +71,7 @@ def collect(place, learner, scorer, prompts, step):
     ahead = Ahead(place, placement, prompts, placement.encode(prompts))
     while ahead.waiting[0] < step:
         ahead.waiting.popleft()
-    ahead.fill(at_least=1)
+    ahead.fill(step, at_least=1)
     taken = ahead.take(step)
     return taken, join([handle.future.result()[handle.index] for handle in (harvest.rollouts for harvest in taken.rows)])
 
@@ -82,7 +82,7 @@ def run(make_recipe, make_prompts, base_folder, scorer):
 
     def stage(prompts=None, judge=scorer, policy_config=None, sgd=None, **online):
         recipe = make_recipe(online=online, policy=policy_config or {})
-        place, model, logged = Place(recipe, 0, 0), load_model(base_folder), []
+        place, model, kept = Place(recipe, 0, 0), load_model(base_folder), Kept()
         policy = Policy(model, recipe.policy, 0)
         before = values(policy)
         policy.copies["teacher"] = moved(before, 0.02)
@@ -90,13 +90,10 @@ def run(make_recipe, make_prompts, base_folder, scorer):
             policy.ensure("old")
         optimizer = torch.optim.SGD(policy.parameters.values(), sgd) if sgd else None
 
-        def log(metrics, step):
-            assert step == len(logged)
-            logged.append(metrics)
-
         learner = Learner(policy, place.online, optimizer=optimizer)
-        record = run_online_stage(place, in_process(place, learner, judge), prompts or make_prompts(6), log)
-        return policy, before, logged, record
+        record = run_online_stage(place, in_process(place, learner, judge), prompts or make_prompts(6), kept)
+        assert [metrics["step"] for metrics in kept.metrics] == list(range(place.online.steps))
+        return policy, before, kept.metrics, record
 
     return stage
 
@@ -107,6 +104,7 @@ EVERY_STEP = {
     "loss", "grad_norm", "lr", "updates", "velocity_drift", "alarm/velocity_drift",
     "seconds/rollout", "seconds/scoring", "seconds/training",
     "ms_per_image/rollout", "ms_per_image/scoring", "ms_per_image/training", "images_per_second",
+    "utilisation/rollout", "utilisation/reward", "utilisation/training",
 }  # fmt: skip
 PPO, RATIO = {"clip/up", "clip/down"}, {"ratio/mean", "ratio/deviation", "kl/old"}
 ITS_OWN = {
@@ -202,7 +200,7 @@ def test_the_same_stage_twice_gives_the_same_bits(run):
     assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
 
     def repeatable(metrics):
-        timed = ("seconds", "ms_per", "images_per", "push")
+        timed = ("seconds", "ms_per", "images_per", "push", "utilisation")
         return {name: value for name, value in metrics.items() if not name.startswith(timed)}
 
     assert [repeatable(metrics) for metrics in first] == [repeatable(metrics) for metrics in second]
@@ -459,7 +457,7 @@ def test_windows_and_statistics_go_on_in_the_next_stage(make_recipe, base_folder
     monkeypatch.setattr(online_ahead, "plan", watched)
     folder, counts = start(place.recipe), []
     for name in ("first", "second"):
-        train_online_folder(place, base_folder, folder, prompts, tmp_path / name, lambda metrics, step: None)
+        train_online_folder(place, base_folder, folder, prompts, tmp_path / name, Kept())
         folder = tmp_path / name
         statistics = json.loads((folder / "prompt_statistics.json").read_text())["darkness"]
         counts.append(sum(count for _, count, _, _ in statistics))
@@ -480,17 +478,13 @@ def test_a_teacher_comes_from_a_folder_and_is_come_closer_to(make_recipe, base_f
             teacher.parameters[key].copy_(value)
     card = PolicyCard(base_digest=verify(base_folder), recipe_digest="r", config=place.recipe.policy, version=5)
     teacher.save(tmp_path / "teacher", card)
-    logged = []
-
-    def log(metrics, step):
-        logged.append(metrics)
-
+    kept = Kept()
     first = start(place.recipe)
-    train_online_folder(place, base_folder, first, prompts, tmp_path / "trained", log, tmp_path / "teacher")
-    losses = [metrics["loss"] for metrics in logged]
+    train_online_folder(place, base_folder, first, prompts, tmp_path / "trained", kept, tmp_path / "teacher")
+    losses = [metrics["loss"] for metrics in kept.metrics]
     assert losses[0] > 1e-6
     assert losses[-1] < 0.5 * losses[0]
-    assert [metrics["loss"] for metrics in logged] == pytest.approx([metrics["kl/teacher"] for metrics in logged])
+    assert losses == pytest.approx([metrics["kl/teacher"] for metrics in kept.metrics])
     assert read_card(tmp_path / "trained").copies == ()
 
 
@@ -499,7 +493,7 @@ def test_a_stage_hands_on_the_average_and_what_to_go_on_from(make_recipe, base_f
     prompts, start = folders
     place = Place(make_recipe(online=NFT, policy={"ema": {"slope": 0.5, "most": 0.5}}), 0, 0)
     trained = tmp_path / "trained"
-    record = train_online_folder(place, base_folder, start(place.recipe), prompts, trained, lambda metrics, step: None)
+    record = train_online_folder(place, base_folder, start(place.recipe), prompts, trained, Kept())
     card = read_card(trained)
     assert (card.version, card.copies) == (record.optimizer_steps, ("old", "iterate"))
     assert card.progress == Progress(algorithm="diffusion_nft", steps=place.online.steps, updates=record.optimizer_steps)

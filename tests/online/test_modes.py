@@ -63,8 +63,12 @@ def test_without_a_learning_rate_the_ratio_is_one_for_as_long_as_it_runs(run, mo
 @pytest.mark.parametrize("policy", [{}, {"train": "lora", "rank": 4}], ids=["full", "lora"])
 def test_without_a_learning_rate_every_mode_is_the_same(run, online, policy):
     modes = [run(**mode, **online, policy=policy, steps=4, optimizer={"lr": 0})[1] for mode in MODES]
-    same = [[{k: v for k, v in step.items() if not k.startswith("staleness")} for step in learnt(mode)] for mode in modes]
+    about_age = ("staleness", "rollout/")
+    same = [[{k: v for k, v in step.items() if not k.startswith(about_age)} for step in learnt(mode)] for mode in modes]
     assert same[0] == same[1] == same[2]
+    watched = [step["rollout/delta_max"] for mode in modes[1:] for step in mode if "rollout/delta_max" in step]
+    assert max(watched, default=0.0) < 1e-6
+    assert bool(watched) == (online != NFT)
 
 
 def test_one_step_off_generates_with_the_weights_that_the_step_before_started_from(run):

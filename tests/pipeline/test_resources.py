@@ -52,6 +52,7 @@ KINDS = {
     "tasks.train_base_model.train_base_model": "accelerated",
     "tasks.train_offline.train_offline": "training_group",
     "tasks.train_online.train_online": "accelerated",
+    "tasks.train_online_ray.train_online_ray": "ray_cluster",
     "tasks.write_report.write_report": "light",
     "workflows.post_training.prepare_base_model": "light",
     "workflows.post_training.prepare_policy": "light",
@@ -73,6 +74,7 @@ ON_CPUS = {
     "scorer": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "4Gi"}},
     "accelerated": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "8Gi"}, "grace_period": 300},
     "training_group": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "8Gi"}, "shared_memory": "2Gi", "grace_period": 300},
+    "ray_cluster": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "8Gi"}, "shared_memory": "4Gi", "grace_period": 300},
 }
 
 GPU_CLUSTER = """
@@ -101,6 +103,18 @@ training_group:
   grace_period: 600
   interruptible: true
   retries: 4
+ray_cluster:
+  image: rollout:2
+  cpu: 3
+  mem: 6Gi
+  accelerator: nvidia-h100
+  shared_memory: 32Gi
+  grace_period: 500
+  interruptible: true
+  retries: 6
+  workers:
+    - {name: gpus, replicas: 2, cpu: 30, mem: 400Gi, ephemeral_storage: 90Gi, gpus: 8}
+    - {name: rewards, image: "reward:1", cpu: 7, mem: 20Gi}
 """
 ON_GPUS = {
     "light": NOTHING_SPECIAL
@@ -140,7 +154,19 @@ ON_GPUS = {
         "retries": 4,
         "secrets": [],
     },
+    "ray_cluster": {
+        "image": "rollout:2",
+        "resources": {"cpu": "3", "memory": "6Gi"},
+        "accelerator": "nvidia-h100",
+        "shared_memory": "32Gi",
+        "grace_period": 500,
+        "interruptible": True,
+        "retries": 6,
+        "secrets": [],
+    },
 }
+OPERATED = {"tasks.train_online_ray.train_online_ray": "ray"}
+"""Tasks whose pods an operator of its own makes."""
 
 Tasks = dict[str, tasks_pb2.TaskTemplate]
 
@@ -191,7 +217,7 @@ def _asked(template: tasks_pb2.TaskTemplate) -> dict[str, Any]:
     pod, container = _pod(template)
     assert container["resources"]["requests"] == container["resources"]["limits"]
     assert "volumes" not in pod, "Flyte refuses shared memory beside a volume at its place"
-    assert template.type == "python-task", "an operator of its own would build another pod"
+    assert template.type == OPERATED.get(template.id.name, "python-task"), "an operator of its own would build another pod"
     return {
         "image": container["image"],
         "resources": container["resources"]["requests"],
@@ -235,9 +261,32 @@ def test_every_pod_reads_the_deployment_that_was_registered(
 
 def test_no_two_tasks_share_a_pod_template() -> None:
     # Flyte writes into some of them.
-    kinds = (resources.light, resources.scorer, resources.accelerated, resources.training_group, resources.downloader)
-    templates = [kind()["pod_template"] for kind in (*kinds, *kinds)]
-    assert len({id(template) for template in templates}) == len({id(template.pod_spec) for template in templates}) == 10
+    kinds = (getattr(resources, kind) for kind in set(KINDS.values()))
+    templates = [kind()["pod_template"] for kind in kinds for _ in range(2)]
+    assert len({id(template) for template in templates}) == len({id(template.pod_spec) for template in templates}) == 12
+
+
+def _ray_groups(template: tasks_pb2.TaskTemplate) -> dict[str, dict[str, Any]]:
+    """What each group of Ray workers asks for beside what the cluster's pods have in common."""
+    cluster = MessageToDict(template.custom)["rayCluster"]
+    assert cluster["headGroupSpec"] == {"rayStartParams": {"num-cpus": "0"}}, "no actor on the head, which is the task's pod"
+    groups = {}
+    for group in cluster["workerGroupSpec"]:
+        (container,) = group["k8sPod"]["podSpec"]["containers"]
+        assert container.pop("name") == "ray-worker", "Flyte merges by this name"
+        assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
+        assert container["resources"]["requests"] == container["resources"].pop("limits")
+        groups[group["groupName"]] = {"replicas": group["replicas"], **container.pop("resources")["requests"], **container}
+    return groups
+
+
+def test_the_workers_of_a_ray_cluster(by_default: Tasks, for_gpus: Tasks) -> None:
+    name = "tasks.train_online_ray.train_online_ray"
+    assert _ray_groups(by_default[name]) == {"workers": {"replicas": 1, "cpu": "4", "memory": "16Gi"}}
+    gpus = {"cpu": "30", "memory": "400Gi", "ephemeral-storage": "90Gi", "nvidia.com/gpu": "8"}
+    rewards = {"cpu": "7", "memory": "20Gi", "image": "reward:1"}
+    assert _ray_groups(for_gpus[name]) == {"gpus": {"replicas": 2, **gpus}, "rewards": {"replicas": 1, **rewards}}
+    assert MessageToDict(for_gpus[name].custom)["shutdownAfterJobFinishes"], "else its GPUs stay taken"
 
 
 # --- the deployment file
@@ -266,9 +315,9 @@ def test_a_pod_reads_what_differs_from_the_defaults_back(tmp_path: Path) -> None
 
 def test_the_example_names_every_key_and_only_images_that_have_a_dockerfile() -> None:
     read = read_deployment({"EBBFLOW_DEPLOYMENT": str(EXAMPLE)})
-    assert _keys(Deployment) == set(re.findall(r"^ *(\w+):", EXAMPLE.read_text(), re.MULTILINE))
-    images = {pod.image for pod in (read.light, read.downloader, read.scorer, read.accelerated, read.training_group)}
-    assert images == {f"ebbflow-{file.stem}:0.1.0" for file in DOCKERFILES}
+    assert _keys(Deployment) == set(re.findall(r"^ *(?:- )?(\w+):", EXAMPLE.read_text(), re.MULTILINE))
+    images = {getattr(read, kind).image for kind in set(KINDS.values())} | {group.image for group in read.ray_cluster.workers}
+    assert images - {None} == {f"ebbflow-{file.stem}:0.1.0" for file in DOCKERFILES}
 
 
 def _keys(model: type[BaseModel]) -> set[str]:
@@ -293,6 +342,10 @@ def _keys(model: type[BaseModel]) -> set[str]:
             ["accelerated", "accelerator = 'nvidia-h100' needs gpus", "leave accelerator"],
         ),
         ("training_group: {gpus: 8}", ["training_group.gpus = 8", "less than or equal to 1"]),
+        ("ray_cluster: {gpus: 8}", ["ray_cluster.gpus = 8", "less than or equal to 0"]),
+        ("ray_cluster: {accelerator: nvidia-h100}", ["needs workers with gpus"]),
+        ("ray_cluster: {workers: [{name: Two Words}]}", ["ray_cluster.workers.0.name = 'Two Words'"]),
+        ("ray_cluster: {workers: []}", ["ray_cluster.workers", "at least 1"]),
         ("scorer: {interruptible: sometimes}", ["scorer.interruptible = 'sometimes'", "boolean"]),
         ("hub_secret: {group: hub}", ["hub_secret.key", "required"]),
         ("light: {retries: 1, retries: 2}", ["given twice: ['retries']"]),

@@ -217,6 +217,8 @@ def test_pictures_tables_datasets_and_files_survive_a_retry_once(
             node.log_table("rewards/held_out", table)
             node.log_dataset("held-out prompts", table, context="evaluation", source=str(tmp_path))
             node.log_artifact(tmp_path / "note.txt", "notes")
+            node.log_file("dumps/step-00000/bytes.bin", b"\x00\xff")
+            node.log_file("timeline.json", b"{}")
     images = [entry.path for entry in client.list_artifacts(node.run_id, "images") if entry.path.endswith(".png")]
     assert len(images) == 2
     logged = json.loads(Path(client.download_artifacts(node.run_id, "rewards/held_out.json")).read_text())
@@ -225,6 +227,8 @@ def test_pictures_tables_datasets_and_files_survive_a_retry_once(
     inputs = client.get_run(node.run_id).inputs.dataset_inputs
     assert [(entry.dataset.name, entry.tags[0].value) for entry in inputs] == [("held-out prompts", "evaluation")]
     assert Path(client.download_artifacts(node.run_id, "notes/note.txt")).read_text() == "hello"
+    assert Path(client.download_artifacts(node.run_id, "dumps/step-00000/bytes.bin")).read_bytes() == b"\x00\xff"
+    assert Path(client.download_artifacts(node.run_id, "timeline.json")).read_bytes() == b"{}"
 
 
 def test_a_file_that_is_not_there_is_the_callers_error(tracked: TrackedRun, tmp_path: Path) -> None:

@@ -1,0 +1,200 @@
+"""The modes of an online stage on the glyph task: ``python -m benchmarks.online_modes [--seeds 0 1 2] [--steps 40]``.
+
+``speed``: training on one core and rollouts with their rewards on another, as Ray workers that are pinned there; the time of a
+step in every mode, against what its parts take when nothing overlaps. ``learning``: the same number of steps in every mode from
+the same base model, with several seeds, and the held-out OCR score at the end. Results go to
+``benchmarks/results/online_modes.json``, the tables to ``online_modes.md`` and the timelines to ``online_modes.png`` beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from PIL import Image
+from tqdm import tqdm
+
+from benchmarks.algorithms import prepared, score
+from benchmarks.machine import machine
+from ebbflow.data.prompts import read_prompts
+from ebbflow.online.loop import in_process, run_online_stage
+from ebbflow.recipe import Recipe
+from ebbflow.rewards.combine import load_scorer
+from ebbflow.stage import Kept, Place, open_model, open_policy
+from ebbflow.training.update import Learner
+
+RESULTS = Path(__file__).parent / "results" / "online_modes.json"
+MODES = {"sync": {}, "one_step_off": {}, "async": {"staleness": 2}}
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "mix_grpo, as in the demo": {"algorithm": {"name": "mix_grpo"}},
+    "flow_grpo, training as long as rollouts": {"algorithm": {"name": "flow_grpo"}},
+    "diffusion_nft": {"algorithm": {"name": "diffusion_nft"}},
+}
+LEARNING: dict[str, dict[str, Any]] = {
+    "mix_grpo": {
+        "algorithm": {"name": "mix_grpo", "clip_range": 1e-3},
+        "reference": {"weight": 0.02},
+        "optimizer": {"lr": 1.5e-4},
+    },
+    "diffusion_nft": {"algorithm": {"name": "diffusion_nft"}, "updates_per_step": 1},
+}
+SPEED_STEPS, WARM_UP = 16, 3
+"""Steps of a measured stage, and those at its beginning that are left out: workers still load and allocate."""
+
+
+@dataclass
+class Files(Kept):
+    """A journal that keeps files, too."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    def log_file(self, path: str, content: bytes) -> None:
+        self.files[path] = content
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=40, help="training steps of the learning runs")
+    parser.add_argument("--only", choices=["speed", "learning"], help="one part; the other's results stay as they are")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"speed": [], "learning": []}
+    results["machine"] = machine()
+    if arguments.only != "learning":
+        results["speed"], pictures = speed()
+        _one_above_the_other(pictures).save(RESULTS.with_suffix(".png"))
+    if arguments.only != "speed":
+        results["learning"] = learning(arguments.seeds, arguments.steps)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    RESULTS.with_suffix(".md").write_text(report(results))
+
+
+def speed() -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Times of a step, by workload and mode; and the timelines of the first workload."""
+    from ebbflow.online.ray_placement import Folders, RayPlacement
+
+    measured, pictures = [], []
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    half = {"count": 1, "cpus": 0.5, "cores": [second]}
+    apart = {"placement": "ray", "resources": {"training": {"cpus": 1, "cores": [first]}, "rollout": half, "reward": half}}
+    for (workload, stage), (mode, keys) in tqdm([(w, m) for w in WORKLOADS.items() for m in MODES.items()], unit="run"):
+        recipe = _recipe(0, {"steps": SPEED_STEPS, **stage, **apart, "mode": mode, **keys})
+        base, policy, table = prepared(recipe)
+        placement, journal = RayPlacement(Place(recipe, 0, 0), Folders.at(base, policy)), Files()
+        try:
+            run_online_stage(Place(recipe, 0, 0), placement, read_prompts(table, "train"), journal)
+        finally:
+            placement.close()
+        measured.append({"workload": workload, "mode": mode} | _times(json.loads(journal.files["timeline.json"])))
+        if workload == next(iter(WORKLOADS)):
+            pictures.append(journal.files["timeline.png"])
+    return measured, pictures
+
+
+def _times(timeline: dict[str, Any]) -> dict[str, float]:
+    """Medians over the steps, in seconds: the step, its rollouts and rewards from the first to the last, its training."""
+    steps, rollouts, training = [], [], []
+    for step in timeline["steps"][WARM_UP:]:
+        own = [busy for busy in timeline["busy"] if busy["step"] == step["step"] and busy["task"] != "receive"]
+        made = [busy for busy in own if busy["role"] in ("rollout", "reward")]
+        steps.append(step["end"] - step["start"])
+        rollouts.append(max(busy["end"] for busy in made) - min(busy["start"] for busy in made))
+        training.append(sum(busy["end"] - busy["start"] for busy in own if busy["role"] == "training"))
+    return {"step": median(steps), "rollout_and_reward": median(rollouts), "training": median(training)}
+
+
+def learning(seeds: list[int], steps: int) -> list[dict[str, Any]]:
+    """Held-out scores after the same number of steps, by algorithm, mode and seed."""
+    done = []
+    for (name, stage), (mode, keys), seed in tqdm(
+        [(a, m, s) for a in LEARNING.items() for m in MODES.items() for s in seeds], unit="run"
+    ):
+        recipe = _recipe(seed, {"steps": steps, **stage, "mode": mode, **keys})
+        base, folder, table = prepared(recipe)
+        place, model = Place(recipe, 0, 0), open_model(recipe, base)
+        policy, card = open_policy(place, model, folder)
+        scorer, held_out, journal = load_scorer(recipe.rewards.terms, ()), read_prompts(table, "held_out"), Kept()
+        before = score(recipe, model, policy, held_out, ())
+        placement = in_process(place, Learner(policy, place.online, card), scorer)
+        run_online_stage(place, placement, read_prompts(table, "train"), journal)
+        after = score(recipe, model, policy, held_out, ())
+        stale = max(step["staleness/max"] for step in journal.metrics)
+        done.append({"algorithm": name, "mode": mode, "seed": seed, "before": before, "after": after, "staleness": stale})
+        tqdm.write(f"{name} {mode} {seed}: {before['ocr']:.3f} -> {after['ocr']:.3f}")
+    return done
+
+
+def _recipe(seed: int, stage: dict[str, Any]) -> Recipe:
+    prompts = {"validation": 1, "held_out": 96}
+    return Recipe.model_validate(
+        {"seed": seed, "prompts": prompts, "rewards": {"guards": []}, "stages": [{"kind": "online", **stage}]}
+    )
+
+
+def report(results: dict[str, Any]) -> str:
+    """Both tables, in Markdown."""
+    lines = ["# Modes of an online stage on the glyph task", ""]
+    lines += [f"`python -m benchmarks.online_modes` on {results['machine']['cpu']}, {results['machine']['cores']} cores.", ""]
+    lines += ["## Time of a step", ""]
+    lines += [
+        "Training is pinned to one core, rollouts and rewards to another. Medians over the steps, in seconds. `bound`: the sum of"
+    ]
+    lines += [
+        "training and rollouts with rewards for sync, the larger of the two for the others, both as the sync run takes them.",
+        "",
+    ]
+    lines += ["![What each worker did when: sync, one-step-off, async](online_modes.png)", ""]
+    lines += [
+        "| workload | mode | rollout + reward | training | step | bound | step / bound | sync / this |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for workload in dict.fromkeys(row["workload"] for row in results["speed"]):
+        rows = [row for row in results["speed"] if row["workload"] == workload]
+        lines += [_speed_row(row, rows[0]) for row in rows]
+    lines += ["", "## What is learnt in the same number of steps", ""]
+    lines += ["Held-out OCR score, one process, the same base model; mean and standard deviation over seeds.", ""]
+    lines += [
+        "| algorithm | mode | oldest samples (steps) | before | after, by seed | after | velocity drift |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["algorithm"] for row in results["learning"]):
+        for mode in MODES:
+            lines.append(
+                _learning_row(name, mode, [r for r in results["learning"] if (r["algorithm"], r["mode"]) == (name, mode)])
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _speed_row(row: dict[str, Any], sync: dict[str, Any]) -> str:
+    parts = (sync["rollout_and_reward"], sync["training"])
+    bound = sum(parts) if row["mode"] == "sync" else max(parts)
+    numbers = (row["rollout_and_reward"], row["training"], row["step"], bound, row["step"] / bound, sync["step"] / row["step"])
+    return f"| {row['workload']} | {row['mode']} | " + " | ".join(f"{number:.2f}" for number in numbers) + " |"
+
+
+def _learning_row(name: str, mode: str, rows: list[dict[str, Any]]) -> str:
+    after, drift = [row["after"]["ocr"] for row in rows], fmean(row["after"]["velocity_drift"] for row in rows)
+    spread = f" ± {stdev(after):.3f}" if len(after) > 1 else ""
+    seeds = ", ".join(f"{value:.3f}" for value in after)
+    return (
+        f"| {name} | {mode} | {max(row['staleness'] for row in rows)} | {fmean(row['before']['ocr'] for row in rows):.3f} | "
+        f"{seeds} | {fmean(after):.3f}{spread} | {drift:.3f} |"
+    )
+
+
+def _one_above_the_other(pngs: list[bytes]) -> Image.Image:
+    pictures = [Image.open(io.BytesIO(png)).convert("RGB") for png in pngs]
+    sheet = Image.new("RGB", (max(picture.width for picture in pictures), sum(picture.height for picture in pictures)), "white")
+    for index, picture in enumerate(pictures):
+        sheet.paste(picture, (0, sum(before.height for before in pictures[:index])))
+    return sheet
+
+
+if __name__ == "__main__":
+    main()

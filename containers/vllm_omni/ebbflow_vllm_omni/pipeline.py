@@ -1,0 +1,152 @@
+"""vLLM-Omni's transformer under Ebbflow's adapters: the denoising loop, guidance, noise and decoding are Ebbflow's own.
+
+Prompts arrive encoded, so text encoders are not loaded. A request is a micro-batch: which samples share a forward pass is decided
+by the trainer, as with the engine of its own process, and never by when requests happen to arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKL, AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
+from vllm_omni.diffusion.distributed.utils import get_local_device
+from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
+from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageTransformer2DModel
+from vllm_omni.diffusion.models.qwen_image.rope_utils import txt_seq_lens_from_embeds
+from vllm_omni.diffusion.models.sd3.sd3_transformer import SD3Transformer2DModel
+from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
+from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+
+from ebbflow.models.pipeline import PipelineModel
+from ebbflow.models.qwen_image import QwenImageModel
+from ebbflow.models.sd3 import SD3Model
+from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.wire import Task, pack_rollouts
+
+PREFIX = "transformer."
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between families.
+
+    Attributes:
+        transformer: builds vLLM-Omni's network.
+        scale: pixels to a latent, of a VAE, as the family's pipeline computes it.
+        renamed: ends of layer names that vLLM-Omni calls differently than diffusers.
+    """
+
+    adapter: type[PipelineModel]
+    transformer: Callable[[OmniDiffusionConfig], nn.Module]
+    vae: Any
+    scale: Callable[[Any], int]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+def _qwen_image(config: OmniDiffusionConfig) -> nn.Module:
+    arguments = get_transformer_config_kwargs(config.tf_model_config, QwenImageTransformer2DModel)
+    transformer = QwenImageTransformer2DModel(od_config=config, **arguments)
+    transformer.register_forward_pre_hook(_add_text_lengths, with_kwargs=True)
+    return transformer
+
+
+def _add_text_lengths(transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """An argument of vLLM-Omni's network that diffusers reads off the embeddings."""
+    return args, kwargs | {"txt_seq_lens": txt_seq_lens_from_embeds(kwargs["encoder_hidden_states"])}
+
+
+FAMILIES = {
+    "sd3": Family(
+        SD3Model,
+        lambda config: SD3Transformer2DModel(od_config=config),
+        AutoencoderKL,
+        lambda vae: 2 ** (len(vae.config.block_out_channels) - 1),
+    ),
+    "qwen_image": Family(
+        QwenImageModel,
+        _qwen_image,
+        AutoencoderKLQwenImage,
+        lambda vae: 2 ** len(vae.temperal_downsample),
+        {"attn.to_out.0": "attn.to_out"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Lora:
+    """LoRA factors by the trainer's parameter names, float32."""
+
+    tensors: Mapping[str, Tensor]
+    rank: int
+    alpha: int
+
+
+class EbbflowPipeline(nn.Module):
+    """The pipeline that the engine runs; ``custom_pipeline_args`` hold the recipe's ``model``."""
+
+    _dit_modules: ClassVar[list[str]] = ["transformer"]
+    _encoder_modules: ClassVar[list[str]] = []
+    _vae_modules: ClassVar[list[str]] = ["vae"]
+
+    def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
+        super().__init__()
+        assert od_config.custom_pipeline_args is not None
+        config = ModelConfig.model_validate(od_config.custom_pipeline_args["model"])
+        base = od_config.model
+        self.od_config = od_config
+        self.family = FAMILIES[config.family]
+        self.weights_sources = [DiffusersPipelineLoader.ComponentSource(base, "transformer", None, PREFIX)]
+        self.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(base, subfolder="scheduler", local_files_only=True)
+        options = {"local_files_only": True, "use_safetensors": True, "torch_dtype": torch.float32}
+        self.vae = self.family.vae.from_pretrained(base, subfolder="vae", **options)
+        self.vae_scale_factor = self.family.scale(self.vae)
+        self.transformer = self.family.transformer(od_config)
+        self.transformer.config = od_config.tf_model_config  # where diffusers' networks have it, and the adapters look
+        self.adapter = self.family.adapter(self, config, get_local_device())
+        self.lora: Lora | None = None
+
+    def forward(self, batch: DiffusionRequestBatch) -> DiffusionOutput:
+        """The rollouts of one task."""
+        (request,) = batch.requests
+        if request.is_dummy_run():  # there is nothing to warm up
+            return DiffusionOutput(output={"payload": {"image": torch.zeros(1)}})
+        task: Task = request.sampling_params.extra_args["task"]
+        conditioning = task.conditioning.to(self.adapter.device)
+        rollouts = generate(self.adapter, conditioning, task.keys, task.sampler, task.plan, len(task.keys))
+        tensors = pack_rollouts(rollouts, self.adapter.decode(rollouts.latents))
+        return DiffusionOutput(output={"payload": {"image": tensors.pop("images")}, "metadata": {"rl": tensors}}, to_cpu=True)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take over weights of the transformer by diffusers' names; returns the names of what they went into."""
+        loaded = self.transformer.load_weights((name.removeprefix(PREFIX), values) for name, values in weights)
+        return {PREFIX + name for name in loaded}
+
+    def _load_diffusion_lora_adapter(
+        self, *, lora_request: LoRARequest, lora_path: str, dtype: torch.dtype
+    ) -> tuple[LoRAModel, PEFTHelper]:
+        """What vLLM-Omni asks before it looks for a file: the adapter that lies in memory."""
+        assert self.lora is not None
+        factors: dict[str, dict[str, Tensor]] = {}
+        for name, values in self.lora.tensors.items():
+            layer, factor = name.split(".lora_")
+            factors.setdefault(PREFIX + self._own_name(layer), {})[factor[0]] = values.to(dtype, copy=True)
+        rank, alpha = self.lora.rank, self.lora.alpha
+        layers = {name: LoRALayerWeights(name, rank, alpha, pair["A"], pair["B"]) for name, pair in factors.items()}
+        return LoRAModel(lora_request.lora_int_id, rank, layers), PEFTHelper(rank, alpha, list(layers))
+
+    def _own_name(self, layer: str) -> str:
+        """A layer of diffusers' transformer as vLLM-Omni calls it."""
+        for theirs, ours in self.family.renamed.items():
+            if layer.endswith(theirs):
+                return layer.removesuffix(theirs) + ours
+        return layer

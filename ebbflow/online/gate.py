@@ -1,0 +1,42 @@
+"""The gate in front of another engine, inside a stage: the training policy replays what the stage's own workers generated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ebbflow.online.ahead import Ahead, parts_of
+from ebbflow.online.placement import Call, Placement
+from ebbflow.online.pool import Job
+from ebbflow.online.work import Part
+from ebbflow.rollouts.parity import probe
+from ebbflow.stage import Place
+
+
+def check_engine(place: Place, placement: Placement, ahead: Ahead, step: int, first: int) -> dict[str, float]:
+    """Measure the engine before a stage's ``first`` step, and once more after it: only then weights have been pushed that differ.
+
+    Raises:
+        ParityError: its log-probs are not those of the training policy.
+    """
+    if place.online.engine == "diffusers" or step > first + 1:
+        return {}
+    part, calls = _probe(place, ahead, step), []
+    ahead.rollout.submit(Job("generate", lambda: (part, ahead.newest), lambda call, report: calls.append(call)))
+    ahead.desk.until(lambda: bool(calls))
+    return _measured(placement, ahead, part, calls[0])
+
+
+def _probe(place: Place, ahead: Ahead, step: int) -> Part:
+    """The first samples of a step, as the gate wants them."""
+    sampler, plan = probe(place.config.sampler)
+    part, some = parts_of(place, ahead.prompts, ahead.embeddings, step, plan)[0], slice(0, place.online.parity.samples)
+    return replace(
+        part, prompts=part.prompts[some], owner=part.owner[some], keys=part.keys.rows(some), sampler=sampler, task="parity"
+    )
+
+
+def _measured(placement: Placement, ahead: Ahead, part: Part, call: Call) -> dict[str, float]:
+    """By all ranks, as a sharded model is only there on all of them."""
+    calls = [rank.start("measure", part, call.values[0]) for rank in placement.training]
+    ahead.desk.until_ended(calls)
+    return [placement.report(call) for call in calls][0]

@@ -1,0 +1,494 @@
+"""The roles of an online stage as Ray actors: a training group, rollout workers and reward workers, each a process of its own.
+
+Rollouts, images and weights go from actor to actor through Ray's object store; the stage's own process holds references to them
+and reads reports. Ray restarts nothing: the pools replace rollout and reward workers and have their work done again, and a
+training rank that dies ends the stage.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.util import placement_group, register_serializer, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
+
+from ebbflow.artifacts import new_folder, verify
+from ebbflow.data.prompts import Prompt
+from ebbflow.models.encoding import Embeddings
+from ebbflow.online.placement import RESULTS, Call, Handle, Worker, WorkerDied
+from ebbflow.online.pool import StageError
+from ebbflow.online.roles import Generator, Judge, Trainer
+from ebbflow.online.work import Lesson
+from ebbflow.recipe.online import Role, Workers
+from ebbflow.rewards.combine import load_scorer
+from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.vllm_omni import VllmOmni
+from ebbflow.rollouts.weights import Weights
+from ebbflow.stage import Place, open_model, open_policy
+from ebbflow.training import distributed
+from ebbflow.training.policy import Policy
+from ebbflow.training.update import Learner
+
+ROLES: tuple[Role, ...] = get_args(Role)
+PLACED, GRACE = 300, 10
+"""Seconds until every worker must have its place; and for the other ranks to say what went wrong, after one failed."""
+CHUNK = 64 * 2**20
+"""Bytes of a file that travel at a time."""
+LOST = (RayActorError, ObjectLostError, OutOfMemoryError)
+"""What Ray says when a process, or the machine with what it left behind, is gone."""
+
+Locate = Callable[[], Path]
+"""Says where a folder lies on the machine that calls it, and brings it there if it must; travels to other processes."""
+
+
+class TrainingDied(StageError):
+    """A rank of the training group is gone, and with it what the stage has learnt: names the rank and the step."""
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where actors find the base model, the policy that the stage starts from, and its teacher."""
+
+    base: Locate
+    policy: Locate
+    teacher: Locate | None = None
+
+    @staticmethod
+    def at(base: Path, policy: Path, teacher: Path | None = None) -> Folders:
+        """At these paths on every machine."""
+        return Folders(partial(Path, base), partial(Path, policy), partial(Path, teacher) if teacher else None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call(Call):
+    worker: _Worker
+
+
+class _Worker:
+    """One worker, as the stage's own process sees it."""
+
+    def __init__(self, placement: RayPlacement, role: Role, index: int) -> None:
+        self.placement, self.role, self.index = placement, role, index
+        workers = placement.workers(role)
+        options = {
+            "num_cpus": workers.cpus,
+            "num_gpus": workers.gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(placement.group, placement.bundle(role, index)),
+        }
+        self.actor = _Actor.options(**options).remote(role, workers, sys.path)
+        self.opened: ray.ObjectRef | None = None
+
+    def open(self, make: Callable[..., Any], *arguments: Any) -> None:
+        """Begin to make what works there."""
+        self.opened = self.actor.open.remote(make, *arguments)
+
+    def start(self, method: str, *arguments: Any) -> Call:
+        count = RESULTS.get(method, 1)
+        given = [self.placement.shared(argument) if isinstance(argument, Lesson) else argument for argument in arguments]
+        results = self.actor.call.options(num_returns=count).remote(method, *given)
+        *values, report = results if count > 1 else [results]
+        return _Call(tuple(values), report, self)
+
+    def stop(self) -> None:
+        ray.kill(self.actor)
+
+
+class RayPlacement:
+    """Every worker an actor, with the cores and GPUs that the recipe gives its role.
+
+    Args:
+        folders: where actors find what they load.
+
+    Raises:
+        StageError: the cluster has no room for the workers, or one of them died while it loaded.
+    """
+
+    def __init__(self, place: Place, folders: Folders) -> None:
+        if place.online.transfer != "store":
+            raise StageError(f"transfer = {place.online.transfer!r} is not there yet with placement: ray; leave it out")
+        self.place, self.folders = place, folders
+        self.weights = {term.column: term.weight for term in place.recipe.rewards.terms}
+        self.hired: list[_Worker] = []
+        self.first: dict[tuple[Role, int], _Worker] = {}
+        self.lesson: tuple[Lesson | None, Any] = (None, None)
+        self.step = 0
+        _ship_tensors()
+        if not ray.is_initialized():
+            ray.init(include_dashboard=False)
+        self.group = self._reserve()
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def workers(self, role: Role) -> Workers:
+        """What the recipe gives a role."""
+        return getattr(self.place.online.resources, role)
+
+    def bundle(self, role: Role, index: int) -> int:
+        """The place of a worker among all."""
+        return sum(self.workers(before).count for before in ROLES[: ROLES.index(role)]) + index
+
+    def shared(self, lesson: Lesson) -> Handle:
+        """The same lesson for all ranks, sent once."""
+        if self.lesson[0] is not lesson:
+            self.lesson = (lesson, ray.put(lesson))
+        return self.lesson[1]
+
+    def hire(self, role: Role, index: int) -> _Worker:
+        worker = self.first.pop((role, index), None) or self._hire(role, index)
+        if role == "reward":  # whose time for an answer must not pass while it loads; what went wrong, its answer says
+            ray.wait([worker.opened], timeout=PLACED, fetch_local=False)
+        return worker
+
+    def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
+        call = self.training[0].start("encode", list(prompts))
+        self._wait_for([call])
+        return self.report(call)
+
+    def publish(self, version: int, copy: str | None = None) -> Weights:
+        self.step = version
+        return self._all("publish", version, copy)[0]
+
+    def wait(self, calls: Sequence[Call], timeout: float | None) -> list[Call]:
+        """As the protocol.
+
+        Raises:
+            TrainingDied: a training rank is gone; whatever else one of them raised: the others would wait for it in vain.
+        """
+        by_report = {call.report: call for call in calls}
+        if not by_report:
+            return []
+        ray.wait(list(by_report), timeout=timeout, fetch_local=False)
+        ended = [by_report[report] for report in _ended(list(by_report))]
+        self._look_after_training(ended, calls)
+        return ended
+
+    def report(self, call: Call) -> Any:
+        assert isinstance(call, _Call)
+        try:
+            return self.fetch(call.report)
+        except LOST as error:
+            raise self._death(call.worker, error) from error
+        except RayTaskError as error:
+            raise error.cause from error
+
+    def fetch(self, handle: Handle) -> Any:
+        return ray.get(handle)
+
+    def write(self, folder: Path, method: str, *arguments: Any) -> None:
+        """As the protocol: file by file from the machine of rank 0.
+
+        Raises:
+            ArtifactError: what arrived is not what rank 0 committed.
+        """
+        files, *_ = self._all("write", method, *arguments)
+        with new_folder(folder) as unfinished:
+            for name, size in files:
+                self._receive(unfinished / name, name, size)
+            verify(unfinished)
+        self._ask("discard")
+
+    def restore(self, checkpoint: Path) -> None:
+        """As the protocol: file by file to the machines of all ranks."""
+        for path in checkpoint.rglob("*"):
+            if path.is_file():
+                self._send(path, path.relative_to(checkpoint).as_posix())
+        self._all("take_up")
+
+    def close(self) -> None:
+        for worker in self.hired:
+            worker.stop()
+        remove_placement_group(self.group)
+
+    def _reserve(self) -> Any:
+        """Room for all workers, each its own; on one machine where that is possible."""
+        resources = self.place.online.resources
+        bundles = [_bundle(workers) for role in ROLES for workers in [self.workers(role)] * self.workers(role).count]
+        asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
+        there = ray.cluster_resources()
+        listed = ", ".join(f"{role} {workers.count} x {workers.cpus:g} CPU {workers.gpus:g} GPU" for role, workers in resources)
+        for kind, wanted in asked.items():
+            if wanted > there.get(kind, 0):
+                raise StageError(
+                    f"{self.place.label} asks for {wanted:g} {kind} ({listed}) and Ray has {there.get(kind, 0):g}: lower "
+                    f"resources.*.{kind.lower()}s, where a fraction shares one, or resources.*.count; or give Ray more machines"
+                )
+        group = placement_group(bundles, strategy="PACK")
+        if not group.wait(PLACED):
+            remove_placement_group(group)
+            raise StageError(
+                f"{self.place.label} asks for {listed} and found no room for {PLACED} s: others hold {_in_use(there)}, or no "
+                "machine is large enough for its share; end them, or lower resources"
+            )
+        return group
+
+    def _open(self) -> None:
+        """Begin all workers at once, and wait until they can work."""
+        ranks = [_Worker(self, "training", rank) for rank in range(self.workers("training").count)]
+        self.training: Sequence[Worker] = ranks
+        self.hired += ranks
+        meeting = ranks[0].actor.meeting.remote()
+        for worker in ranks:
+            worker.open(_open_rank, self.place, self.folders, worker.index, meeting)
+        for role in ROLES[1:]:
+            self.first |= {(role, index): self._hire(role, index) for index in range(self.workers(role).count)}
+        self._wait_until_opened(list(self.hired))
+        self.steps_before: int = self._ask("steps_before")
+
+    def _hire(self, role: Role, index: int) -> _Worker:
+        worker = _Worker(self, role, index)
+        self.hired.append(worker)
+        worker.open(_open_generator if role == "rollout" else _open_judge, self.place, self.folders, index)
+        return worker
+
+    def _wait_until_opened(self, workers: list[_Worker]) -> None:
+        waiting = {worker.opened: worker for worker in workers}
+        while waiting:
+            (opened,), _ = ray.wait(list(waiting), fetch_local=False)
+            worker = waiting.pop(opened)
+            try:
+                self.report(_Call((), opened, worker))
+            except WorkerDied as error:
+                raise StageError(f"{error}; it died while it loaded: look at the memory of its machine") from error
+
+    def _look_after_training(self, ended: list[Call], calls: Sequence[Call]) -> None:
+        """Raise what a rank raised: at once if it is gone, and otherwise once the others had the time to say more."""
+        if not any(map(self._failure, _of_training(ended))):
+            return
+        ranks = _of_training(calls)
+        deaths = [error for call in _of_training(ended) if isinstance(error := self._failure(call), TrainingDied)]
+        if not deaths:
+            reports = [call.report for call in ranks]
+            ray.wait(reports, num_returns=len(reports), timeout=GRACE, fetch_local=False)
+        errors = [error for call in ranks if call.report in _ended([call.report]) and (error := self._failure(call))]
+        first = next((error for error in errors if isinstance(error, TrainingDied)), errors[0])
+        for other in errors:
+            if other is not first and str(other) != str(first):
+                first.add_note(f"another rank: {other}")
+        raise first
+
+    def _failure(self, call: Call) -> Exception | None:
+        """What an ended call raised."""
+        try:
+            self.report(call)
+        except Exception as error:
+            return error
+        return None
+
+    def _death(self, worker: _Worker, error: RayError) -> RuntimeError:
+        reason = str(error).strip().splitlines()[0]
+        if worker.role != "training":
+            return WorkerDied(f"{worker.role} worker {worker.index}: {reason}")
+        return TrainingDied(
+            f"training rank {worker.index} of {self.place.label} died in step {self.step} ({reason}): what the stage had learnt "
+            "since its start or its last checkpoint is lost. Start it again; if that goes wrong too, look at the memory of the "
+            "rank's machine, or lower the stage's micro_batch"
+        )
+
+    def _wait_for(self, calls: Sequence[Call]) -> None:
+        waiting = list(calls)
+        while waiting:
+            ended = self.wait(waiting, None)
+            waiting = [call for call in waiting if call not in ended]
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        """What every rank says."""
+        calls = [rank.start(method, *arguments) for rank in self.training]
+        self._wait_for(calls)
+        return [self.report(call) for call in calls]
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """What rank 0 says."""
+        return self.report(self.training[0].start(method, *arguments))
+
+    def _send(self, path: Path, name: str) -> None:
+        """A file to all ranks."""
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                self._all("append", name, ray.put(np.frombuffer(chunk, np.uint8)))
+
+    def _receive(self, path: Path, name: str, size: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for start in range(0, size, CHUNK):
+                file.write(self._ask("read", name, start).data)
+
+
+class Seat:
+    """The process of a worker: what it opened, at work."""
+
+    def __init__(self, role: Role, workers: Workers, path: list[str]) -> None:
+        """``path``: where the stage's own process imports from, as a user's own rewards and algorithms may lie there."""
+        sys.path += [folder for folder in path if folder not in sys.path]
+        self.role, self.workers = role, workers
+        self.opened: Any = None
+        self.failed: Exception | None = None
+
+    def meeting(self) -> str:
+        """Where the ranks of a training group meet: a free port of this machine."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind((host, 0))
+            return f"tcp://{host}:{free.getsockname()[1]}"
+
+    def open(self, make: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            self._settle()
+            self.opened = make(*arguments)
+        except Exception as error:
+            self.failed = error  # for those who call before they know
+            raise
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        if self.failed:
+            raise self.failed
+        given = [argument.copy() if isinstance(argument, np.ndarray) else argument for argument in arguments]
+        return getattr(self.opened, method)(*given)  # a user's reward may write into its images, and nobody into the store
+
+    def _settle(self) -> None:
+        """Take the cores and GPUs that are this worker's."""
+        _ship_tensors()
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # what lies in the store is only read
+        if not self.workers.gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray shows all GPUs to those who asked for none
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)  # of those that Ray shows
+        if self.workers.cores:
+            _stay_on(self.workers.cores, self.role)
+
+
+_Actor: Any = ray.remote(max_restarts=0, max_task_retries=0)(Seat)
+
+
+class Rank(Trainer):
+    """A rank of the training group whose results travel: weights as references, folders in pieces."""
+
+    received: tempfile.TemporaryDirectory[str] | None = None
+
+    def steps_before(self) -> int:
+        return self.learner.before.steps
+
+    def publish(self, version: int, copy: str | None = None) -> Weights:
+        weights = super().publish(version, copy)
+        return replace(weights, buckets=tuple(ray.put(bucket) for bucket in weights.buckets))
+
+    def write(self, method: str, *arguments: Any) -> list[tuple[str, int]]:
+        """Write a folder on this machine; (name, bytes) of every file, on the rank that wrote them."""
+        self.written = tempfile.TemporaryDirectory(prefix="ebbflow-")
+        folder = self._folder
+        getattr(self, method)(folder, *arguments)
+        return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in folder.rglob("*") if path.is_file()]
+
+    def read(self, name: str, start: int) -> np.ndarray:
+        """A chunk of a file, uint8."""
+        with (self._folder / name).open("rb") as file:
+            file.seek(start)
+            return np.frombuffer(file.read(CHUNK), np.uint8)
+
+    def discard(self) -> None:
+        self.written.cleanup()
+
+    def append(self, name: str, chunk: np.ndarray) -> None:
+        """A further chunk of a checkpoint's file, uint8."""
+        if self.received is None:
+            self.received = tempfile.TemporaryDirectory(prefix="ebbflow-")
+        path = Path(self.received.name) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(chunk.data)
+
+    def take_up(self) -> None:
+        """Go on from the checkpoint whose files have come."""
+        assert self.received is not None
+        self.restore(Path(self.received.name))
+        self.received.cleanup()
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.written.name) / "folder"
+
+
+def _open_rank(place: Place, folders: Folders, rank: int, meeting: str) -> Rank:
+    world = place.online.resources.training.count
+    if world > 1:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, meeting, timeout=distributed.TIMEOUT, world_size=world, rank=rank)
+    model, teacher = open_model(place.recipe, folders.base()), folders.teacher() if folders.teacher else None
+    policy, card = open_policy(place, model, folders.policy(), teacher, shard=world > 1)
+    return Rank(place, Learner(policy, place.online, card), card, rank)
+
+
+def _open_generator(place: Place, folders: Folders, index: int) -> Generator:
+    if place.online.engine == "vllm_omni":
+        return Generator(VllmOmni(place, folders.base()), index, ray.get)
+    policy = Policy(open_model(place.recipe, folders.base()), place.recipe.policy, place.recipe.seed)
+    policy.copies.clear()  # the weights that arrive are those that generate, whichever copy of the trainer's they are
+    return Generator(Diffusers(place, policy), index, ray.get)
+
+
+def _open_judge(place: Place, folders: Folders, index: int) -> Judge:
+    torch.set_num_threads(place.recipe.threads)
+    rewards = place.recipe.rewards
+    return Judge(load_scorer(rewards.terms, rewards.guards if place.online.validation else ()), index)
+
+
+def _stay_on(cores: list[int], role: Role) -> None:
+    """Keep all threads of this process, there and to come, on some cores."""
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cores)
+        except ProcessLookupError:
+            continue  # a thread that ended since
+        except OSError as error:
+            raise StageError(
+                f"resources.{role}.cores = {cores}: {error}; this process may use {sorted(os.sched_getaffinity(0))}"
+            ) from error
+
+
+def _ship_tensors() -> None:
+    """Let this process send tensors as their bytes: torch's own way is many times slower and sends what a view does not show."""
+    register_serializer(Tensor, serializer=_bytes_of, deserializer=_tensor_of)
+
+
+def _bytes_of(tensor: Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
+
+
+def _tensor_of(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> Tensor:
+    values, dtype, shape = sent
+    return torch.from_numpy(values.copy()).view(dtype).reshape(shape)  # what lies in the store can only be read
+
+
+def _bundle(workers: Workers) -> dict[str, float]:
+    return {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
+
+
+def _ended(reports: list[Any]) -> list[Any]:
+    return ray.wait(reports, num_returns=len(reports), timeout=0, fetch_local=False)[0]
+
+
+def _of_training(calls: Sequence[Call]) -> list[Call]:
+    return [call for call in calls if isinstance(call, _Call) and call.worker.role == "training"]
+
+
+def _in_use(there: dict[str, float]) -> str:
+    free, kinds = ray.available_resources(), [kind for kind in ("CPU", "GPU") if kind in there]
+    return " and ".join(f"{there[kind] - free.get(kind, 0):g} of {there[kind]:g} {kind}" for kind in kinds)

@@ -1,0 +1,147 @@
+"""The gate in front of another rollout engine: the same noise must give the log-probs that the training policy has.
+
+The engine generates a few samples and the policy replays them, step by step. All steps but the last are stochastic there and
+recorded, whatever window the stage trains on, and where its own sampler is deterministic Flow-SDE stands in for it: then
+algorithms that learn without trajectories are gated on the same numbers, of the same network at the same noise levels. Decoding
+is not compared.
+
+A LoRA whose second factors are still zero changes nothing, so a gate before the first update says little of how the engine
+takes weights; it can be asked again after it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ebbflow.flow.noise import noise
+from ebbflow.flow.transition import Transition, log_prob, transition
+from ebbflow.flow.windows import Plan
+from ebbflow.models.base import Conditioning, predict
+from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, Sampler
+from ebbflow.recipe.online import Parity
+from ebbflow.rollouts.engine import Engine
+from ebbflow.rollouts.generate import SampleKeys, Trajectory
+from ebbflow.training.policy import Policy
+
+SIGMAS_APART = 1e-6
+
+
+class ParityError(RuntimeError):
+    """An engine does not generate what the training policy would: says how far off it is, where, and the way out."""
+
+
+def require_parity(
+    engine: Engine,
+    policy: Policy,
+    conditioning: Conditioning,
+    keys: SampleKeys,
+    sampler: Sampler,
+    parity: Parity,
+    micro_batch: int = 64,
+) -> dict[str, float]:
+    """Generate ``parity.samples`` of the samples, the first ones, and measure them (``measured``).
+
+    Args:
+        conditioning, keys: of N samples, where the policy is.
+        sampler: of the stage.
+
+    Raises:
+        ParityError: they are not the policy's.
+    """
+    chosen = slice(0, parity.samples)
+    conditioning, keys = conditioning.rows(chosen), keys.rows(chosen)
+    sampler, plan = probe(sampler)
+    rollouts, _ = engine.generate(conditioning, keys, sampler, plan)
+    assert rollouts.trajectory is not None
+    return measured(policy, rollouts.trajectory, conditioning, keys, sampler, parity, micro_batch)
+
+
+def probe(sampler: Sampler) -> tuple[Sampler, Plan]:
+    """How the gate's samples are generated, for a stage's sampler."""
+    every = tuple(range(sampler.steps - 1))
+    stochastic = sampler if sampler.name in STOCHASTIC_SAMPLERS else Sampler(name="flow_sde", steps=sampler.steps)
+    return stochastic, Plan(every, every)
+
+
+@torch.no_grad()
+def measured(
+    policy: Policy,
+    trajectory: Trajectory,
+    conditioning: Conditioning,
+    keys: SampleKeys,
+    sampler: Sampler,
+    parity: Parity,
+    micro_batch: int = 64,
+) -> dict[str, float]:
+    """How far a trajectory, generated as ``probe`` says, is from the policy as it is now.
+
+    ``parity/log_prob_max`` and ``_mean`` of |log-prob of the engine - log-prob of the policy|; ``parity/worst_step``, where the
+    largest is; and ``parity/mean_shift``, the largest root mean square of (mu of the engine - mu of the policy) / b, which tells
+    more: in a log-prob, a mean over many elements, small shifts cancel.
+
+    Raises:
+        ParityError: the noise, the schedule or the log-probs are others.
+    """
+    _require_same_start(policy, trajectory, keys, sampler)
+    steps = trajectory.steps.tolist()
+    deltas, shifts = [], []
+    for column, step in enumerate(steps):
+        move = _replay(policy, trajectory, conditioning, column, step, sampler, micro_batch)
+        deltas.append(log_prob(move, trajectory.next_latents[:, column]) - trajectory.log_probs[:, column])
+        shifts.append(((trajectory.means[:, column] - move.mean) / move.std).flatten(1).square().mean(1).sqrt())
+    delta = torch.stack(deltas, 1).abs()
+    sample, column = divmod(int(delta.argmax()), len(steps))  # of a NaN, where there is one
+    found = {
+        "parity/log_prob_max": delta[sample, column].item(),
+        "parity/log_prob_mean": delta.mean().item(),
+        "parity/worst_step": float(steps[column]),
+        "parity/mean_shift": torch.stack(shifts, 1).max().item(),
+    }
+    if not found["parity/log_prob_max"] <= parity.bar:
+        where = f"denoising step {steps[column]}, prompt {keys.prompt_ids[sample]}, sample {keys.samples[sample]}"
+        raise ParityError(_refusal(found, where, f"{len(keys)} samples at {len(steps)} steps", parity.bar))
+    return found
+
+
+def _refusal(found: dict[str, float], where: str, extent: str, bar: float) -> str:
+    return (
+        "the engine's log-probs are not those of the training policy on the same noise: they differ by up to "
+        f"{found['parity/log_prob_max']:.2e} ({where}), by {found['parity/log_prob_mean']:.2e} on average over {extent}, and "
+        f"parity.bar is {bar:.2e}; the means of its steps differ by up to {found['parity/mean_shift']:.2e} of their standard "
+        "deviation. Check that it was given the policy's weights, and rollout_precision; raise parity.bar where the stage's "
+        "correction is to make up for it; or set engine: diffusers"
+    )
+
+
+def _require_same_start(policy: Policy, trajectory: Trajectory, keys: SampleKeys, sampler: Sampler) -> None:
+    """The same bytes of x_T, and the family's schedule."""
+    sigmas, found = policy.model.sigmas(sampler.steps), trajectory.sigmas.cpu()
+    if found.shape != sigmas.shape or not torch.allclose(found, sigmas, rtol=0, atol=SIGMAS_APART):
+        raise ParityError(f"the engine denoises along the sigmas {found.tolist()}, the policy's model along {sigmas.tolist()}")
+    start = noise(policy.model.latent_shape, keys.seed, keys.prompt_ids, keys.samples)
+    if not torch.equal(trajectory.latents[:, 0].cpu(), start):
+        raise ParityError(
+            f"the engine starts from other noise than {len(keys)} samples of seed {keys.seed} have: their bytes differ. Its "
+            "environment and the trainer's must have the same version of Ebbflow"
+        )
+
+
+def _replay(
+    policy: Policy,
+    trajectory: Trajectory,
+    conditioning: Conditioning,
+    column: int,
+    step: int,
+    sampler: Sampler,
+    micro_batch: int,
+) -> Transition:
+    """A recorded step under the policy."""
+    assert sampler.name != "dpm_solver"
+    latents, sigma = trajectory.latents[:, column], trajectory.sigmas[step]
+    velocity: list[Tensor] = []
+    for start in range(0, len(latents), micro_batch):
+        part = slice(start, start + micro_batch)
+        rows = latents[part]
+        velocity.append(predict(policy.model, rows, sigma.expand(len(rows)), conditioning.rows(part)))
+    return transition(sampler.name, latents, torch.cat(velocity), trajectory.sigmas, step, sampler.eta)

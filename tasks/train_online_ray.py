@@ -1,0 +1,37 @@
+"""An online stage with ``placement: ray``: the same loop, with training, rollouts and rewards on a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+from flytekit import task
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.types.file import FlyteFile
+
+from ebbflow.recipe import Recipe
+from ebbflow.records import TrackedRun
+from tasks.files import on_this_machine
+from tasks.resources import ray_cluster
+from tasks.train_online import train_stage
+from tasks.types import BaseModelArtifact, TrainedPolicy
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Flyte's plugin starts Ray, which else reports who uses it
+
+
+@task(**ray_cluster())
+def train_online_ray(
+    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
+) -> TrainedPolicy:
+    """The policy folder after the stage. Actors fetch what they load; it starts again when a rank of the training dies."""
+    from ebbflow.online.ray_placement import Folders, TrainingDied
+    from ebbflow.stage import Place
+
+    place = Place(recipe, round, stage)
+    folders = [str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)]
+    actors = Folders(*(partial(on_this_machine, uri) for uri in (*folders, *([place.teacher] if place.teacher else []))))
+    try:
+        return train_stage(place, run, Path(base.folder.path), policy, prompts, actors=actors)
+    except TrainingDied as error:
+        raise FlyteRecoverableException(str(error)) from error

@@ -1,0 +1,240 @@
+"""An online stage on Ray: what one process computes, whoever dies or hangs on the way; and how it ends when it must."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import ray
+import ray_cases
+import torch
+from safetensors.torch import load_file
+
+from ebbflow.algorithms.advantages import PromptStatistics
+from ebbflow.artifacts import verify
+from ebbflow.data.prompts import Prompt, write_prompts
+from ebbflow.data.schema import PROMPTS
+from ebbflow.online import loop
+from ebbflow.online.loop import run_online_stage, train_online_folder
+from ebbflow.online.pool import StageError
+from ebbflow.online.ray_placement import Folders, RayPlacement, TrainingDied, _stay_on
+from ebbflow.records import StageRecord
+from ebbflow.rollouts.generate import Rollouts
+from ebbflow.rollouts.weights import TransferError, Weights
+from ebbflow.stage import Kept, Place
+from ebbflow.training.policy import write_base_policy
+
+CPUS = 2
+TIMED = ("seconds/", "ms_per_image/", "images_per_second", "push/", "utilisation/", "workers/")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Any:
+    """A small Ray of two cores, which workers share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # else all other processes of the machine go first
+        ray.init(num_cpus=CPUS, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a stage left behind: the policy's parameters, the metrics of its steps without those of time, and its record."""
+
+    parameters: dict[str, torch.Tensor]
+    metrics: list[dict[str, float]]
+    replaced: float
+    record: StageRecord
+
+
+@pytest.fixture(scope="module")
+def prompts(make_prompts) -> list[Prompt]:
+    return make_prompts(6)
+
+
+@pytest.fixture(scope="module")
+def place_of(make_recipe):
+    """``place_of(workers, reward, ...)``: a stage whose steps have several parts, on Ray where it has ``workers``."""
+
+    def make(workers: dict[str, Any] | None = None, reward: dict[str, Any] | None = None, **online: Any) -> Place:
+        small = {role: {"cpus": 0.1} for role in ("training", "rollout", "reward")}
+        resources = {role: keys | (workers or {}).get(role, {}) for role, keys in small.items()}
+        on_ray = {"placement": "ray", "resources": resources} if workers is not None else {}
+        term = {"name": "custom", "path": "ray_cases:Darkness", "label": "darkness", "options": reward or {}}
+        rewards = {"terms": [term], "guards": [], "max_failed_share": 0.5}
+        return Place(make_recipe(online={"micro_batch": 4, "prompts_per_step": 3, **on_ray, **online}, rewards=rewards), 0, 0)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def start(base_folder, tmp_path_factory):
+    """``start(place)``: the policy folder of the untouched base model."""
+
+    def write(place: Place) -> Path:
+        folder = tmp_path_factory.mktemp("start") / "policy"
+        write_base_policy(folder, verify(base_folder), place.recipe.digest, place.recipe.policy)
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def train(base_folder, start, tmp_path):
+    """``train(place, prompts)``: the whole stage, from folder to folder; ``base`` is what workers ask for the base model."""
+
+    def run(place: Place, prompts: list[Prompt], base: Any = None) -> Ran:
+        folder, kept, trained = start(place), Kept(), tmp_path / f"trained-{place.online.placement}"
+        write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in prompts], PROMPTS), tmp_path / "prompts.parquet")
+        actors = Folders(base or partial(Path, base_folder), partial(Path, folder))
+        record = train_online_folder(place, base_folder, folder, tmp_path / "prompts.parquet", trained, kept, actors=actors)
+        return ran(trained, kept, record)
+
+    return run
+
+
+def ran(folder: Path, kept: Kept, record: StageRecord) -> Ran:
+    verify(folder)
+    kept_metrics = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in kept.metrics]
+    parameters = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    return Ran(parameters, kept_metrics, kept.metrics[-1]["workers/replaced"], record)
+
+
+def assert_same(one: Ran, other: Ran) -> None:
+    assert one.metrics == other.metrics
+    assert one.parameters.keys() == other.parameters.keys()
+    assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
+    assert (one.record.samples, one.record.optimizer_steps) == (other.record.samples, other.record.optimizer_steps)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Ends when these processes have ended and Ray has got their cores back."""
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) or ray.available_resources().get("CPU") != CPUS:
+        time.sleep(0.1)
+
+
+# What one process computes.
+
+
+@pytest.fixture
+def rollouts(monkeypatch):
+    """The rollouts that the stages of a test train on, part by part."""
+    seen: list[Rollouts] = []
+    whole = loop._train
+
+    def watched(placement, desk, lesson, step):
+        seen.extend(placement.fetch(harvest.rollouts) for harvest in step.rows)
+        return whole(placement, desk, lesson, step)
+
+    monkeypatch.setattr(loop, "_train", watched)
+    return seen
+
+
+def test_three_rollout_workers_generate_what_one_does(place_of, train, prompts, rollouts, base_folder, tmp_path):
+    one = train(place_of(), prompts)
+    workers = {"rollout": {"count": 3, "cores": [0]}}
+    three = train(place_of(workers), prompts, partial(ray_cases.noted, base_folder, tmp_path))
+    assert_same(one, three)
+    assert three.replaced == 0
+    here, there = rollouts[:6], rollouts[6:]
+    assert torch.equal(here[0].trajectory.latents[:, 0], there[0].trajectory.latents[:, 0]), "the noise"
+    for made, other in zip(here, there, strict=True):
+        assert torch.equal(made.latents, other.latents)
+        assert torch.equal(made.trajectory.latents, other.trajectory.latents)
+    noted = {int(file.name): json.loads(file.read_text()) for file in tmp_path.iterdir() if file.name.isdigit()}
+    assert len(noted) == 4  # three rollout workers and the rank
+    assert sum(note["cores"] == [0] for note in noted.values()) >= 3
+    assert all(note["gpus"] == "" for note in noted.values()), "they asked for no GPU"
+    wait_until_gone(list(noted))
+
+
+def test_dead_workers_are_replaced_and_their_work_is_done_again(place_of, train, prompts, base_folder, tmp_path):
+    alone = train(place_of(mode="one_step_off"), prompts)
+    place = place_of({"rollout": {"count": 2}, "reward": {"count": 2}}, {"dies": str(tmp_path / "judge")}, mode="one_step_off")
+    base = partial(ray_cases.with_a_dying_generator, base_folder, tmp_path / "generator")
+    with pytest.warns(UserWarning, match="worker died and was replaced; its work is done again") as warned:
+        on_ray = train(place, prompts, base)
+    assert sorted(str(warning.message).split()[0] for warning in warned) == ["reward", "rollout"]
+    assert on_ray.replaced == 2
+    assert_same(alone, on_ray)
+
+
+def test_two_ranks_train_together_and_end_together(place_of, train, start, prompts, base_folder, tmp_path):
+    alone, place, flag = train(place_of(), prompts), place_of({"training": {"count": 2}}), tmp_path / "now"
+    base = partial(ray_cases.noted, base_folder, tmp_path)
+    folders = Folders(base, partial(ray_cases.with_a_dying_rank, start(place), flag, 1))
+    with closing(RayPlacement(place, folders)) as placement:
+        kept = Kept()
+        record = run_online_stage(place, placement, prompts, kept)
+        placement.write(tmp_path / "trained", "save", record, PromptStatistics())
+        together = ran(tmp_path / "trained", kept, record)
+        flag.touch()
+        with pytest.raises(TrainingDied, match=r"training rank 1 of 1.1 online died in step 0 .*Start it again"):
+            run_online_stage(place, placement, prompts, Kept())
+    wait_until_gone([int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()])
+    for one, other in zip(alone.metrics, together.metrics, strict=True):
+        apart = {"grad_variance": 0, "velocity_drift": 0}  # measured on the first pass, which is another one
+        assert other | apart == pytest.approx(one | apart, rel=1e-3, abs=1e-5)
+    for name, value in alone.parameters.items():
+        assert torch.allclose(value, together.parameters[name], atol=1e-5)
+
+
+# What goes wrong.
+
+
+def test_hanging_rewards_are_replaced_and_in_the_end_masked(place_of, train, prompts, tmp_path):
+    hanging = [replace(prompt, target="HANG") if prompt.prompt_id == 0 else prompt for prompt in prompts[:3]]
+    place = place_of({}, {"hangs": str(tmp_path / "once")}, steps=1, scoring={"timeout": 4, "retries": 1})
+    on_ray = train(place, hanging)
+    assert on_ray.replaced == 3  # one over the part that hung once, two over the prompt that always does
+    assert on_ray.metrics[0]["reward/scored_share"] == pytest.approx(2 / 3)
+    assert on_ray.metrics[0]["group/dropped_samples"] == 4
+    assert on_ray.record.optimizer_steps == 1
+
+
+def test_damaged_weights_are_not_generated_with(place_of, train, prompts, base_folder, tmp_path, monkeypatch):
+    whole = RayPlacement.publish
+
+    def damaged(placement: RayPlacement, version: int, copy: str | None = None) -> Weights:
+        weights = whole(placement, version, copy)
+        if version == 0:
+            return weights
+        bucket = ray.get(weights.buckets[0])
+        next(iter(bucket.values())).view(-1)[0] += 1e-3
+        return replace(weights, buckets=(ray.put(bucket), *weights.buckets[1:]))
+
+    monkeypatch.setattr(RayPlacement, "publish", damaged)
+    with pytest.raises(TransferError, match="the weights of version 1 arrived as"):
+        train(place_of({}), prompts, partial(ray_cases.noted, base_folder, tmp_path))
+    wait_until_gone([int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()])
+
+
+@pytest.mark.parametrize(
+    ("workers", "words"),
+    [
+        (
+            {"rollout": {"count": 4, "cpus": 1}},
+            r"asks for 4.2 CPU \(.*rollout 4 x 1 CPU 0 GPU.*\) and Ray has 2: lower resources",
+        ),
+        ({"training": {"gpus": 0.5}}, r"asks for 0.5 GPU .* and Ray has 0: lower resources.*gpus"),
+    ],
+)
+def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(place_of, start, base_folder, workers, words):
+    place = place_of(workers)
+    with pytest.raises(StageError, match=words):
+        RayPlacement(place, Folders.at(base_folder, start(place)))
+    wait_until_gone([])
+
+
+def test_cores_that_are_not_there_are_named():
+    with pytest.raises(StageError, match=r"resources.rollout.cores = \[4000\].*may use \["):
+        _stay_on([4000], "rollout")

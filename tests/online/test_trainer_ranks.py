@@ -1,0 +1,239 @@
+"""Two ranks learn from a step of an online stage what one learns, however unevenly its terms are left to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ebbflow.flow.windows import Plan
+from ebbflow.models import load_model
+from ebbflow.online.roles import Generator, Trainer
+from ebbflow.online.work import Lesson, Part
+from ebbflow.recipe import Recipe
+from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.generate import Rollouts, SampleKeys, generate
+from ebbflow.rollouts.weights import TransferError
+from ebbflow.stage import Place
+from ebbflow.training import distributed
+from ebbflow.training.batches import share, shared_passes
+from ebbflow.training.distributed import Ranks, process_group
+from ebbflow.training.policy import Policy
+from ebbflow.training.update import Learner
+
+# Two processes with FSDP2 on five groups of three samples, of which the last one says nothing: nothing divides by two.
+
+TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST"]
+LORA = {"train": "lora", "rank": 4, "alpha": 8}
+ROUGH = {"rollout_precision": "bfloat16"}
+ODE = {"sampler": {"name": "ode", "steps": 3}}
+DECOUPLED = {"weights": "truncated", "normalise": True, "reject": "k1", "reject_above": 0.03}
+BYPASS = {"mode": "bypass", "reject": "k1", "reject_above": 0.03, "reject_level": "sequence_max"}
+SHIFTED = {"correction": {**DECOUPLED, "reject_above": 100}}
+CASES = {
+    "as it is": {"algorithm": {"name": "mix_grpo"}},
+    "decoupled": {"algorithm": {"name": "grpo_guard"}, **ROUGH, "correction": DECOUPLED, "policy": LORA},
+    "bypass": {"algorithm": {"name": "flow_dppo"}, **ROUGH, "correction": BYPASS},
+    "samples": {"algorithm": {"name": "diffusion_nft", "noise_levels": 1}, **ODE, "policy": LORA},
+    "groups": {"algorithm": {"name": "dgpo", "noise_levels": 2}, **ODE},
+    "a group an update": {"algorithm": {"name": "dgpo", "noise_levels": 2}, **ODE, "updates_per_step": 4},
+    "one term": {"algorithm": {"name": "mix_grpo"}, **SHIFTED, "updates_per_step": 1},
+    "nothing": {"algorithm": {"name": "mix_grpo"}, **SHIFTED},
+}
+LEFT = {"one term": [(4, 1)], "nothing": []}
+"""(sample, column) of the terms that are not rejected, where the others are made to be: fewer than ranks, and none."""
+
+
+def recipe_of(case: str) -> Recipe:
+    stage = {"kind": "online", "group_size": 3, "prompts_per_step": 5, "micro_batch": 4, "updates_per_step": 2}
+    stage |= {"sampler": {"steps": 4}, "reference": {"weight": 0.1}, "optimizer": {"max_grad_norm": 0.5}, **CASES[case]}
+    policy = stage.pop("policy", {"train": "full"})
+    if stage["sampler"].get("name") != "ode":
+        stage["window"] = {"kind": "fixed", "size": 2}
+    return Recipe.model_validate({"stages": [stage], "policy": policy})
+
+
+def lesson_and_rollouts(base: Path, place: Place, case: str) -> tuple[Lesson, Rollouts]:
+    """A step's rollouts by the untouched base model: the same in every process."""
+    model, config = load_model(base), place.online
+    owner = np.arange(5).repeat(3)
+    keys = SampleKeys(place.seed, owner.tolist(), [*range(3)] * 5)
+    conditioning = model.encode_texts(TEXTS)
+    rows, chosen = conditioning.rows(torch.from_numpy(owner)), Plan((0, 1), (0, 1)) if config.window else None
+    rollouts = generate(model, rows, keys, config.sampler, chosen, 4, config.rollout_precision)
+    if case in LEFT:
+        left = [rollouts.trajectory.log_probs[term].clone() for term in LEFT[case]]
+        rollouts.trajectory.log_probs.add_(1)
+        for term, value in zip(LEFT[case], left, strict=True):
+            rollouts.trajectory.log_probs[term] = value
+    advantages = np.array([2, -1, -1, 1, 0.5, -1.5, -1, -0.5, 1.5, 3, -1, -2, 0, 0, 0], np.float32)
+    return Lesson(0, conditioning, owner, keys, advantages, owner < 4), rollouts
+
+
+def trainer_of(base: Path, place: Place, ranks: Ranks) -> Trainer:
+    policy = Policy(load_model(base), place.recipe.policy, 0, shard=ranks.world > 1)
+    if place.keeps_old:
+        policy.ensure("old")
+    # Adam's first step is a sign, which turns rounding into full steps.
+    learner = Learner(policy, place.online, optimizer=torch.optim.SGD(policy.parameters.values(), lr=0.05))
+    return Trainer(place, learner, rank=ranks.rank)
+
+
+def two_steps(base: Path, case: str, file: Path, ranks: Ranks) -> dict[str, Any]:
+    """Two steps on the same rollouts, which are stale at the second; rank 0 writes the parameters."""
+    place = Place(recipe_of(case), 0, 0)
+    trainer, (lesson, rollouts) = trainer_of(base, place, ranks), lesson_and_rollouts(base, place, case)
+    first = trainer.publish(0)
+    told = [trainer.train(lesson, rollouts) for _ in range(2)]
+    last, generates = trainer.publish(2, "current"), trainer.publish(2)
+    if ranks.rank == 0:
+        save_file({name: value for bucket in last.buckets for name, value in bucket.items()}, file)
+    return {
+        "metrics": [one.metrics for one in told],
+        "updates": told[-1].updates,
+        "published": [[weights.digest, weights.size, len(weights.buckets)] for weights in (first, generates)],
+    }
+
+
+def train_as_a_rank(base: Path, output: Path) -> None:
+    with process_group() as ranks:
+        said = {case: two_steps(base, case, output / f"{case}.safetensors", ranks) for case in CASES}
+    (output / f"said-{ranks.rank}.json").write_text(json.dumps(said))
+
+
+def second_process(_: int, base: Path, output: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "1"
+    train_as_a_rank(base, output)
+
+
+@pytest.fixture(scope="module")
+def together(base_folder, tmp_path_factory):
+    """What two gloo processes say of every case, this one and a spawned one, and the folder of the parameters."""
+    output = tmp_path_factory.mktemp("two-ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in group.items():
+            patch.setenv(name, str(value))
+        patch.setattr(distributed, "TIMEOUT", timedelta(minutes=3))
+        other = torch.multiprocessing.spawn(second_process, (base_folder, output), nprocs=1, join=False)
+        train_as_a_rank(base_folder, output)
+        while not other.join():
+            pass
+    return [json.loads((output / f"said-{rank}.json").read_text()) for rank in range(2)], output
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_learn_what_one_learns(base_folder, together, tmp_path, case):
+    alone = two_steps(base_folder, case, tmp_path / "alone.safetensors", Ranks(0, 1))
+    (first, second), folder = [said[case] for said in together[0]], together[1]
+    assert first["metrics"] == second["metrics"]
+    assert first["updates"] == second["updates"] == alone["updates"]
+    # The first part of a batch has other terms on two ranks, unless both take all of them.
+    same = case in ("a group an update", "one term", "nothing")
+    of_the_first_part = {} if same else {"grad_variance": 0, "velocity_drift": 0}
+    for one, other in zip(alone["metrics"], first["metrics"], strict=True):
+        assert one | of_the_first_part == pytest.approx(other | of_the_first_part, rel=2e-3, abs=1e-6)
+    expected, found = load_file(tmp_path / "alone.safetensors"), load_file(folder / f"{case}.safetensors")
+    untouched = trainer_of(base_folder, Place(recipe_of(case), 0, 0), Ranks(0, 1)).learner.policy.parameters
+    assert farthest(expected, found) < 1e-6
+    assert (farthest(expected, untouched) > 1e-4) == (case != "nothing")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_publish_whole_weights(base_folder, together, case):
+    trainer = trainer_of(base_folder, Place(recipe_of(case), 0, 0), Ranks(0, 1))
+    alone = trainer.publish(0)
+    (first, _), (nothing, _) = [said[case]["published"] for said in together[0]]
+    assert first == [alone.digest, alone.size, len(alone.buckets)]
+    assert nothing == ["", 0, 0]
+
+
+@pytest.mark.parametrize(("case", "updates", "skipped"), [("as it is", 4, 0), ("a group an update", 8, 0), ("nothing", 0, 2)])
+def test_an_update_without_terms_is_counted(together, case, updates, skipped):
+    said = together[0][0][case]
+    assert said["updates"] == updates
+    assert [metrics["skipped_updates"] for metrics in said["metrics"]] == [skipped] * 2
+
+
+def test_what_the_cases_are_about_happens(together):
+    """Terms are dropped, and means are of the whole batch: otherwise equality would say little."""
+    said = {case: told["metrics"] for case, told in together[0][0].items()}
+    assert 0 < said["decoupled"][0]["rollout/rejected"] < 1
+    assert 0 < said["bypass"][0]["rollout/rejected"] < 1
+    assert said["one term"][0]["rollout/rejected"] == pytest.approx(29 / 30)
+    assert said["nothing"][0]["rollout/rejected"] == 1
+
+
+def test_workers_generate_with_the_weights_that_a_trainer_broadcasts(base_folder):
+    """Each version until two newer ones came; a worker that was replaced gets the buckets."""
+    place = Place(recipe_of("samples"), 0, 0)
+    trainer, (lesson, rollouts) = trainer_of(base_folder, place, Ranks(0, 1)), lesson_and_rollouts(base_folder, place, "samples")
+    sent_to, replaced = generator_of(base_folder, place, 0), generator_of(base_folder, place, 1)
+    part = Part(0, [], lesson.conditioning, lesson.owner, lesson.keys, place.online.sampler, None)
+    port, known = trainer.serve("127.0.0.1"), []
+
+    def at_once(one: Callable[[], Any], other: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor() as threads:
+            return [call.result() for call in (threads.submit(one), threads.submit(other))][0]
+
+    at_once(
+        lambda: trainer.join("127.0.0.1", port, "weights", 2, 60), lambda: sent_to.join("127.0.0.1", port, "weights", 1, 2, 60)
+    )
+    for version in (1, 2, 3):
+        trainer.train(lesson, rollouts)
+        known.append(at_once(partial(trainer.broadcast, version), partial(sent_to.receive, trainer.expected())))
+    assert [weights.version for weights in known] == [1, 2, 3]
+    assert not any(weights.buckets for weights in known)
+    for weights in known[1:]:
+        found, _, told = sent_to.generate(part, weights)
+        assert told.version == weights.version
+        with pytest.raises(TransferError, match=rf"worker 1 was not sent the weights of version {weights.version} "):
+            replaced.generate(part, weights)
+        again, _, _ = replaced.generate(part, trainer.resend(weights.digest))
+        assert torch.equal(found.latents, again.latents)
+        assert (found.latents - rollouts.latents).abs().max() > 1e-4
+    assert trainer.resend().digest == known[2].digest == trainer.publish(3).digest
+    with pytest.raises(TransferError, match="worker 0 was not sent the weights of version 1"):
+        sent_to.generate(part, known[0])
+    with pytest.raises(TransferError, match="not among the 2 that were sent last"):
+        trainer.resend(known[0].digest)
+    sent_to.leave()
+    trainer.leave()
+
+
+def generator_of(base: Path, place: Place, worker: int) -> Generator:
+    return Generator(Diffusers(place, Policy(load_model(base), place.recipe.policy, 0)), worker)
+
+
+@given(st.integers(1, 20), st.integers(1, 6), st.integers(1, 4), st.integers(1, 9))
+def test_every_rank_has_a_part_of_every_pass(count, world, draws, size):
+    units = [np.array([2 * number, 2 * number + 1]) for number in range(count)]
+    shares = [share(units, Ranks(rank, world)) for rank in range(world)]
+    passes = shared_passes(units, world, draws, size)
+    assert 1 <= passes <= min(map(len, shares)) * draws
+    times = np.unique(np.concatenate([np.concatenate(mine) for mine in shares]), return_counts=True)
+    assert times[0].tolist() == list(range(2 * count))
+    assert set(times[1]) == {world if count < world else 1}, "every unit counts as much as any other"
+
+
+def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)

@@ -1,0 +1,130 @@
+"""The gate in front of an engine: it measures what differs, and refuses with the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ebbflow.models import load_model
+from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.online import Parity
+from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.rollouts.parity import ParityError, require_parity
+from ebbflow.training.policy import Policy
+
+TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"]
+SAMPLERS = [Sampler(name=name, steps=5) for name in ("flow_sde", "dance_sde", "cps", "ode", "dpm_solver")]
+PARITY = Parity(samples=4, bar=1e-6)
+
+
+class Other:
+    """An engine of its own model; ``change`` is done to what it generates."""
+
+    def __init__(self, model, change=lambda rollouts: rollouts):
+        self.model, self.change, self.asked = model, change, []
+
+    def generate(self, conditioning, keys, sampler, plan=None):
+        self.asked.append((len(keys), sampler, plan))
+        rollouts = self.change(generate(self.model, conditioning, keys, sampler, plan))
+        return rollouts, np.zeros((len(keys), 1, 1, 3), np.uint8)
+
+
+@pytest.fixture
+def policy(model):
+    return Policy(model, PolicyConfig(train="full"), 0)
+
+
+@pytest.fixture
+def other(base_folder):
+    return load_model(base_folder)
+
+
+def ask(engine, policy, sampler=SAMPLERS[0], parity=PARITY, micro_batch=3):
+    keys = SampleKeys(9, [3, 3, 5, 5, 8, 8], [0, 1, 0, 1, 0, 1])
+    return require_parity(engine, policy, policy.model.encode_texts(TEXTS), keys, sampler, parity, micro_batch)
+
+
+def changed(**trajectory):
+    """What replaces fields of a trajectory, each given as a function of what was there."""
+
+    def change(rollouts):
+        found = rollouts.trajectory
+        new = {name: with_what(getattr(found, name)) for name, with_what in trajectory.items()}
+        return replace(rollouts, trajectory=replace(found, **new))
+
+    return change
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: sampler.name)
+def test_the_same_network_passes_at_every_step_of_every_sampler(policy, other, sampler):
+    engine = Other(other)
+    found = ask(engine, policy, sampler)
+    ((count, used, plan),) = engine.asked
+    assert count == 4
+    assert used.steps == 5
+    assert used.name == (sampler.name if sampler in SAMPLERS[:3] else "flow_sde")
+    assert plan.stochastic == plan.trained == (0, 1, 2, 3)
+    assert 0 <= found["parity/log_prob_mean"] <= found["parity/log_prob_max"] < 1e-6
+    assert found["parity/mean_shift"] < 1e-4
+    assert found["parity/worst_step"] in (0, 1, 2, 3)
+
+
+def test_other_weights_are_refused_with_the_numbers(policy, other):
+    with torch.no_grad():
+        for parameter in other.transformer.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    found = ask(Other(other), policy, parity=Parity(samples=4, bar=1.0))
+    assert found["parity/log_prob_max"] > 1e-5
+    with pytest.raises(ParityError) as error:
+        ask(Other(other), policy)
+    for number in (found["parity/log_prob_max"], found["parity/log_prob_mean"], found["parity/mean_shift"], 1e-6):
+        assert f"{number:.2e}" in str(error.value)
+    assert f"denoising step {found['parity/worst_step']:.0f}, prompt" in str(error.value)
+    assert "4 samples at 4 steps" in str(error.value)
+
+
+def test_the_numbers_are_those_of_the_difference(policy, other):
+    def at_one_place(log_probs):
+        moved = log_probs.clone()
+        moved[2, 1] -= 0.25
+        return moved
+
+    found = ask(Other(other, changed(log_probs=at_one_place)), policy, parity=Parity(samples=4, bar=0.3))
+    assert found["parity/log_prob_max"] == pytest.approx(0.25, abs=1e-5)
+    assert found["parity/log_prob_mean"] == pytest.approx(0.25 / 16, abs=1e-5)
+    assert found["parity/worst_step"] == 1
+    with pytest.raises(ParityError, match=r"2\.50e-01 \(denoising step 1, prompt 5, sample 0\)"):
+        ask(Other(other, changed(log_probs=at_one_place)), policy)
+
+
+def test_the_shift_of_the_means_is_in_standard_deviations(policy, other):
+    sampler = Sampler(name="dance_sde", steps=5, eta=0.5)
+    sigmas = policy.model.sigmas(5)
+    std = 0.5 * (sigmas[:-2] - sigmas[1:-1]).sqrt()
+
+    def moved(means):
+        return means + 0.1 * std.view(1, -1, *[1] * (means.ndim - 2))
+
+    found = ask(Other(other, changed(means=moved)), policy, sampler)
+    assert found["parity/mean_shift"] == pytest.approx(0.1, rel=1e-3)
+
+
+def test_log_probs_that_are_no_numbers_are_refused(policy, other):
+    with pytest.raises(ParityError, match="differ by up to nan"):
+        ask(Other(other, changed(log_probs=lambda values: values.index_fill(0, torch.tensor([1]), torch.nan))), policy)
+
+
+def test_other_noise_and_another_schedule_are_refused(policy, other):
+    def one_bit(latents):
+        latents = latents.clone()
+        latents[0, 0].view(-1).view(torch.int32)[0] ^= 1
+        return latents
+
+    with pytest.raises(ParityError, match="seed 9"):
+        ask(Other(other, changed(latents=one_bit)), policy)
+    with pytest.raises(ParityError, match="sigmas"):
+        ask(Other(other, changed(sigmas=lambda sigmas: sigmas * 0.99)), policy)

@@ -1,0 +1,115 @@
+"""Messages to a rollout engine in another process: what is sent arrives, and every failure is an answer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from ebbflow.flow.windows import Plan
+from ebbflow.models import Conditioning
+from ebbflow.recipe.choices import Sampler
+from ebbflow.rollouts.generate import Rollouts, SampleKeys, Trajectory
+from ebbflow.rollouts.wire import LENGTHS, Task, pack_rollouts, receive, send, serve, unpack_rollouts
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def through(pair, header, tensors):
+    """What arrives of a message; it is sent beside, for a socket holds little."""
+    ours, theirs = pair
+    sender = threading.Thread(target=send, args=(ours, header, tensors))
+    sender.start()
+    found = receive(theirs)
+    sender.join()
+    return found
+
+
+def encoded(count, guidance=1.0, negative=None):
+    tensors = {
+        "embeds": torch.randn(count, 5, 3).bfloat16(),
+        "mask": torch.rand(count, 5) > 0.5,
+        "the pooled one": torch.randn(count, 4),
+    }
+    return Conditioning(tensors, negative, guidance)
+
+
+def same(first, second):
+    assert first.guidance == second.guidance
+    assert first.tensors.keys() == second.tensors.keys()
+    assert all(first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first.tensors)
+    assert (first.negative is None) == (second.negative is None)
+    if first.negative is not None:
+        same(first.negative, second.negative)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("plan", [None, Plan((1, 2), (2,), 0.5), Plan((0,), (0,))], ids=str)
+def test_a_task_arrives_as_it_was(pair, negative, plan):
+    conditioning = encoded(3, 4.5, encoded(3) if negative else None)
+    keys = SampleKeys(2**62 + 1, np.array([7, 8, 9]), [np.int64(4), 5, 2**40])
+    sampler = Sampler(name="cps", steps=7, eta=0.3)
+    task = Task.unpack(*through(pair, *Task(conditioning, keys, sampler, plan).pack()))
+    same(task.conditioning, conditioning)
+    assert (task.keys.seed, task.keys.prompt_ids, task.keys.samples) == (2**62 + 1, [7, 8, 9], [4, 5, 2**40])
+    assert (task.sampler, task.plan) == (sampler, plan)
+
+
+def test_rollouts_and_images_arrive_as_they_were(pair):
+    images = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3)
+    values = [torch.randn(2, 3, 1, 4, 4) for _ in range(3)]
+    trajectory = Trajectory(torch.linspace(1, 0, 6), torch.tensor([1, 2, 4]), *values, torch.randn(2, 3))
+    for rollouts in (Rollouts(torch.randn(2, 1, 4, 4), trajectory), Rollouts(torch.randn(2, 1, 4, 4), None)):
+        found, pictures = unpack_rollouts(through(pair, {}, pack_rollouts(rollouts, images))[1])
+        assert np.array_equal(pictures, images)
+        assert torch.equal(found.latents, rollouts.latents)
+        assert (found.trajectory is None) == (rollouts.trajectory is None)
+        if rollouts.trajectory is not None:
+            for name, sent in vars(rollouts.trajectory).items():
+                assert torch.equal(getattr(found.trajectory, name), sent)
+
+
+def test_large_tensors_pass(pair):
+    large = torch.randn(3_000_000)
+    header, found = through(pair, {"call": "x"}, {"large": large, "view": large[::2]})
+    assert header == {"call": "x"}
+    assert torch.equal(found["large"], large)
+    assert torch.equal(found["view"], large[::2])
+
+
+def test_a_failed_call_is_answered_and_the_next_one_served(pair):
+    ours, theirs = pair
+
+    def refuse(header, tensors):
+        raise ValueError("told to fail")
+
+    calls = {"refuse": refuse, "double": lambda header, tensors: ({"n": 2 * header["n"]}, {"x": 2 * tensors["x"]})}
+    server = threading.Thread(target=serve, args=(theirs, calls))
+    server.start()
+    send(ours, {"call": "refuse"})
+    assert receive(ours)[0] == {"error": "ValueError: told to fail"}
+    send(ours, {"call": "unheard of"})
+    assert receive(ours)[0] == {"error": "KeyError: 'unheard of'"}
+    send(ours, {"call": "double", "n": 4}, {"x": torch.tensor([1.5])})
+    header, tensors = receive(ours)
+    assert header == {"n": 8}
+    assert tensors["x"].tolist() == [3.0]
+    ours.close()
+    server.join(10)
+    assert not server.is_alive()
+
+
+def test_half_a_message_is_the_end(pair):
+    ours, theirs = pair
+    ours.sendall(LENGTHS.pack(10, 0) + b"{}")
+    ours.close()
+    with pytest.raises(EOFError):
+        receive(theirs)

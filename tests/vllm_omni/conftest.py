@@ -1,0 +1,56 @@
+"""The engine itself, on tiny models: nothing here runs without its environment (``make test-vllm-omni`` makes it)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_omni_cases import Both
+
+from ebbflow.models import load_model
+from ebbflow.recipe import Recipe
+from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.vllm_omni import VARIABLE, VllmOmni
+from ebbflow.stage import Place
+from ebbflow.training.policy import Policy
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment() -> None:
+    """Skip, visibly, where there is no engine to test."""
+    if VARIABLE not in os.environ:
+        pytest.skip(f"{VARIABLE} is not set: `make test-vllm-omni` makes the engine's environment and runs these tests in it")
+
+
+@pytest.fixture(scope="session")
+def place_of(tiny_recipe: Callable[..., Recipe]) -> Callable[..., Place]:
+    """``place_of(family, train)``: an online stage with guidance, in micro-batches of three."""
+
+    def make(family: str, train: str) -> Place:
+        model: dict[str, Any] = {"guidance": 4.0, "max_tokens": 32}
+        stage = {"kind": "online", "algorithm": {"name": "flow_grpo"}, "micro_batch": 3}
+        policy = {"train": train, **({"rank": 4, "alpha": 12} if train == "lora" else {})}
+        return Place(tiny_recipe(family, model, stages=[stage], policy=policy), 0, 0)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def both(place_of: Callable[..., Place]) -> Iterator[Callable[[str, str], Both]]:
+    """``both(family, train)``: opened once, for opening takes half a minute; every test pushes what it needs."""
+    opened: dict[tuple[str, str], Both] = {}
+
+    def get(family: str, train: str) -> Both:
+        if (family, train) not in opened:
+            place = place_of(family, train)
+            base = Path(place.recipe.model.path or "")
+            policy = Policy(load_model(base, place.recipe.model), place.recipe.policy, 0)
+            opened[family, train] = Both(place, VllmOmni(place, base), Diffusers(place, policy), policy)
+        return opened[family, train]
+
+    yield get
+    for one in opened.values():
+        one.engine.close()

@@ -1,0 +1,74 @@
+"""Whole stages with the engine: its gate, its pushes, and what the ratio says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ebbflow.models import load_model
+from ebbflow.online.loop import run_online_stage
+from ebbflow.online.placement import InProcess
+from ebbflow.online.roles import Generator, Trainer
+from ebbflow.recipe import Recipe
+from ebbflow.rollouts.parity import ParityError
+from ebbflow.stage import Kept, Place
+from ebbflow.training.policy import Policy
+from ebbflow.training.update import Learner
+
+SMALL = {"group_size": 3, "prompts_per_step": 2, "micro_batch": 3, "updates_per_step": 1, "window": {"kind": "fixed", "size": 2}}
+
+
+@pytest.fixture
+def run(both, make_prompts, scorer):
+    """``run("sd3", "lora", **online)``: a stage on the engine that the other tests opened; (policy before, after, metrics)."""
+
+    def stage(family, train, **online):
+        one = both(family, train)
+        kept = one.place.recipe.model_dump(mode="json", exclude={"stages"})
+        stages = [{"kind": "online", "engine": "vllm_omni", "sampler": {"steps": 4}, **SMALL, **online}]
+        place, journal = Place(Recipe.model_validate({**kept, "stages": stages}), 0, 0), Kept()
+        policy = Policy(load_model(Path(place.recipe.model.path), place.recipe.model), place.recipe.policy, 0)
+        if place.keeps_old:
+            policy.ensure("old")
+        before = {name: value.detach().clone() for name, value in policy.parameters.items()}
+        trainer = Trainer(place, Learner(policy, place.online))
+        run_online_stage(place, InProcess(trainer, Generator(one.engine), scorer, shares=False), make_prompts(4), journal)
+        return before, policy.parameters, journal.metrics
+
+    return stage
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])
+def test_without_a_learning_rate_the_ratio_stays_one(run, mode, record_property):
+    *_, metrics = run("sd3", "lora", mode=mode, steps=20, optimizer={"lr": 0})
+    worst = max(step["ratio/deviation"] for step in metrics)
+    record_property("largest |ratio - 1|", worst)
+    assert worst < 1e-5
+    assert max(step["rollout/delta_max"] for step in metrics) < 1e-5
+
+
+@pytest.mark.parametrize(("family", "train"), [("sd3", "lora"), ("sd3", "full"), ("qwen_image", "lora")])
+def test_every_step_generates_with_what_the_last_one_learnt(run, family, train):
+    before, after, metrics = run(family, train, steps=3, optimizer={"lr": 1e-2 if train == "lora" else 1e-3})
+    assert any(not torch.equal(value, before[name]) for name, value in after.items())
+    assert all(step["rollout/delta_max"] < 1e-5 for step in metrics), "the policy that trains is the one that generated"
+    assert all(step["push/bytes"] > 0 for step in metrics)
+    assert metrics[2]["push/receive_seconds"] > 0  # in the steps before, the gate's samples received them
+    assert [step["parity/log_prob_max"] < 1e-5 for step in metrics if "parity/log_prob_max" in step] == [True, True]
+    assert "parity/log_prob_max" not in metrics[2]
+
+
+def test_the_old_copy_generates_there_too(run):
+    before, after, metrics = run(
+        "sd3", "lora", algorithm={"name": "diffusion_nft"}, sampler={"name": "ode", "steps": 4}, window=None, steps=3,
+        optimizer={"lr": 1e-2},
+    )  # fmt: skip
+    assert any(not torch.equal(value, before[name]) for name, value in after.items())
+    assert metrics[1]["parity/log_prob_max"] < 1e-5
+
+
+def test_an_engine_that_is_off_is_refused_before_a_step(run):
+    with pytest.raises(ParityError, match=r"parity.bar is 1.00e-12.*engine: diffusers"):
+        run("sd3", "lora", steps=1, parity={"bar": 1e-12})

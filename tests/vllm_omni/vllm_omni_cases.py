@@ -1,0 +1,46 @@
+"""What the tests of the engine share: one base model and one policy, behind the engine and behind the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.models import Conditioning
+from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.generate import SampleKeys
+from ebbflow.rollouts.vllm_omni import VllmOmni
+from ebbflow.stage import Place
+from ebbflow.training.policy import Policy
+
+TEXTS = ["two cats", "a red bicycle leans against a blue wall", 'a sign that says "OPEN"', "snow", "a boat on a lake"]
+KEYS = SampleKeys(3, [4, 4, 5, 6, 6], [0, 1, 0, 2**40, 7])
+
+
+@dataclass(frozen=True)
+class Both:
+    """The engine and the reference of one base model, with one policy that both are given."""
+
+    place: Place
+    engine: VllmOmni
+    reference: Diffusers
+    policy: Policy
+
+    @property
+    def conditioning(self) -> Conditioning:
+        prompts = [Prompt(index, text, "blurry, low quality", None, "test", "train", "{}") for index, text in enumerate(TEXTS)]
+        return self.policy.model.encode(prompts)
+
+    def change(self, seed: int, scale: float = 1.0) -> None:
+        """Draw another policy from a seed; with scale 0, the base model."""
+        self.policy.assign(self.policy.copies["reference"])
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.policy.parameters.items():
+                moves = "lora_B" in name or self.place.recipe.policy.train == "full"
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise, alpha=scale * (0.2 if "lora_B" in name else 0.02) if moves else 0)
+
+    def push(self) -> None:
+        self.engine.load({name: parameter.detach() for name, parameter in self.policy.parameters.items()})
