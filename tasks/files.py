@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flytekit import FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
+
+from ebbflow.records import TrackedRun
+
+if TYPE_CHECKING:
+    from ebbflow.online.standing import Checkpoints
+    from ebbflow.stage import Place
 
 
 def scratch(name: str) -> Path:
@@ -41,3 +51,28 @@ def on_this_machine(uri: str) -> Path:
             FlyteContextManager.current_context().file_access.get_data(uri, str(unfinished), is_multipart=True)
             unfinished.replace(folder)
     return folder
+
+
+@contextmanager
+def kept_checkpoints(run: TrackedRun, place: Place) -> Iterator[Checkpoints]:
+    """The checkpoints of a stage, in the run's own folder: there the next attempt finds them. Gone once the stage is over."""
+    from ebbflow.online.standing import Checkpoints
+
+    home = f"{run.folder}/checkpoints/{place.label.replace(' ', '-')}"
+    if "://" not in home:
+        yield Checkpoints(place, Path(home))
+        shutil.rmtree(home, ignore_errors=True)
+        return
+    access, folder = FlyteContextManager.current_context().file_access, scratch("checkpoints")
+    store = access.get_filesystem_for_path(home)
+
+    def saved(new: Path) -> None:
+        access.put_data(str(new), f"{home}/{new.name}", is_multipart=True)
+        for name in {Path(path).name for path in store.ls(home, detail=False)} - {path.name for path in folder.iterdir()}:
+            store.rm(f"{home}/{name}", recursive=True)
+
+    if store.exists(home):
+        access.get_data(home, str(folder), is_multipart=True)
+    yield Checkpoints(place, folder, saved)
+    if store.exists(home):
+        store.rm(home, recursive=True)

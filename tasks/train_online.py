@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
-from tasks.files import fetch, scratch
+from tasks.files import fetch, kept_checkpoints, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
@@ -48,9 +48,11 @@ def train_stage(
     from ebbflow.tracking.runs import node_run
 
     trained, metrics = scratch("policy"), scratch("metrics.json")
-    with node_run(run, place.label) as node:
+    with node_run(run, place.label) as node, kept_checkpoints(run, place) as checkpoints:
         kept = Kept(node)
-        record = train_online_folder(place, base, fetch(policy.folder), fetch(prompts), trained, kept, teacher, actors)
+        record = train_online_folder(
+            place, base, fetch(policy.folder), fetch(prompts), trained, kept, teacher, actors, checkpoints
+        )
         log_stage(node, record)
     kept.write(metrics)
     return TrainedPolicy(folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)))

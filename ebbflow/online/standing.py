@@ -49,7 +49,7 @@ class Checkpoints:
 
     Attributes:
         folder: where they lie, on the disk of the stage's own process.
-        saved: called with the folder of each new checkpoint, to bring it where a later attempt finds it.
+        saved: called with each new checkpoint, to bring it where a later attempt finds it.
     """
 
     place: Place
@@ -70,9 +70,9 @@ class Checkpoints:
         state = {"standing": standing.state(), "rows": journal.metrics}
         new = self.folder / f"step-{standing.step:05d}"
         placement.write(new, "checkpoint", self.about, state)
-        self.saved(new)
         for old in sorted(self.folder.glob("step-*"))[:-KEPT]:
             shutil.rmtree(old)
+        self.saved(new)
 
     def resume(self, placement: Placement, journal: Kept) -> Standing | None:
         """Put the training group where it stood at the newest checkpoint, if there is one.
