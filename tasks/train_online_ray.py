@@ -17,7 +17,10 @@ from tasks.resources import ray_cluster
 from tasks.train_online import train_stage
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Flyte's plugin starts Ray, which else reports who uses it
+# Before Flyte's plugin starts Ray in a local run: else it reports that it is used, and the paths of its sockets, which may have
+# about a hundred characters, begin with the temporary folder of the run.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_TMPDIR", "/tmp")
 
 
 @task(**ray_cluster())

@@ -22,7 +22,7 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, OwnerDiedError, RayActorError, RayError, RayTaskError
 from ray.util import placement_group, register_serializer, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
@@ -184,10 +184,13 @@ class RayPlacement:
         assert isinstance(call, _Call)
         try:
             return self.fetch(call.report)
-        except LOST as error:
-            raise self._death(call.worker, error) from error
-        except RayTaskError as error:
-            raise error.cause from error
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if isinstance(cause, OwnerDiedError):  # only weights belong to an actor, the first rank
+                raise self._death(self.hired[0], cause) from error
+            if isinstance(cause, LOST):
+                raise self._death(call.worker, cause) from error
+            raise cause from error
 
     def fetch(self, handle: Handle) -> Any:
         return ray.get(handle)
@@ -220,6 +223,11 @@ class RayPlacement:
     def _reserve(self) -> Any:
         """Room for all workers, each its own; on one machine where that is possible."""
         resources = self.place.online.resources
+        if resources.training.count > 1 and 0 < resources.training.gpus < 1:
+            raise StageError(
+                f"resources.training.gpus = {resources.training.gpus:g}: NCCL wants a GPU of its own for each of several ranks; "
+                "set gpus to 1, or to 0 to train on CPUs"
+            )
         bundles = [_bundle(workers) for role in ROLES for workers in [self.workers(role)] * self.workers(role).count]
         asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
         there = ray.cluster_resources()

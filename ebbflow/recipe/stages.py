@@ -173,7 +173,7 @@ def _wrong_stage(name: str, kind: str) -> str:
     return f"{name} cannot run in an {kind} stage; the nearest that can is diffusion_nft"
 
 
-class OnlineStage(Stage, Online):
+class OnlineStage(Online, Stage):
     """Fresh samples, immediate updates: rollout, score, advantages, update, repeated with the models hot."""
 
     kind: Literal["online"] = "online"

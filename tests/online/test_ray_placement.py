@@ -177,6 +177,8 @@ def test_two_ranks_train_together_and_end_together(place_of, train, start, promp
         record = run_online_stage(place, placement, prompts, kept)
         placement.write(tmp_path / "trained", "save", record, PromptStatistics())
         together = ran(tmp_path / "trained", kept, record)
+        for worker in placement.hired[2:]:
+            worker.stop()  # the next stage hires its own
         flag.touch()
         with pytest.raises(TrainingDied, match=r"training rank 1 of 1.1 online died in step 0 .*Start it again"):
             run_online_stage(place, placement, prompts, Kept())
@@ -225,6 +227,7 @@ def test_damaged_weights_are_not_generated_with(place_of, train, prompts, base_f
             {"rollout": {"count": 4, "cpus": 1}},
             r"asks for 4.2 CPU \(.*rollout 4 x 1 CPU 0 GPU.*\) and Ray has 2: lower resources",
         ),
+        ({"training": {"count": 2, "gpus": 0.5}}, r"resources.training.gpus = 0.5: NCCL wants a GPU of its own"),
         ({"training": {"gpus": 0.5}}, r"asks for 0.5 GPU .* and Ray has 0: lower resources.*gpus"),
     ],
 )

@@ -15,7 +15,7 @@ from ebbflow.recipe.model import FAMILIES, Model
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "workflows" / "recipes").glob("*.yaml"))
-OWN = ("glyph", "glyph_lora", "tiny")
+OWN = ("glyph", "glyph_lora", "glyph_ray", "tiny")
 SIGNS = ROOT / "datasets" / "signs" / "prompts.txt"
 
 PUBLISHED = {
