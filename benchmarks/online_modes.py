@@ -12,6 +12,7 @@ import argparse
 import io
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -44,7 +45,7 @@ LEARNING: dict[str, dict[str, Any]] = {
     },
     "diffusion_nft": {"algorithm": {"name": "diffusion_nft"}, "updates_per_step": 1},
 }
-SPEED_STEPS, WARM_UP = 16, 3
+SPEED_STEPS, WARM_UP = 12, 2
 """Steps of a measured stage, and those at its beginning that are left out: workers still load and allocate."""
 
 
@@ -69,8 +70,13 @@ def main() -> None:
     if arguments.only != "learning":
         results["speed"], pictures = speed()
         _one_above_the_other(pictures).save(RESULTS.with_suffix(".png"))
+        _write(results)
     if arguments.only != "speed":
-        results["learning"] = learning(arguments.seeds, arguments.steps)
+        for results["learning"] in learning(arguments.seeds, arguments.steps, results["learning"]):
+            _write(results)
+
+
+def _write(results: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(report(results))
 
@@ -109,25 +115,31 @@ def _times(timeline: dict[str, Any]) -> dict[str, float]:
     return {"step": median(steps), "rollout_and_reward": median(rollouts), "training": median(training)}
 
 
-def learning(seeds: list[int], steps: int) -> list[dict[str, Any]]:
-    """Held-out scores after the same number of steps, by algorithm, mode and seed."""
-    done = []
-    for (name, stage), (mode, keys), seed in tqdm(
-        [(a, m, s) for a in LEARNING.items() for m in MODES.items() for s in seeds], unit="run"
-    ):
-        recipe = _recipe(seed, {"steps": steps, **stage, "mode": mode, **keys})
-        base, folder, table = prepared(recipe)
-        place, model = Place(recipe, 0, 0), open_model(recipe, base)
-        policy, card = open_policy(place, model, folder)
-        scorer, held_out, journal = load_scorer(recipe.rewards.terms, ()), read_prompts(table, "held_out"), Kept()
-        before = score(recipe, model, policy, held_out, ())
-        placement = in_process(place, Learner(policy, place.online, card), scorer)
-        run_online_stage(place, placement, read_prompts(table, "train"), journal)
-        after = score(recipe, model, policy, held_out, ())
-        stale = max(step["staleness/max"] for step in journal.metrics)
-        done.append({"algorithm": name, "mode": mode, "seed": seed, "before": before, "after": after, "staleness": stale})
-        tqdm.write(f"{name} {mode} {seed}: {before['ocr']:.3f} -> {after['ocr']:.3f}")
-    return done
+def learning(seeds: list[int], steps: int, known: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Held-out scores after the same number of steps, by algorithm, mode and seed; what is known is not run again."""
+    done = list(known)
+    runs = [(name, mode, seed) for name in LEARNING for seed in seeds for mode in MODES]
+    for name, mode, seed in tqdm(runs, unit="run"):
+        asked = {"algorithm": name, "mode": mode, "seed": seed, "steps": steps, "settings": LEARNING[name] | MODES[mode]}
+        if not any(asked.items() <= run.items() for run in known):
+            done = [run for run in done if (run["algorithm"], run["mode"], run["seed"]) != (name, mode, seed)]
+            done.append(asked | _learn(asked))
+            tqdm.write(f"{name} {mode} {seed}: {done[-1]['before']['ocr']:.3f} -> {done[-1]['after']['ocr']:.3f}")
+            yield done
+
+
+def _learn(asked: dict[str, Any]) -> dict[str, Any]:
+    """One run: held-out scores before and after, and the age of its oldest samples."""
+    recipe = _recipe(asked["seed"], {"steps": asked["steps"], "mode": asked["mode"], **asked["settings"]})
+    base, folder, table = prepared(recipe)
+    place, model = Place(recipe, 0, 0), open_model(recipe, base)
+    policy, card = open_policy(place, model, folder)
+    scorer, held_out, journal = load_scorer(recipe.rewards.terms, ()), read_prompts(table, "held_out"), Kept()
+    before = score(recipe, model, policy, held_out, ())
+    placement = in_process(place, Learner(policy, place.online, card), scorer)
+    run_online_stage(place, placement, read_prompts(table, "train"), journal)
+    after = score(recipe, model, policy, held_out, ())
+    return {"before": before, "after": after, "staleness": max(step["staleness/max"] for step in journal.metrics)}
 
 
 def _recipe(seed: int, stage: dict[str, Any]) -> Recipe:

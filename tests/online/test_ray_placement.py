@@ -25,6 +25,7 @@ from ebbflow.online import loop
 from ebbflow.online.loop import run_online_stage, train_online_folder
 from ebbflow.online.pool import StageError
 from ebbflow.online.ray_placement import Folders, RayPlacement, TrainingDied, _stay_on
+from ebbflow.online.standing import Checkpoints
 from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import TransferError, Weights
@@ -188,6 +189,34 @@ def test_two_ranks_train_together_and_end_together(place_of, train, start, promp
         assert other | apart == pytest.approx(one | apart, rel=1e-3, abs=1e-5)
     for name, value in alone.parameters.items():
         assert torch.allclose(value, together.parameters[name], atol=1e-5)
+
+
+class Flagging(Kept):
+    """A journal that leaves a flag at the end of the step before the last."""
+
+    def __init__(self, flag: Path) -> None:
+        super().__init__()
+        self.flag = flag
+
+    def log_metrics(self, values: Any, step: int) -> None:
+        super().log_metrics(values, step)
+        if step == 2:
+            self.flag.touch()
+
+
+def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(place_of, train, start, prompts, base_folder, tmp_path):
+    """The rank is killed in the last step, after two checkpoints; the next attempt makes that step alone."""
+    keys = {"steps": 4, "checkpoint_every": 1, "mode": "one_step_off"}
+    place, table, folder = place_of({}, **keys), tmp_path / "prompts.parquet", tmp_path / "trained"
+    whole = train(place_of(**keys), prompts)
+    dying = Folders(partial(Path, base_folder), partial(ray_cases.with_a_dying_rank, start(place), tmp_path / "flag", 0))
+    checkpoints, kept = Checkpoints(place, tmp_path / "checkpoints"), Flagging(tmp_path / "flag")
+    with pytest.raises(TrainingDied, match="training rank 0 of 1.1 online died in step 3"):
+        train_online_folder(place, base_folder, start(place), table, folder, kept, actors=dying, checkpoints=checkpoints)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00002", "step-00003"]
+    again = Kept()
+    record = train_online_folder(place, base_folder, start(place), table, folder, again, checkpoints=checkpoints)
+    assert_same(whole, ran(folder, again, record))
 
 
 # What goes wrong.
