@@ -72,7 +72,8 @@ def main() -> None:
         _one_above_the_other(pictures).save(RESULTS.with_suffix(".png"))
         _write(results)
     if arguments.only != "speed":
-        for results["learning"] in learning(arguments.seeds, arguments.steps, results["learning"]):
+        for done in learning(arguments.seeds, arguments.steps, results["learning"]):
+            results["learning"] = done
             _write(results)
 
 

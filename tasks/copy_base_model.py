@@ -8,7 +8,7 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from ebbflow.recipe.model import Model
-from tasks.files import fetch, scratch
+from tasks.files import fetch_folder, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact
 
@@ -20,5 +20,5 @@ def copy_base_model(model: Model) -> BaseModelArtifact:
 
     started, folder = time.time(), scratch("base")
     assert model.path
-    copy_base(fetch(FlyteDirectory(model.path)), folder, model)
+    copy_base(fetch_folder(model.path), folder, model)
     return BaseModelArtifact(folder=FlyteDirectory(str(folder)), seconds=time.time() - started, finished_at=time.time())

@@ -39,6 +39,15 @@ def fetch(artifact: FlyteFile | FlyteDirectory) -> Path:
     return path
 
 
+def fetch_folder(uri: str) -> Path:
+    """The folder at a path or a URI that a recipe names; a FlyteDirectory made from a URI would download nothing."""
+    if "://" not in uri:
+        return fetch(FlyteDirectory(uri))
+    folder = scratch("folder")
+    FlyteContextManager.current_context().file_access.get_data(uri, str(folder), is_multipart=True)
+    return folder
+
+
 def on_this_machine(uri: str) -> Path:
     """The folder at ``uri``, brought to this machine once for all processes that ask for it."""
     if Path(uri).is_dir():

@@ -7,7 +7,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
-from tasks.files import fetch, scratch
+from tasks.files import fetch, fetch_folder, scratch
 from tasks.resources import downloader
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
@@ -24,6 +24,6 @@ def import_policy(recipe: Recipe, base: BaseModelArtifact) -> TrainedPolicy:
     if start.on_hub:
         source = pretrained_folder(start, ["*.safetensors"])
     else:
-        source = fetch(FlyteFile(start.path) if start.path.endswith(".safetensors") else FlyteDirectory(start.path))
+        source = fetch(FlyteFile(start.path)) if start.path.endswith(".safetensors") else fetch_folder(start.path)
     write_start(recipe, fetch(base.folder), source, folder)
     return TrainedPolicy(folder=FlyteDirectory(str(folder)))

@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
-from tasks.files import fetch, kept_checkpoints, scratch
+from tasks.files import fetch, fetch_folder, kept_checkpoints, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
@@ -28,7 +28,7 @@ def train_online(
     from ebbflow.stage import Place
 
     place = Place(recipe, round, stage)
-    teacher = fetch(FlyteDirectory(place.teacher)) if place.teacher else None
+    teacher = fetch_folder(place.teacher) if place.teacher else None
     return train_stage(place, run, fetch(base.folder), policy, prompts, teacher)
 
 

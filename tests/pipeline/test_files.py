@@ -1,4 +1,4 @@
-"""Where the checkpoints of a stage lie between two attempts at it: on this disk, or behind a URI."""
+"""Folders that tasks find by a path or a URI: the checkpoints of an earlier attempt, and what a recipe names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ebbflow.artifacts import new_folder
 from ebbflow.records import TrackedRun
 from ebbflow.stage import Place
 from ebbflow.training.checkpoint import newest_checkpoint
-from tasks.files import kept_checkpoints
+from tasks.files import fetch_folder, kept_checkpoints
 
 
 class Preempted(Exception):
@@ -53,3 +53,10 @@ def test_the_next_attempt_finds_them_and_nothing_is_left_at_the_end(make_recipe,
         save(checkpoints, 8)
         assert sorted(path.name for path in kept.iterdir()) == ["step-00006", "step-00008"]
     assert not kept.exists()
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_folder_that_a_recipe_names_is_there(tmp_path, scheme):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "model_index.json").write_text("{}")
+    assert (fetch_folder(f"{scheme}{tmp_path}/base") / "model_index.json").read_text() == "{}"
