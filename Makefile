@@ -30,8 +30,8 @@ run: setup ## run the pipeline on RECIPE=path/to/recipe.yaml
 	@mkdir -p runs/flyte
 	$(RUN) pyflyte run workflows/post_training.py post_train --recipe $(RECIPE)
 
-test: lint ## lint, type check and all tests
-	$(BIN)/pytest
+test: lint ## lint, type check and all tests, a file on each core
+	$(BIN)/pytest --numprocesses auto --dist loadfile
 
 test-vllm-omni: $(ENGINE)/ready ## make the CPU environment of the vLLM-Omni engine (4 GB), and test the engine on tiny models
 	EBBFLOW_VLLM_OMNI_PYTHON=$(abspath $(ENGINE))/bin/python $(BIN)/pytest tests/vllm_omni

@@ -176,11 +176,9 @@ def report(results: dict[str, Any]) -> str:
         "| algorithm | mode | oldest samples (steps) | before | after, by seed | after | velocity drift |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in dict.fromkeys(row["algorithm"] for row in results["learning"]):
-        for mode in MODES:
-            lines.append(
-                _learning_row(name, mode, [r for r in results["learning"] if (r["algorithm"], r["mode"]) == (name, mode)])
-            )
+    for name, mode in [(name, mode) for name in LEARNING for mode in MODES]:
+        rows = [row for row in results["learning"] if (row["algorithm"], row["mode"]) == (name, mode)]
+        lines += [_learning_row(name, mode, rows)] if rows else []
     return "\n".join(lines) + "\n"
 
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 
 from ebbflow.models import load_model
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.placement import InProcess
+from ebbflow.online.ray_placement import Folders, RayPlacement
 from ebbflow.online.roles import Generator, Trainer
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.rewards import Rewards
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.stage import Kept, Place
-from ebbflow.training.policy import Policy
+from ebbflow.training.policy import Policy, write_base_policy
 from ebbflow.training.update import Learner
 
 SMALL = {"group_size": 3, "prompts_per_step": 2, "micro_batch": 3, "updates_per_step": 1, "window": {"kind": "fixed", "size": 2}}
+
+
+def stage_of(kept, **online):
+    """A stage on the engine, of a recipe's other keys."""
+    stages = [{"kind": "online", "engine": "vllm_omni", "sampler": {"steps": 4}, **SMALL, **online}]
+    return Place(Recipe.model_validate({**kept.model_dump(mode="json", exclude={"stages"}), "stages": stages}), 0, 0)
 
 
 @pytest.fixture
@@ -26,9 +36,7 @@ def run(both, make_prompts, scorer):
 
     def stage(family, train, **online):
         one = both(family, train)
-        kept = one.place.recipe.model_dump(mode="json", exclude={"stages"})
-        stages = [{"kind": "online", "engine": "vllm_omni", "sampler": {"steps": 4}, **SMALL, **online}]
-        place, journal = Place(Recipe.model_validate({**kept, "stages": stages}), 0, 0), Kept()
+        place, journal = stage_of(one.place.recipe, **online), Kept()
         policy = Policy(load_model(Path(place.recipe.model.path), place.recipe.model), place.recipe.policy, 0)
         if place.keeps_old:
             policy.ensure("old")
@@ -72,3 +80,24 @@ def test_the_old_copy_generates_there_too(run):
 def test_an_engine_that_is_off_is_refused_before_a_step(run):
     with pytest.raises(ParityError, match=r"parity.bar is 1.00e-12.*engine: diffusers"):
         run("sd3", "lora", steps=1, parity={"bar": 1e-12})
+
+
+def test_the_engine_runs_in_rollout_workers_of_their_own(place_of, make_prompts, tmp_path):
+    """On Ray: the worker's engine receives every version through the object store; nothing else is different."""
+    share = {"cpus": 0.3}
+    roles = {"training": share, "rollout": share, "reward": share}
+    recipe = place_of("sd3", "lora").recipe
+    recipe = recipe.model_copy(update={"rewards": Rewards(terms=["jpeg_compressibility"], guards=[])})
+    place, journal = stage_of(recipe, steps=3, mode="one_step_off", placement="ray", resources=roles), Kept()
+    base, start = Path(recipe.model.path), tmp_path / "start"
+    write_base_policy(start, "a base", place.recipe.digest, place.recipe.policy, place.recipe.model)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        with closing(RayPlacement(place, Folders.at(base, start))) as placement:
+            run_online_stage(place, placement, make_prompts(4), journal)
+    finally:
+        ray.shutdown()
+    assert [step["parity/log_prob_max"] < 1e-5 for step in journal.metrics[:2]] == [True, True]
+    assert [step["staleness/max"] for step in journal.metrics] == [0, 1, 1]
+    assert journal.metrics[2]["rollout/delta_max"] > 1e-7, "one step old"
+    assert journal.metrics[2]["ratio/first_deviation"] > 0
