@@ -35,7 +35,6 @@ MODES = {"sync": {}, "one_step_off": {}, "async": {"staleness": 2}}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "mix_grpo, as in the demo": {"algorithm": {"name": "mix_grpo"}},
     "flow_grpo, training as long as rollouts": {"algorithm": {"name": "flow_grpo"}},
-    "diffusion_nft": {"algorithm": {"name": "diffusion_nft"}},
 }
 LEARNING: dict[str, dict[str, Any]] = {
     "mix_grpo": {
@@ -43,7 +42,6 @@ LEARNING: dict[str, dict[str, Any]] = {
         "reference": {"weight": 0.02},
         "optimizer": {"lr": 1.5e-4},
     },
-    "diffusion_nft": {"algorithm": {"name": "diffusion_nft"}, "updates_per_step": 1},
 }
 SPEED_STEPS, WARM_UP = 12, 2
 """Steps of a measured stage, and those at its beginning that are left out: workers still load and allocate."""

@@ -43,6 +43,7 @@ from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.stage import Place
+from ebbflow.training.anchor import correction_of
 
 BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 BLOCK_BYTES = 34
@@ -225,11 +226,10 @@ def _online(facts: _Facts, place: Place) -> dict[str, Memory]:
     """Everything in one process; or a rank of training, a rollout worker and a reward worker under Ray."""
     if place.online.placement == "in_process":
         return {f"{place.label} training": facts.online(place)}
-    rewards = Memory(others=_reward_bytes(facts.recipe.rewards.terms))
     return {
         f"{place.label} training": facts.online_rank(place),
         f"{place.label} rollout": facts.rollout(place),
-        f"{place.label} rewards": rewards,
+        f"{place.label} rewards": Memory(others=facts.judging(place)),
     }
 
 
@@ -304,8 +304,13 @@ class _Facts:
         return replace(
             alone,
             activations=max(generating, alone.activations),
-            others=_reward_bytes(self.recipe.rewards.terms),
+            others=self.judging(place),
         )
+
+    def judging(self, place: Place) -> int:
+        """The networks that an online stage scores with: guards are only loaded for a validation."""
+        rewards = self.recipe.rewards
+        return _reward_bytes([*rewards.terms, *(rewards.guards if place.online.validation else ())])
 
     def online_rank(self, place: Place) -> Memory:
         """A process that only trains, on the samples of a step; one of several shards the model and gets its share of them."""
@@ -364,7 +369,7 @@ def _work(facts: _Facts, place: Place) -> Work:
     samples, repeats, updates = _amounts(place)
     kept, unit = units_of(place)
     terms = repeats * kept * trained_steps(place)
-    anchored = config.correction or (config.rollout_precision or facts.recipe.model.precision) != facts.recipe.model.precision
+    anchored = config.hyper.kind == "trajectory" and correction_of(config, facts.recipe.model.precision)
     comparing = terms * len(compared_copies(place)) + (samples * trained_steps(place) if anchored else 0)
     if "reference" not in compared_copies(place):  # then the drift is measured on the first pass of every update
         comparing += updates * min(max(config.micro_batch, unit), math.ceil(terms / updates))

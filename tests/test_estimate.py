@@ -348,6 +348,26 @@ def test_workers_of_their_own_hold_what_their_role_needs(tiny_recipe):
     assert shared.loading == alone.weights  # before it is shared out; with two blocks on two ranks nothing is gained after
 
 
+def test_guards_are_there_where_a_stage_validates(tiny_recipe):
+    rewards = {"terms": ["jpeg_compressibility"], "guards": [{"name": "clipscore"}]}
+    stage = {"kind": "online", "sampler": {"name": "flow_sde", "steps": 4}}
+    for placement, label in (("in_process", "1.1 online training"), ("ray", "1.1 online rewards")):
+        for watched, bytes_kept in (({}, 0), ({"validation": {}}, 4 * 427_616_513)):
+            recipe = tiny_recipe("sd3", rewards=rewards, stages=[stage | watched | {"placement": placement}])
+            assert estimate(recipe).memory[label].others == bytes_kept
+
+
+def test_rollouts_of_other_weights_are_scored_again_by_the_policy(tiny_recipe):
+    """An evaluation of the network for every trained step of every sample; without log-probs there is nothing to score."""
+    grpo = {"algorithm": {"name": "mix_grpo"}, "sampler": {"name": "flow_sde"}, "window": {"kind": "fixed", "size": 2}}
+    nft = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode"}}
+    for keys, trained_steps in ((grpo, 2), (nft, 0)):
+        stage = {"kind": "online", "steps": 2, "prompts_per_step": 3, "group_size": 4, **keys}
+        modes = [estimate(tiny_recipe("sd3", stages=[stage | {"mode": mode}])) for mode in ("sync", "one_step_off")]
+        sync, late = (made.work["1.1 online"].comparing for made in modes)
+        assert late - sync == 2 * 3 * 4 * trained_steps * modes[0].sample.passes
+
+
 def test_the_text_names_the_numbers():
     recipe = load_recipe(RECIPES / "sd35_medium_ocr_512.yaml")
     made = estimate(recipe, processes=4)

@@ -13,12 +13,14 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.sampling import prompt_batch
 from ebbflow.flow.windows import Plan, plan
+from ebbflow.models import Conditioning
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.placement import Call, Handle, Placement
 from ebbflow.online.pool import Desk, Job, Pool
 from ebbflow.online.work import Busy, Generated, Lesson, Part, Scored
 from ebbflow.recipe.stages import OnlineStage
 from ebbflow.rewards.combine import RewardError, ScoreTable
+from ebbflow.rollouts.generate import SampleKeys
 from ebbflow.rollouts.weights import Weights
 from ebbflow.stage import Place
 
@@ -207,9 +209,9 @@ def lesson_of(step: Step, advantages: np.ndarray, keep: np.ndarray, traced: bool
     first = np.cumsum([0] + [len(part.conditioning) for part in parts])
     return Lesson(
         step=step.step,
-        conditioning=type(parts[0].conditioning).cat([part.conditioning for part in parts]),
+        conditioning=Conditioning.cat([part.conditioning for part in parts]),
         owner=np.concatenate([part.owner + start for part, start in zip(parts, first[:-1], strict=True)]),
-        keys=type(parts[0].keys).cat([part.keys for part in parts]),
+        keys=SampleKeys.cat([part.keys for part in parts]),
         advantages=advantages,
         keep=keep,
         traced=traced,

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -25,6 +26,10 @@ from torch import Tensor
 from ebbflow.rollouts.weights import Tensors, TransferError, Weights, in_buckets
 
 BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+OFF = "off"
+"""Key of a group that nobody should wait for any more."""
+LOOK = 0.02
+"""Seconds until a member that waits looks again."""
 WAY_OUT = (
     "the group is of no use any more; replace workers that died and let all members join one of another name, allow more time if "
     "they are only busy, name the network between the machines (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or set transfer: store"
@@ -85,6 +90,11 @@ def join(address: str, port: int, name: str, rank: int, world: int, timeout: flo
         if len(gpus - {""}) < world:
             return replace(alone, backend=dist.ProcessGroupGloo(store, rank, world, limit))
         return replace(alone, backend=_nccl(store, rank, world, limit), device=torch.device("cuda", torch.cuda.current_device()))
+
+
+def call_off(store: dist.Store, name: str) -> None:
+    """Let nobody wait at the store for other members of a group: one of them is known to be gone."""
+    dist.PrefixStore(name, store).set(OFF, "")
 
 
 def leave(group: Group) -> None:
@@ -158,23 +168,19 @@ def _whole(flat: Tensor, expected: Tensors) -> Tensors:
     return {name: part.clone().view(of.dtype).view(of.shape) for part, (name, of) in zip(parts, expected.items(), strict=True)}
 
 
-def _await(group: Group, key: str, ranks: Iterable[int]) -> None:
-    """Wait until each of the ranks has set its own key."""
-    keys = {rank: f"{key}/{rank}" for rank in ranks}
+def _await(group: Group, key: str, ranks: Sequence[int]) -> None:
+    """Wait until each of the ranks has set its own key, or the group is called off."""
+    end = time.monotonic() + group.timeout
     with _explained(group.name, group.rank, "lost the store, which the first rank of training serves"):
-        missing = _not_set(group, keys)
+        while missing := [rank for rank in ranks if not group.store.check([f"{key}/{rank}"])]:
+            late = time.monotonic() > end
+            if late or group.store.check([OFF]):
+                break
+            time.sleep(LOOK)  # the store's own way to wait cannot be called off
     if missing:
-        late = f"waited {group.timeout:g} s for rank {', '.join(map(str, missing))} of {group.world}"
-        raise BroadcastError(f"rank {group.rank} of {group.name!r} {late}: {WAY_OUT}")
-
-
-def _not_set(group: Group, keys: dict[int, str]) -> list[int]:
-    """The ranks whose key is not there in time."""
-    try:
-        group.store.wait(list(keys.values()), timedelta(seconds=group.timeout))
-    except dist.DistStoreError:
-        return [rank for rank, key in keys.items() if not group.store.check([key])]
-    return []
+        waited = f"waited {group.timeout:g} s" if late else "was told to wait no longer"
+        whom = f"rank {', '.join(map(str, missing))} of {group.world}"
+        raise BroadcastError(f"rank {group.rank} of {group.name!r} {waited} for {whom}: {WAY_OUT}")
 
 
 @contextmanager

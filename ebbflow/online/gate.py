@@ -7,7 +7,7 @@ from dataclasses import replace
 from ebbflow.online.ahead import Ahead, parts_of
 from ebbflow.online.placement import Call, Placement
 from ebbflow.online.pool import Job
-from ebbflow.online.work import Part
+from ebbflow.online.work import Generated, Part
 from ebbflow.rollouts.parity import probe
 from ebbflow.stage import Place
 
@@ -21,18 +21,22 @@ def check_engine(place: Place, placement: Placement, ahead: Ahead, step: int, fi
     if place.online.engine == "diffusers" or step > first + 1:
         return {}
     part, calls = _probe(place, ahead, step), []
-    ahead.rollout.submit(Job("generate", lambda: (part, ahead.newest), lambda call, report: calls.append(call)))
+
+    def generated(call: Call, report: Generated) -> None:
+        ahead.busy += report.busy
+        calls.append(call)
+
+    ahead.rollout.submit(Job("generate", lambda: (part, ahead.newest), generated))
     ahead.desk.until(lambda: bool(calls))
     return _measured(placement, ahead, part, calls[0])
 
 
 def _probe(place: Place, ahead: Ahead, step: int) -> Part:
-    """The first samples of a step, as the gate wants them."""
+    """The first samples of a step, as the gate wants them; not traced, for the profile of a step is of its own rollouts."""
     sampler, plan = probe(place.config.sampler)
     part, some = parts_of(place, ahead.prompts, ahead.embeddings, step, plan)[0], slice(0, place.online.parity.samples)
-    return replace(
-        part, prompts=part.prompts[some], owner=part.owner[some], keys=part.keys.rows(some), sampler=sampler, task="parity"
-    )
+    part = replace(part, prompts=part.prompts[some], owner=part.owner[some], keys=part.keys.rows(some))
+    return replace(part, sampler=sampler, task="parity", traced=False)
 
 
 def _measured(placement: Placement, ahead: Ahead, part: Part, call: Call) -> dict[str, float]:

@@ -64,11 +64,10 @@ def train_online_folder(
         actors: where workers under ``placement: ray`` find what they load; left out, at the same paths on every machine.
         checkpoints: those of an earlier attempt, from which the stage goes on, and of this one.
     """
+    validation, training = validation_prompts(place, prompts), read_prompts(prompts, "train")
     with closing(_placement(place, base, folder, teacher, actors)) as placement:
         standing = checkpoints.resume(placement, journal) if checkpoints else None
         standing = standing or Standing(read_history(place, read_card(folder), folder))
-        validation = validation_prompts(place, prompts)
-        training = read_prompts(prompts, "train")
         record = run_online_stage(place, placement, training, journal, standing, validation, checkpoints)
         placement.write(trained, "save", record, standing.history)
     return record
@@ -115,11 +114,13 @@ def run_online_stage(
     """
     config, clock, standing = place.online, Clock(), standing or Standing()
     with clock.phase("encoding"):
-        embeddings = placement.encode([*_all_prompts(place, prompts), *validation])
+        embeddings = placement.encode(_all_prompts(place, prompts))
+        # Apart: prompts are padded to the longest of those encoded together, and what is only watched must not be felt.
+        watched = placement.encode(validation) if validation else None
     first, spent = standing.step, standing.seconds
     ahead = Ahead(place, placement, prompts, embeddings, first)
     progress = tqdm(range(first, config.steps), f"{place.label} {config.algorithm_name}", unit="step", disable=None)
-    with Observer(place, placement, ahead, journal, validation) as watch:
+    with Observer(place, placement, ahead, journal, validation, watched) as watch:
         for number in progress:
             trained, metrics = _step(place, placement, ahead, watch, standing, number, first)
             journal.log_metrics(metrics, number)

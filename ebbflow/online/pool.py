@@ -13,7 +13,7 @@ from ebbflow.online.placement import Call, Placement, Worker, WorkerDied
 from ebbflow.recipe.online import Role
 
 MOST_DEATHS = 3
-"""Deaths of workers over the same job after which it is given up."""
+"""Deaths of workers over the same job after which the stage ends; of a job that may fail, ``retries`` says how many."""
 
 
 class StageError(RuntimeError):
@@ -37,7 +37,6 @@ class Job:
     failed: Callable[[str], None] | None = None
     fatal: tuple[type[BaseException], ...] = (BaseException,)
     attempts: int = 0
-    deaths: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,12 @@ class Pool:
 
     def settle(self, ended: Sequence[Call]) -> None:
         """Take the results of calls that ended, and give up those that take too long."""
+        # Found before anything is settled: replacing a worker takes time, in which others may end that nobody looks at.
+        now = time.monotonic()
+        late = [call for call, running in self.running.items() if now > running.deadline and call not in ended]
         for call in [call for call in ended if call in self.running]:
             self._settle(call, self.running.pop(call))
-        for call, running in [(c, r) for c, r in self.running.items() if time.monotonic() > r.deadline]:
-            del self.running[call]
+        for running in [self.running.pop(call) for call in late]:
             self._replace(running)
             self._again(running.job, TimeoutError(f"no answer after {self.timeout:g} s"))
 
@@ -111,16 +112,15 @@ class Pool:
         self.idle.append((self.placement.hire(self.role, running.index), running.index))
 
     def _mourn(self, job: Job, error: WorkerDied) -> None:
-        job.deaths += 1
         warnings.warn(f"{self.role} worker died and was replaced; its work is done again ({error})", stacklevel=2)
-        if job.deaths >= MOST_DEATHS and job.failed is None:
+        if job.failed is not None:
+            self._again(job, error)
+            return
+        if job.attempts >= MOST_DEATHS:
             raise StageError(
-                f"{job.deaths} {self.role} workers died over the same work; the last one: {error}. "
+                f"{job.attempts} {self.role} workers died over the same work; the last one: {error}. "
                 f"Look at the memory of their machine, or lower the stage's micro_batch"
             ) from error
-        if job.deaths >= MOST_DEATHS and job.failed:
-            job.failed(f"{job.deaths} workers died over it: {error}")
-            return
         self.queue.appendleft(job)
 
     def _again(self, job: Job, error: Exception) -> None:

@@ -32,6 +32,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.placement import RESULTS, Call, Handle, Worker, WorkerDied
 from ebbflow.online.pool import StageError
+from ebbflow.online.ray_broadcast import Broadcast
 from ebbflow.online.roles import Generator, Judge, Trainer
 from ebbflow.online.work import Lesson
 from ebbflow.recipe.online import Role, Workers
@@ -49,6 +50,8 @@ PLACED, GRACE = 300, 10
 """Seconds until every worker must have its place; and for the other ranks to say what went wrong, after one failed."""
 CHUNK = 64 * 2**20
 """Bytes of a file that travel at a time."""
+BESIDE = "beside"
+"""Calls that run in threads of their own, whatever a worker is doing: two, for one may have to end the other."""
 LOST = (RayActorError, ObjectLostError, OutOfMemoryError)
 """What Ray says when a process, or the machine with what it left behind, is gone."""
 
@@ -90,7 +93,8 @@ class _Worker:
             "num_gpus": workers.gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placement.group, placement.bundle(role, index)),
         }
-        self.actor = _Actor.options(**options).remote(role, workers, sys.path)
+        actor = _Actor if placement.place.online.transfer == "store" else _ActorBeside
+        self.actor = actor.options(**options).remote(role, workers, sys.path)
         self.opened: ray.ObjectRef | None = None
 
     def open(self, make: Callable[..., Any], *arguments: Any) -> None:
@@ -99,10 +103,20 @@ class _Worker:
 
     def start(self, method: str, *arguments: Any) -> Call:
         count = RESULTS.get(method, 1)
-        given = [self.placement.shared(argument) if isinstance(argument, Lesson) else argument for argument in arguments]
+        given = [self.placement.for_worker(argument, self) for argument in arguments]
         results = self.actor.call.options(num_returns=count).remote(method, *given)
         *values, report = results if count > 1 else [results]
         return _Call(tuple(values), report, self)
+
+    def beside(self, method: str, *arguments: Any) -> Call:
+        """Begin while another method may be at work; under ``transfer: broadcast``."""
+        return _Call((), self.actor.call.options(concurrency_group=BESIDE).remote(method, *arguments), self)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has loaded."""
+        opened = _Call((), self.opened, self)
+        return bool(_ended([self.opened])) and self.placement.failure(opened) is None
 
     def stop(self) -> None:
         ray.kill(self.actor)
@@ -119,13 +133,12 @@ class RayPlacement:
     """
 
     def __init__(self, place: Place, folders: Folders) -> None:
-        if place.online.transfer != "store":
-            raise StageError(f"transfer = {place.online.transfer!r} is not there yet with placement: ray; leave it out")
         self.place, self.folders = place, folders
         self.weights = {term.column: term.weight for term in place.recipe.rewards.terms}
         self.hired: list[_Worker] = []
         self.first: dict[tuple[Role, int], _Worker] = {}
         self.lesson: tuple[Lesson | None, Any] = (None, None)
+        self.broadcast: Broadcast | None = None
         self.step = 0
         _ship_tensors()
         if not ray.is_initialized():
@@ -145,11 +158,15 @@ class RayPlacement:
         """The place of a worker among all."""
         return sum(self.workers(before).count for before in ROLES[: ROLES.index(role)]) + index
 
-    def shared(self, lesson: Lesson) -> Handle:
-        """The same lesson for all ranks, sent once."""
-        if self.lesson[0] is not lesson:
-            self.lesson = (lesson, ray.put(lesson))
-        return self.lesson[1]
+    def for_worker(self, argument: Any, worker: _Worker) -> Any:
+        """An argument as it is given to a worker: the same lesson for all ranks is sent once, weights are where it finds them."""
+        if isinstance(argument, Lesson):
+            if self.lesson[0] is not argument:
+                self.lesson = (argument, ray.put(argument))
+            return self.lesson[1]
+        if isinstance(argument, Weights) and self.broadcast:
+            return self.broadcast.within_reach(argument, worker)
+        return argument
 
     def hire(self, role: Role, index: int) -> _Worker:
         worker = self.first.pop((role, index), None) or self._hire(role, index)
@@ -164,7 +181,7 @@ class RayPlacement:
 
     def publish(self, version: int, copy: str | None = None) -> Weights:
         self.step = version
-        return self._all("publish", version, copy)[0]
+        return self.broadcast.publish(version, copy) if self.broadcast else self._all("publish", version, copy)[0]
 
     def wait(self, calls: Sequence[Call], timeout: float | None) -> list[Call]:
         """As the protocol.
@@ -259,12 +276,18 @@ class RayPlacement:
             self.first |= {(role, index): self._hire(role, index) for index in range(self.workers(role).count)}
         self._wait_until_opened(list(self.hired))
         self.steps_before: int = self._ask("steps_before")
+        if self.place.online.transfer == "broadcast":
+            self.broadcast = Broadcast(self, ranks[0], self._rollout_workers)
 
     def _hire(self, role: Role, index: int) -> _Worker:
         worker = _Worker(self, role, index)
         self.hired.append(worker)
         worker.open(_open_generator if role == "rollout" else _open_judge, self.place, self.folders, index)
         return worker
+
+    def _rollout_workers(self) -> list[_Worker]:
+        """The last one of each number; it has replaced those before it."""
+        return list({worker.index: worker for worker in self.hired if worker.role == "rollout"}.values())
 
     def _wait_until_opened(self, workers: list[_Worker]) -> None:
         waiting = {worker.opened: worker for worker in workers}
@@ -278,21 +301,21 @@ class RayPlacement:
 
     def _look_after_training(self, ended: list[Call], calls: Sequence[Call]) -> None:
         """Raise what a rank raised: at once if it is gone, and otherwise once the others had the time to say more."""
-        if not any(map(self._failure, _of_training(ended))):
+        if not any(map(self.failure, _of_training(ended))):
             return
         ranks = _of_training(calls)
-        deaths = [error for call in _of_training(ended) if isinstance(error := self._failure(call), TrainingDied)]
+        deaths = [error for call in _of_training(ended) if isinstance(error := self.failure(call), TrainingDied)]
         if not deaths:
             reports = [call.report for call in ranks]
             ray.wait(reports, num_returns=len(reports), timeout=GRACE, fetch_local=False)
-        errors = [error for call in ranks if call.report in _ended([call.report]) and (error := self._failure(call))]
+        errors = [error for call in ranks if call.report in _ended([call.report]) and (error := self.failure(call))]
         first = next((error for error in errors if isinstance(error, TrainingDied)), errors[0])
         for other in errors:
             if other is not first and str(other) != str(first):
                 first.add_note(f"another rank: {other}")
         raise first
 
-    def _failure(self, call: Call) -> Exception | None:
+    def failure(self, call: Call) -> Exception | None:
         """What an ended call raised."""
         try:
             self.report(call)
@@ -382,7 +405,9 @@ class Seat:
             _stay_on(self.workers.cores, self.role)
 
 
-_Actor: Any = ray.remote(max_restarts=0, max_task_retries=0)(Seat)
+_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
+_Actor: Any = ray.remote(**_OPTIONS)(Seat)
+_ActorBeside: Any = ray.remote(**_OPTIONS | {"concurrency_groups": {BESIDE: 2}})(Seat)
 
 
 class Rank(Trainer):
@@ -394,8 +419,15 @@ class Rank(Trainer):
         return self.learner.before.steps
 
     def publish(self, version: int, copy: str | None = None) -> Weights:
-        weights = super().publish(version, copy)
-        return replace(weights, buckets=tuple(ray.put(bucket) for bucket in weights.buckets))
+        return _in_store(super().publish(version, copy))
+
+    def resend(self, digest: str | None = None) -> Weights:
+        return _in_store(super().resend(digest))
+
+    def host(self) -> tuple[str, int]:
+        """Let rollout workers meet here: the address and the port."""
+        address = ray.util.get_node_ip_address()
+        return address, self.serve(address)
 
     def write(self, method: str, *arguments: Any) -> list[tuple[str, int]]:
         """Write a folder on this machine; (name, bytes) of every file, on the rank that wrote them."""
@@ -457,6 +489,11 @@ def _open_judge(place: Place, folders: Folders, index: int) -> Judge:
     return Judge(load_scorer(rewards.terms, rewards.guards if place.online.validation else ()), index)
 
 
+def _in_store(weights: Weights) -> Weights:
+    """The same weights with references to their buckets."""
+    return replace(weights, buckets=tuple(ray.put(bucket) for bucket in weights.buckets))
+
+
 def _stay_on(cores: list[int], role: Role) -> None:
     """Keep all threads of this process, there and to come, on some cores."""
     for thread in os.listdir("/proc/self/task"):
@@ -475,13 +512,17 @@ def _ship_tensors() -> None:
     register_serializer(Tensor, serializer=_bytes_of, deserializer=_tensor_of)
 
 
-def _bytes_of(tensor: Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
+def _bytes_of(tensor: Tensor) -> tuple[np.ndarray | None, torch.dtype, torch.Size]:
+    if tensor.is_meta:
+        return None, tensor.dtype, tensor.shape
     tensor = tensor.detach().cpu().contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
 
 
-def _tensor_of(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> Tensor:
+def _tensor_of(sent: tuple[np.ndarray | None, torch.dtype, torch.Size]) -> Tensor:
     values, dtype, shape = sent
+    if values is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
     return torch.from_numpy(values.copy()).view(dtype).reshape(shape)  # what lies in the store can only be read
 
 

@@ -18,6 +18,7 @@ from ebbflow.flow.noise import Stream, generator
 from ebbflow.models import Conditioning
 from ebbflow.models.encoding import Embeddings, embed
 from ebbflow.online import broadcast
+from ebbflow.online.broadcast import BroadcastError
 from ebbflow.online.work import Generated, Lesson, Part, Scored, Trained, Watch
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.records import StageRecord
@@ -35,7 +36,8 @@ from ebbflow.training.policy import PolicyCard
 from ebbflow.training.update import Learner
 
 KEPT = 2
-"""Versions that are kept on both sides: rollouts under way may be of the one before the last, or the last be a validation's."""
+"""Versions that are kept on both sides, with all that was sent of them: rollouts under way may be of the one before the last, and
+a validation has weights of its own."""
 
 
 class Generator:
@@ -49,7 +51,7 @@ class Generator:
         self.engine, self.fetch = engine, fetch
         self.holds: tuple[int, str] | None = None
         self.group: broadcast.Group | None = None
-        self.sent: dict[str, Tensors] = {}
+        self.sent: dict[str, Weights] = {}
         self.watch = Watch("rollout", worker)
 
     def generate(self, part: Part, weights: Weights) -> tuple[Rollouts, np.ndarray, Generated]:
@@ -80,9 +82,8 @@ class Generator:
         Raises:
             TransferError, BroadcastError: as ``broadcast.receive``.
         """
-        assert self.group is not None
-        weights, tensors = broadcast.receive(self.group, expected)
-        self.sent = _newest(self.sent, weights.digest, tensors)
+        weights, tensors = broadcast.receive(_joined(self.group), expected)
+        self.sent = _newest(self.sent, replace(weights, buckets=(tensors,)))
         return weights
 
     def close(self) -> None:
@@ -100,7 +101,7 @@ class Generator:
     def _find(self, weights: Weights) -> Tensors:
         """Weights that were sent to this worker, and otherwise those of the buckets."""
         if weights.digest in self.sent:
-            return self.sent[weights.digest]
+            return self.sent[weights.digest].buckets[0]
         if not weights.buckets:
             raise TransferError(
                 f"rollout worker {self.watch.worker} was not sent the weights of version {weights.version} "
@@ -157,7 +158,8 @@ class Trainer:
         generates = copy or self.learner.algorithm.generates
         values = policy.parameters if generates == "current" else policy.copies[generates]
         whole: Tensors = {}
-        for name, value in values.items():  # one at a time: no rank of a sharded model has room for all of it on its device
+        for name in policy.parameters:  # in their order, for a copy that was read from a file has another
+            value = values[name]  # one at a time: no rank of a sharded model has room for all of it on its device
             full = value.full_tensor() if isinstance(value, DTensor) else value
             if self.rank == 0:
                 whole[name] = full.detach().to("cpu", copy=True)
@@ -175,6 +177,11 @@ class Trainer:
         self.leave()
         self.group = broadcast.join(address, port, name, 0, world, timeout) if self.rank == 0 else None
 
+    def call_off(self, name: str) -> None:
+        """Let nobody wait any longer for the members of a group, one of which is gone; may run beside ``join`` and all else."""
+        broadcast.call_off(self.store, name)
+        self.leave()
+
     def leave(self) -> None:
         """Let go of the group, if there is one."""
         if self.group is not None:
@@ -191,15 +198,17 @@ class Trainer:
         Raises:
             BroadcastError: a worker does not take part; the weights can still be had (``resend``).
         """
-        weights = self.publish(version, copy)
+        group = self.group  # as it is now: while the weights are gathered the group may be called off
+        weights = Trainer.publish(self, version, copy)  # the tensors themselves, wherever a subclass puts them
         if self.rank == 0:
-            assert self.group is not None
-            self.sent = _newest(self.sent, weights.digest, weights)
-            broadcast.send(self.group, weights)
+            self.sent = _newest(self.sent, weights)
+            broadcast.send(_joined(group), weights)
         return replace(weights, buckets=())
 
     def resend(self, digest: str | None = None) -> Weights:
         """Weights that were sent not long ago, with their buckets, for a worker that lacks them; left out, the last ones.
+
+        May run beside everything else.
 
         Raises:
             TransferError: they are no longer kept.
@@ -207,7 +216,8 @@ class Trainer:
         digest = digest or list(self.sent)[-1]
         if digest not in self.sent:
             raise TransferError(
-                f"the weights {digest[:12]} are not among the {KEPT} that were sent last: generate with newer ones"
+                f"the weights {digest[:12]} are of a version that is not among the {KEPT} that were sent last: "
+                "generate with newer ones"
             )
         return self.sent[digest]
 
@@ -291,10 +301,16 @@ class Trainer:
         return metrics
 
 
-def _newest(known: dict[str, Any], digest: str, new: Any) -> dict[str, Any]:
+def _newest(known: dict[str, Weights], new: Weights) -> dict[str, Weights]:
     """What is kept of what was sent, the newest last; a new dictionary, for others may be reading the old one."""
-    kept = {its: value for its, value in known.items() if its != digest}
-    return dict([*kept.items(), (digest, new)][-KEPT:])
+    kept = {digest: old for digest, old in known.items() if 0 <= new.version - old.version < KEPT and digest != new.digest}
+    return kept | {new.digest: new}
+
+
+def _joined(group: broadcast.Group | None) -> broadcast.Group:
+    if group is None:
+        raise BroadcastError(f"there is no group, or it was called off: {broadcast.WAY_OUT}")
+    return group
 
 
 def _averages(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -6,12 +6,13 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import get_args
 
 from ebbflow.online.work import Busy
 from ebbflow.recipe.online import Resources, Role
 from ebbflow.tracking.charts import Span, timeline
 
-ROLES: tuple[Role, ...] = ("training", "rollout", "reward")
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Timeline:
@@ -19,23 +20,21 @@ class Timeline:
 
     Attributes:
         steps: beginning and end, by number.
+        seconds: that the workers were busy, by what with.
     """
 
     def __init__(self, resources: Resources) -> None:
         self.workers = {role: getattr(resources, role).count for role in ROLES}
         self.busy: list[Busy] = []
         self.steps: dict[int, tuple[float, float]] = {}
+        self.seconds: dict[str, float] = {}
         self._of_step: dict[int, list[Busy]] = defaultdict(list)
 
     def add(self, busy: Iterable[Busy]) -> None:
         for one in busy:
             self.busy.append(one)
             self._of_step[one.step].append(one)
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds that the workers were busy, by what with."""
-        return seconds_by_task(self.busy)
+            self.seconds[one.task] = self.seconds.get(one.task, 0.0) + one.seconds
 
     def utilisation(self, step: int, lead: int) -> dict[str, float]:
         """The share of a step's time in which the workers of each role were busy, between 0 and 1; nothing of no step.

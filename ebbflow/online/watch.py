@@ -38,9 +38,18 @@ class Observer:
         timeline: what the workers did so far.
     """
 
-    def __init__(self, place: Place, placement: Placement, ahead: Ahead, journal: Journal, prompts: Sequence[Prompt]) -> None:
-        """``prompts``: what is validated on; encoded, with the training prompts."""
-        self.place, self.placement, self.ahead, self.journal, self.prompts = place, placement, ahead, journal, prompts
+    def __init__(
+        self,
+        place: Place,
+        placement: Placement,
+        ahead: Ahead,
+        journal: Journal,
+        prompts: Sequence[Prompt],
+        embeddings: Embeddings | None,
+    ) -> None:
+        """``prompts``: what is validated on; ``embeddings``: theirs, where there are any."""
+        self.place, self.placement, self.ahead, self.journal = place, placement, ahead, journal
+        self.prompts, self.embeddings = prompts, embeddings
         self.timeline = Timeline(place.online.resources)
 
     def __enter__(self) -> Observer:
@@ -104,7 +113,8 @@ class Observer:
         served = "ema" if self.place.recipe.policy.ema else "current"
         generates = self.place.algorithm.generates
         weights = self.ahead.newest if served == generates else self.placement.publish(version, served)
-        parts = validation_parts(self.place, self.prompts, self.ahead.embeddings, version)
+        assert self.embeddings is not None
+        parts = validation_parts(self.place, self.prompts, self.embeddings, version)
         found: dict[int, Harvest] = {}
         for index, part in enumerate(parts):
             self.ahead.sample(part, lambda: weights, partial(setitem, found, index), guards=True)

@@ -117,8 +117,11 @@ class Online(Strict):
             raise ValueError(
                 f"resources.{several[0]}.count above 1 needs processes of their own; set placement: ray, or leave it at 1"
             )
-        if pinned := [role for role, workers in self.resources if workers.cores]:
-            raise ValueError(f"resources.{pinned[0]}.cores pins processes of their own; set placement: ray, or leave it out")
+        for role, workers in self.resources:
+            if shares := [key for key in ("cpus", "gpus", "cores") if vars(workers)[key] != vars(Workers())[key]]:
+                raise ValueError(
+                    f"resources.{role}.{shares[0]} is for processes of their own; set placement: ray, or leave it out"
+                )
         if self.profile and "reward" in self.profile.roles:
             raise ValueError(
                 "profile.roles has 'reward', which is scored beside the rollouts, and torch has one profiler per process; "
@@ -126,6 +129,12 @@ class Online(Strict):
             )
         if self.transfer == "broadcast":
             raise ValueError("transfer = 'broadcast' sends weights between processes; set placement: ray, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _another_engine_has_a_gate(self) -> Online:
+        if self.engine == "diffusers" and self.parity != Parity():
+            raise ValueError("parity is the gate of another engine; set engine: vllm_omni, or leave 'parity' out")
         return self
 
     @model_validator(mode="after")

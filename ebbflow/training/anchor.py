@@ -38,7 +38,7 @@ def corrected(
         conditioning: where the policy is.
         owner: integer [N], the row of ``conditioning`` of each sample; left out, it has a row for each of them.
     """
-    as_it_is, correction = Corrected.nothing(trajectory), _correction(stage, policy.model.precision)
+    as_it_is, correction = Corrected.nothing(trajectory), correction_of(stage, policy.model.precision)
     if correction is None:
         return as_it_is, {}
     mine = _share(len(keys))
@@ -55,7 +55,7 @@ def corrected(
     return Corrected(trajectory, _of_all(mean, trajectory.means), log_prob, weight, keep), shown
 
 
-def _correction(stage: Stage, precision: Precision) -> Correction | None:
+def correction_of(stage: Stage, precision: Precision) -> Correction | None:
     """The recipe's; without one, rollouts of anything but the policy as it is are watched and nothing else is done about them."""
     rough = (stage.rollout_precision or precision) != precision
     apart = isinstance(stage, OnlineStage) and (stage.mode != "sync" or stage.engine != "diffusers")

@@ -36,18 +36,17 @@ def write_checkpoint(folder: Path, learner: Learner, about: dict[str, Any], stat
         about: which training this is; only the same one goes on from it.
         state: what the stage wants to find again, as JSON.
     """
-    policy = learner.policy
-    kept = {"parameters": policy.parameters, **{name: values for name, values in policy.copies.items() if name in FOLLOWING}}
-    copies = {name: gathered(values, write) for name, values in kept.items()}
-    optimizer = gathered(_optimizer_state(learner), write)
+    files = {f"{COPIES}/{name}.safetensors": values for name, values in _moving(learner).items()}
+    files[OPTIMIZER] = _optimizer_state(learner)
     if not write:
+        for values in files.values():
+            gathered(values, keep=False)
         return
     counters = {name: getattr(learner, name) for name in COUNTERS}
     with new_folder(folder) as unfinished:
         (unfinished / COPIES).mkdir()
-        for name, values in copies.items():
-            save_file(values, unfinished / COPIES / f"{name}.safetensors")
-        save_file(optimizer, unfinished / OPTIMIZER)
+        for name, values in files.items():  # one at a time: together they are several times the policy
+            save_file(gathered(values, keep=True), unfinished / name)
         (unfinished / STATE).write_text(json.dumps({"about": about, "learner": counters, "stage": state}))
 
 
@@ -92,6 +91,12 @@ def restore(folder: Path, learner: Learner) -> None:
     _restore_optimizer(learner, load_file(folder / OPTIMIZER))
     for name, value in state["learner"].items():
         setattr(learner, name, value)
+
+
+def _moving(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    """The parameters, and the copies that follow them."""
+    policy = learner.policy
+    return {"parameters": policy.parameters, **{name: values for name, values in policy.copies.items() if name in FOLLOWING}}
 
 
 def _optimizer_state(learner: Learner) -> dict[str, Tensor]:

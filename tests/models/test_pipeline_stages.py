@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,12 @@ from pipeline_cases import SHORT, TINY, few_tokens, prompts
 
 from ebbflow.models.encoding import encode_once
 from ebbflow.online.loop import in_process, run_online_stage
+from ebbflow.online.placement import InProcess
+from ebbflow.online.roles import Generator, Trainer
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
+from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.generate import SampleKeys, generate
 from ebbflow.stage import Kept, Place
 from ebbflow.training.batches import forward_batch, micro_batches
@@ -85,6 +90,45 @@ def test_an_online_step(start, name, lr, frames):
     assert metrics["ratio/deviation"] < 1e-6
     moved = changed(learner.policy, before)
     assert moved == set() if lr == 0 else len(moved) > len(before) / 3
+
+
+def test_longer_validation_prompts_are_not_felt(start):
+    """Prompts are padded to the longest of those encoded together, which must not be one that is only watched."""
+    online = {"kind": "online", "steps": 1, "prompts_per_step": 2, "updates_per_step": 1, "sampler": {"steps": 4}}
+    learnt = []
+    for watched in ([], prompts("qwen_image", SHORT[2:])):
+        place, _, learner = start("qwen_image", online | {"validation": {"prompts": 1}, "optimizer": {"lr": 1e-3}})
+        placement, training = in_process(place, learner, Scorer(((Brightness(), 1.0),))), prompts("qwen_image", SHORT[:2])
+        run_online_stage(place, placement, training, Kept(), validation=watched)
+        learnt.append(values(learner.policy))
+    assert all(torch.equal(value, learnt[1][name]) for name, value in learnt[0].items())
+
+
+class Files(Kept):
+    """A journal that keeps the files it is shown."""
+
+    def __init__(self):
+        super().__init__()
+        self.files = {}
+
+    def log_file(self, path, content):
+        self.files[path] = content
+
+
+def test_the_time_of_the_gate_is_told_and_a_profile_is_of_the_rollouts(start, open_tiny):
+    """Behind the gate is the reference engine, with weights of its own; of step 0 the gate comes first."""
+    small = {"steps": 1, "prompts_per_step": 2, "sampler": {"steps": 4}, "window": {"size": 2}}
+    online = {"kind": "online", "engine": "vllm_omni", "profile": {"steps": [0], "roles": ["rollout"]}, **small}
+    (place, _, learner), journal = start("sd3", online), Files()
+    engine = Diffusers(place, Policy(open_tiny("sd3", **few_tokens("sd3")), place.recipe.policy, seed=0))
+    scorer = Scorer(((Brightness(), 1.0),))
+    placement = InProcess(Trainer(place, learner), Generator(engine), scorer, shares=False)
+    record = run_online_stage(place, placement, prompts("sd3", SHORT[:2]), journal)
+    assert journal.metrics[0]["parity/log_prob_max"] < 1e-5
+    done = [(busy["task"], busy["step"]) for busy in json.loads(journal.files["timeline.json"])["busy"]]
+    assert done.index(("parity", 0)) < done.index(("rollout", 0)) < done.index(("profile", 0))
+    assert record.seconds["parity"] > 0
+    assert "profile/step-00000/rollout-0.json.gz" in journal.files
 
 
 @pytest.mark.parametrize("name", TINY)

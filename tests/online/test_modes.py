@@ -229,7 +229,10 @@ def test_wrong_combinations_are_refused_with_the_way_out(make_recipe):
         ({"resources": {"rollout": {"count": 2}}}, "rollout.count above 1 needs processes.*placement: ray"),
         ({"transfer": "broadcast"}, "placement: ray"),
         ({"staleness": 2}, "staleness.*mode: async"),
-        ({"resources": {"training": {"cores": [0]}}}, "cores.*placement: ray"),
+        ({"resources": {"training": {"cores": [0]}}}, "training.cores.*placement: ray"),
+        ({"resources": {"rollout": {"gpus": 0.5}}}, "rollout.gpus.*placement: ray"),
+        ({"resources": {"reward": {"cpus": 2}}}, "reward.cpus.*placement: ray"),
+        ({"parity": {"bar": 0.1}}, "parity.*another engine.*vllm_omni"),
         ({"engine": "vllm_omni"}, "vllm_omni.*sd3 and qwen_image.*diffusers"),
     ):
         with pytest.raises(RecipeError, match=f"(?s){message}"):
