@@ -82,7 +82,8 @@ def _write(results: dict[str, Any]) -> None:
 
 def speed() -> tuple[list[dict[str, Any]], list[bytes]]:
     """Times of a step, by workload and mode; and the timelines of the first workload."""
-    from ebbflow.online.ray_placement import Folders, RayPlacement
+    from ebbflow.online.ray_actor import Folders
+    from ebbflow.online.ray_placement import RayPlacement
 
     measured, pictures = [], []
     first, second = sorted(os.sched_getaffinity(0))[:2]

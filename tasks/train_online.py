@@ -16,7 +16,7 @@ from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 if TYPE_CHECKING:
-    from ebbflow.online.ray_placement import Folders
+    from ebbflow.online.ray_actor import Folders
     from ebbflow.stage import Place
 
 

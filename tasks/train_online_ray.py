@@ -28,7 +28,8 @@ def train_online_ray(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
     """The policy folder after the stage. Actors fetch what they load; it starts again when a rank of the training dies."""
-    from ebbflow.online.ray_placement import Folders, TrainingDied
+    from ebbflow.online.ray_actor import Folders
+    from ebbflow.online.ray_placement import TrainingDied
     from ebbflow.stage import Place
 
     place = Place(recipe, round, stage)

@@ -41,7 +41,7 @@ from ebbflow.training.policy import read_card
 from ebbflow.training.update import Learner
 
 if TYPE_CHECKING:
-    from ebbflow.online.ray_placement import Folders
+    from ebbflow.online.ray_actor import Folders
 
 FIRST_RATIO = 1e-5
 """The first ratio of a policy gradient may be this far from 1 by rounding; a clip range is rarely below 1e-4."""
@@ -76,7 +76,8 @@ def train_online_folder(
 def _placement(place: Place, base: Path, folder: Path, teacher: Path | None, actors: Folders | None) -> Placement:
     """The stage's workers, on the policy of ``folder``."""
     if place.online.placement == "ray":
-        from ebbflow.online.ray_placement import Folders, RayPlacement
+        from ebbflow.online.ray_actor import Folders
+        from ebbflow.online.ray_placement import RayPlacement
 
         return RayPlacement(place, actors or Folders.at(base, folder, teacher))
     policy, card = open_policy(place, open_model(place.recipe, base), folder, teacher)

@@ -7,74 +7,49 @@ training rank that dies ends the stage.
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import ray
-import torch
-import torch.distributed as dist
 from ray.exceptions import ObjectLostError, OutOfMemoryError, OwnerDiedError, RayActorError, RayError, RayTaskError
-from ray.util import placement_group, register_serializer, remove_placement_group
+from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from torch import Tensor
 
 from ebbflow.artifacts import new_folder, verify
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.placement import RESULTS, Call, Handle, Worker, WorkerDied
 from ebbflow.online.pool import StageError
+from ebbflow.online.ray_actor import (
+    BESIDE,
+    CHUNK,
+    Actor,
+    ActorBeside,
+    Folders,
+    open_generator,
+    open_judge,
+    open_rank,
+    ship_tensors,
+)
 from ebbflow.online.ray_broadcast import Broadcast
-from ebbflow.online.roles import Generator, Judge, Trainer
 from ebbflow.online.work import Lesson
 from ebbflow.recipe.online import Role, Workers
-from ebbflow.rewards.combine import load_scorer
-from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.vllm_omni import VllmOmni
 from ebbflow.rollouts.weights import Weights
-from ebbflow.stage import Place, open_model, open_policy
-from ebbflow.training import distributed
-from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.stage import Place
 
 ROLES: tuple[Role, ...] = get_args(Role)
 PLACED, GRACE = 300, 10
 """Seconds until every worker must have its place; and for the other ranks to say what went wrong, after one failed."""
-CHUNK = 64 * 2**20
-"""Bytes of a file that travel at a time."""
-BESIDE = "beside"
-"""Calls that run in threads of their own, whatever a worker is doing: two, for one may have to end the other."""
 LOST = (RayActorError, ObjectLostError, OutOfMemoryError)
 """What Ray says when a process, or the machine with what it left behind, is gone."""
-
-Locate = Callable[[], Path]
-"""Says where a folder lies on the machine that calls it, and brings it there if it must; travels to other processes."""
 
 
 class TrainingDied(StageError):
     """A rank of the training group is gone, and with it what the stage has learnt: names the rank and the step."""
-
-
-@dataclass(frozen=True)
-class Folders:
-    """Where actors find the base model, the policy that the stage starts from, and its teacher."""
-
-    base: Locate
-    policy: Locate
-    teacher: Locate | None = None
-
-    @staticmethod
-    def at(base: Path, policy: Path, teacher: Path | None = None) -> Folders:
-        """At these paths on every machine."""
-        return Folders(partial(Path, base), partial(Path, policy), partial(Path, teacher) if teacher else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +68,7 @@ class _Worker:
             "num_gpus": workers.gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placement.group, placement.bundle(role, index)),
         }
-        actor = _Actor if placement.place.online.transfer == "store" else _ActorBeside
+        actor = Actor if placement.place.online.transfer == "store" else ActorBeside
         self.actor = actor.options(**options).remote(role, workers, sys.path)
         self.opened: ray.ObjectRef | None = None
 
@@ -140,7 +115,7 @@ class RayPlacement:
         self.lesson: tuple[Lesson | None, Any] = (None, None)
         self.broadcast: Broadcast | None = None
         self.step = 0
-        _ship_tensors()
+        ship_tensors()
         if not ray.is_initialized():
             ray.init(include_dashboard=False)
         self.group = self._reserve()
@@ -271,7 +246,7 @@ class RayPlacement:
         self.hired += ranks
         meeting = ranks[0].actor.meeting.remote()
         for worker in ranks:
-            worker.open(_open_rank, self.place, self.folders, worker.index, meeting)
+            worker.open(open_rank, self.place, self.folders, worker.index, meeting)
         for role in ROLES[1:]:
             self.first |= {(role, index): self._hire(role, index) for index in range(self.workers(role).count)}
         self._wait_until_opened(list(self.hired))
@@ -282,7 +257,7 @@ class RayPlacement:
     def _hire(self, role: Role, index: int) -> _Worker:
         worker = _Worker(self, role, index)
         self.hired.append(worker)
-        worker.open(_open_generator if role == "rollout" else _open_judge, self.place, self.folders, index)
+        worker.open(open_generator if role == "rollout" else open_judge, self.place, self.folders, index)
         return worker
 
     def _rollout_workers(self) -> list[_Worker]:
@@ -360,170 +335,6 @@ class RayPlacement:
         with path.open("wb") as file:
             for start in range(0, size, CHUNK):
                 file.write(self._ask("read", name, start).data)
-
-
-class Seat:
-    """The process of a worker: what it opened, at work."""
-
-    def __init__(self, role: Role, workers: Workers, path: list[str]) -> None:
-        """``path``: where the stage's own process imports from, as a user's own rewards and algorithms may lie there."""
-        sys.path += [folder for folder in path if folder not in sys.path]
-        self.role, self.workers = role, workers
-        self.opened: Any = None
-        self.failed: Exception | None = None
-
-    def meeting(self) -> str:
-        """Where the ranks of a training group meet: a free port of this machine."""
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as free:
-            free.bind((host, 0))
-            return f"tcp://{host}:{free.getsockname()[1]}"
-
-    def open(self, make: Callable[..., Any], *arguments: Any) -> None:
-        try:
-            self._settle()
-            self.opened = make(*arguments)
-        except Exception as error:
-            self.failed = error  # for those who call before they know
-            raise
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        if self.failed:
-            raise self.failed
-        given = [argument.copy() if isinstance(argument, np.ndarray) else argument for argument in arguments]
-        return getattr(self.opened, method)(*given)  # a user's reward may write into its images, and nobody into the store
-
-    def _settle(self) -> None:
-        """Take the cores and GPUs that are this worker's."""
-        _ship_tensors()
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # what lies in the store is only read
-        if not self.workers.gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray shows all GPUs to those who asked for none
-        if torch.cuda.is_available():
-            torch.cuda.set_device(0)  # of those that Ray shows
-        if self.workers.cores:
-            _stay_on(self.workers.cores, self.role)
-
-
-_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
-_Actor: Any = ray.remote(**_OPTIONS)(Seat)
-_ActorBeside: Any = ray.remote(**_OPTIONS | {"concurrency_groups": {BESIDE: 2}})(Seat)
-
-
-class Rank(Trainer):
-    """A rank of the training group whose results travel: weights as references, folders in pieces."""
-
-    received: tempfile.TemporaryDirectory[str] | None = None
-
-    def steps_before(self) -> int:
-        return self.learner.before.steps
-
-    def publish(self, version: int, copy: str | None = None) -> Weights:
-        return _in_store(super().publish(version, copy))
-
-    def resend(self, digest: str | None = None) -> Weights:
-        return _in_store(super().resend(digest))
-
-    def host(self) -> tuple[str, int]:
-        """Let rollout workers meet here: the address and the port."""
-        address = ray.util.get_node_ip_address()
-        return address, self.serve(address)
-
-    def write(self, method: str, *arguments: Any) -> list[tuple[str, int]]:
-        """Write a folder on this machine; (name, bytes) of every file, on the rank that wrote them."""
-        self.written = tempfile.TemporaryDirectory(prefix="ebbflow-")
-        folder = self._folder
-        getattr(self, method)(folder, *arguments)
-        return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in folder.rglob("*") if path.is_file()]
-
-    def read(self, name: str, start: int) -> np.ndarray:
-        """A chunk of a file, uint8."""
-        with (self._folder / name).open("rb") as file:
-            file.seek(start)
-            return np.frombuffer(file.read(CHUNK), np.uint8)
-
-    def discard(self) -> None:
-        self.written.cleanup()
-
-    def append(self, name: str, chunk: np.ndarray) -> None:
-        """A further chunk of a checkpoint's file, uint8."""
-        if self.received is None:
-            self.received = tempfile.TemporaryDirectory(prefix="ebbflow-")
-        path = Path(self.received.name) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(chunk.data)
-
-    def take_up(self) -> None:
-        """Go on from the checkpoint whose files have come."""
-        assert self.received is not None
-        self.restore(Path(self.received.name))
-        self.received.cleanup()
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.written.name) / "folder"
-
-
-def _open_rank(place: Place, folders: Folders, rank: int, meeting: str) -> Rank:
-    world = place.online.resources.training.count
-    if world > 1:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, meeting, timeout=distributed.TIMEOUT, world_size=world, rank=rank)
-    model, teacher = open_model(place.recipe, folders.base()), folders.teacher() if folders.teacher else None
-    policy, card = open_policy(place, model, folders.policy(), teacher, shard=world > 1)
-    return Rank(place, Learner(policy, place.online, card), card, rank)
-
-
-def _open_generator(place: Place, folders: Folders, index: int) -> Generator:
-    if place.online.engine == "vllm_omni":
-        return Generator(VllmOmni(place, folders.base()), index, ray.get)
-    policy = Policy(open_model(place.recipe, folders.base()), place.recipe.policy, place.recipe.seed)
-    policy.copies.clear()  # the weights that arrive are those that generate, whichever copy of the trainer's they are
-    return Generator(Diffusers(place, policy), index, ray.get)
-
-
-def _open_judge(place: Place, folders: Folders, index: int) -> Judge:
-    torch.set_num_threads(place.recipe.threads)
-    rewards = place.recipe.rewards
-    return Judge(load_scorer(rewards.terms, rewards.guards if place.online.validation else ()), index)
-
-
-def _in_store(weights: Weights) -> Weights:
-    """The same weights with references to their buckets."""
-    return replace(weights, buckets=tuple(ray.put(bucket) for bucket in weights.buckets))
-
-
-def _stay_on(cores: list[int], role: Role) -> None:
-    """Keep all threads of this process, there and to come, on some cores."""
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            os.sched_setaffinity(int(thread), cores)
-        except ProcessLookupError:
-            continue  # a thread that ended since
-        except OSError as error:
-            raise StageError(
-                f"resources.{role}.cores = {cores}: {error}; this process may use {sorted(os.sched_getaffinity(0))}"
-            ) from error
-
-
-def _ship_tensors() -> None:
-    """Let this process send tensors as their bytes: torch's own way is many times slower and sends what a view does not show."""
-    register_serializer(Tensor, serializer=_bytes_of, deserializer=_tensor_of)
-
-
-def _bytes_of(tensor: Tensor) -> tuple[np.ndarray | None, torch.dtype, torch.Size]:
-    if tensor.is_meta:
-        return None, tensor.dtype, tensor.shape
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
-
-
-def _tensor_of(sent: tuple[np.ndarray | None, torch.dtype, torch.Size]) -> Tensor:
-    values, dtype, shape = sent
-    if values is None:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    return torch.from_numpy(values.copy()).view(dtype).reshape(shape)  # what lies in the store can only be read
 
 
 def _bundle(workers: Workers) -> dict[str, float]:

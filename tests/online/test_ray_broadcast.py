@@ -22,7 +22,7 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.models import load_model
 from ebbflow.online import ray_broadcast
 from ebbflow.online.loop import train_online_folder
-from ebbflow.online.ray_placement import Folders
+from ebbflow.online.ray_actor import Folders
 from ebbflow.online.roles import Trainer
 from ebbflow.rollouts.weights import TransferError, in_buckets
 from ebbflow.stage import Kept, Place

@@ -24,7 +24,8 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.online import loop
 from ebbflow.online.loop import run_online_stage, train_online_folder
 from ebbflow.online.pool import StageError
-from ebbflow.online.ray_placement import Folders, RayPlacement, TrainingDied, _stay_on
+from ebbflow.online.ray_actor import Folders, stay_on
+from ebbflow.online.ray_placement import RayPlacement, TrainingDied
 from ebbflow.online.standing import Checkpoints
 from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import Rollouts
@@ -269,4 +270,4 @@ def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(place_of
 
 def test_cores_that_are_not_there_are_named():
     with pytest.raises(StageError, match=r"resources.rollout.cores = \[4000\].*may use \["):
-        _stay_on([4000], "rollout")
+        stay_on([4000], "rollout")

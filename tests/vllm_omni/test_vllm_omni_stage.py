@@ -12,7 +12,8 @@ import torch
 from ebbflow.models import load_model
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.placement import InProcess
-from ebbflow.online.ray_placement import Folders, RayPlacement
+from ebbflow.online.ray_actor import Folders
+from ebbflow.online.ray_placement import RayPlacement
 from ebbflow.online.roles import Generator, Trainer
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.rewards import Rewards
