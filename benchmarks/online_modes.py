@@ -43,7 +43,7 @@ LEARNING: dict[str, dict[str, Any]] = {
         "optimizer": {"lr": 1.5e-4},
     },
 }
-SPEED_STEPS, WARM_UP = 12, 2
+SPEED_STEPS, WARM_UP = 10, 2
 """Steps of a measured stage, and those at its beginning that are left out: workers still load and allocate."""
 
 
