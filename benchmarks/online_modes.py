@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results" / "online_modes.json"
 MODES = {"sync": {}, "one_step_off": {}, "async": {"staleness": 2}}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "mix_grpo, as in the demo": {"algorithm": {"name": "mix_grpo"}},
-    "flow_grpo, training as long as rollouts": {"algorithm": {"name": "flow_grpo"}},
+    "flow_grpo, every step trained": {"algorithm": {"name": "flow_grpo"}},
 }
 LEARNING: dict[str, dict[str, Any]] = {
     "mix_grpo": {

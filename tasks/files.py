@@ -56,9 +56,7 @@ def on_this_machine(uri: str) -> Path:
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            unfinished = Path(tempfile.mkdtemp(prefix="ebbflow-"))
-            FlyteContextManager.current_context().file_access.get_data(uri, str(unfinished), is_multipart=True)
-            unfinished.replace(folder)
+            fetch_folder(uri).replace(folder)
     return folder
 
 

@@ -141,7 +141,7 @@ class Desk:
 
     def dispatch(self) -> None:
         """Start everything that can start now; work that is done at once makes room for more."""
-        while sum(pool.start_waiting() for pool in self.pools):
+        while sum(pool.start_waiting() for pool in self.pools):  # not any(): every pool has to have its turn
             self._settle(timeout=0)
 
     def until(self, finished: Callable[[], bool]) -> None:
