@@ -24,6 +24,7 @@ from ebbflow.recipe.model import GlyphTraining
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import SampleKeys
+from ebbflow.rollouts.parity import measured, probe
 
 os.environ["FLYTE_LOCAL_CACHE_ENABLED"] = "false"
 os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
@@ -145,6 +146,21 @@ def make_keys() -> Callable[..., SampleKeys]:
         return SampleKeys(seed, [index // 2 for index in range(count)], [index % 2 for index in range(count)])
 
     return make
+
+
+@pytest.fixture(scope="session")
+def through_the_gate() -> Callable[..., dict[str, float]]:
+    """``through_the_gate(engine, policy, conditioning, keys, sampler, parity)``: generated and measured as in a stage."""
+
+    def measure(
+        engine: Any, policy: Any, conditioning: Any, keys: SampleKeys, sampler: Any, parity: Any, micro_batch: int = 64
+    ) -> dict[str, float]:
+        some = slice(0, parity.samples)
+        conditioning, keys, (sampler, plan) = conditioning.rows(some), keys.rows(some), probe(sampler)
+        rollouts, _ = engine.generate(conditioning, keys, sampler, plan)
+        return measured(policy, rollouts.trajectory, conditioning, keys, sampler, parity, micro_batch)
+
+    return measure
 
 
 @pytest.fixture(scope="session")

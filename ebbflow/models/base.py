@@ -15,7 +15,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models.layout import ModelError
 from ebbflow.recipe.model import Precision
 
-__all__ = ["DTYPES", "Conditioning", "Model", "ModelError", "default_device", "predict"]
+__all__ = ["DTYPES", "Conditioning", "Model", "ModelError", "default_device", "device_of", "predict"]
 
 DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -139,6 +139,11 @@ def predict(
         conditioning = conditioning.float()
     with torch.autocast(latents.device.type, DTYPES[precision], enabled=precision != "float32"):
         return model.velocity(latents, sigma, conditioning).float()
+
+
+def device_of(model: Model) -> torch.device:
+    """Where the network of a model is."""
+    return next(model.transformer.parameters()).device
 
 
 def default_device() -> torch.device:

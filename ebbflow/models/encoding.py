@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.base import Conditioning, Model
+from ebbflow.models.base import Conditioning, Model, device_of
 
 Encode = Callable[[Sequence[Prompt]], Conditioning]
 Key = tuple[str, str, bytes | None]
@@ -35,7 +35,7 @@ def embed(model: Model, prompts: Iterable[Prompt]) -> Embeddings:
 
 def encode_once(model: Model, prompts: Iterable[Prompt]) -> Encode:
     """``embed``, and what looks up the conditioning of any of these prompts, on the model's device."""
-    embeddings, device = embed(model, prompts), next(model.transformer.parameters()).device
+    embeddings, device = embed(model, prompts), device_of(model)
     return lambda wanted: embeddings(wanted).to(device)
 
 

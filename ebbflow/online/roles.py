@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from ebbflow.algorithms.advantages import PromptStatistics
 from ebbflow.data.prompts import Prompt
-from ebbflow.flow.noise import Stream, generator
-from ebbflow.models import Conditioning
+from ebbflow.models.base import device_of
 from ebbflow.models.encoding import Embeddings, embed
 from ebbflow.online import broadcast
 from ebbflow.online.broadcast import BroadcastError
+from ebbflow.online.learning import learn
 from ebbflow.online.work import Generated, Lesson, Part, Scored, Trained, Watch
-from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Engine
@@ -28,10 +26,7 @@ from ebbflow.rollouts.generate import Rollouts, join
 from ebbflow.rollouts.parity import measured
 from ebbflow.rollouts.weights import Tensors, TransferError, Weights, checksum, in_buckets
 from ebbflow.stage import Place, save_policy
-from ebbflow.training.anchor import corrected
-from ebbflow.training.batches import Corrected, TermBatch, Units, deal, forward_batch, share, shared_passes, trajectory_batch
 from ebbflow.training.checkpoint import restore, write_checkpoint
-from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import PolicyCard
 from ebbflow.training.update import Learner
 
@@ -145,7 +140,7 @@ class Trainer:
     def train(self, lesson: Lesson, *rollouts: Rollouts) -> Trained:
         """The updates of a step on the rollouts of all its parts."""
         with self.watch.task("training", lesson.step, lesson.traced):
-            metrics = self._updates(lesson, join(rollouts))
+            metrics = learn(self.place, self.learner, lesson, join(rollouts))
             self.learner.finish_step()
         return Trained(metrics, self.learner.updates, self.learner.alarms, self.watch.told())
 
@@ -228,8 +223,10 @@ class Trainer:
 
     def measure(self, part: Part, rollouts: Rollouts) -> dict[str, float]:
         """How far the samples of another engine are from the policy that rollouts are of (``ebbflow.rollouts.parity``)."""
-        policy, conditioning = self.learner.policy, part.conditioning.rows(torch.from_numpy(part.owner)).to(self._device)
-        trajectory = rollouts.to(self._device).trajectory
+        policy = self.learner.policy
+        device = device_of(policy.model)
+        conditioning = part.conditioning.rows(torch.from_numpy(part.owner)).to(device)
+        trajectory = rollouts.to(device).trajectory
         assert trajectory is not None, "the gate's samples are recorded"
         with policy.using(self.learner.algorithm.generates):
             return measured(
@@ -244,62 +241,6 @@ class Trainer:
         """Go on from a checkpoint."""
         restore(checkpoint, self.learner)
 
-    @property
-    def _device(self) -> torch.device:
-        return next(self.learner.policy.model.transformer.parameters()).device
-
-    def _updates(self, lesson: Lesson, rollouts: Rollouts) -> dict[str, float]:
-        """The metrics of all updates, averaged, and how many were not taken because nothing was left to learn from."""
-        place, conditioning = self.place, lesson.conditioning.to(self._device)
-        rollout: Corrected | None = None
-        metrics: dict[str, float] = {}
-        if rollouts.trajectory is not None:
-            owner = torch.from_numpy(lesson.owner)
-            rollout, metrics = corrected(self.learner.policy, place.config, rollouts.trajectory, conditioning, lesson.keys, owner)
-        taken: list[dict[str, float]] = []
-        for units in self._split(lesson):
-            if left := units if rollout is None else rollout.kept(np.concatenate(units)):
-                batch = self._terms(lesson, rollouts, conditioning, rollout, share(left, Ranks.current()))
-                taken.append(self._update(batch, left))
-        first = {"ratio/first_deviation": taken[0]["ratio/deviation"]} if taken and "ratio/deviation" in taken[0] else {}
-        return metrics | _averages(taken) | first | {"skipped_updates": place.online.updates_per_step - len(taken)}
-
-    def _split(self, lesson: Lesson) -> list[Units]:
-        """The algorithm's units, shuffled and dealt out over the updates of a step; fewer parts when there are too few."""
-        place, prompt_ids = self.place, np.array(lesson.keys.prompt_ids)
-        units = place.algorithm.select(lesson.advantages, lesson.keep, prompt_ids, place.config.hyper)
-        order = generator(place.seed, prompt_id=0, sample=lesson.step, step=0, stream=Stream.ORDER).permutation(len(units))
-        return [part for part in deal([units[i] for i in order], place.online.updates_per_step) if part]
-
-    def _terms(
-        self,
-        lesson: Lesson,
-        rollouts: Rollouts,
-        conditioning: Conditioning,
-        rollout: Corrected | None,
-        units: Units,
-    ) -> TermBatch:
-        """The terms of some units: of samples, or of trajectories' single terms."""
-        place, device, numbers = self.place, self._device, np.concatenate(units)
-        samples, part = (numbers, None) if rollout is None else rollout.only(numbers)
-        keys, conditioning = lesson.keys.take(samples), conditioning.rows(torch.from_numpy(lesson.owner[samples]))
-        advantage = torch.from_numpy(lesson.advantages[samples]).to(device)
-        if part is not None:
-            return trajectory_batch(part.to(device), conditioning, advantage, keys, place.config.sampler)
-        hyper = place.config.hyper
-        assert isinstance(hyper, ForwardConfig)
-        unit = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
-        return forward_batch(rollouts.latents[samples].to(device), conditioning, advantage, keys, unit, hyper, visit=0)
-
-    def _update(self, batch: TermBatch, units: Units) -> dict[str, float]:
-        """One optimiser step of all ranks on some units, this one on its share."""
-        world, config = Ranks.current().world, self.place.config
-        draws = config.hyper.noise_levels if isinstance(config.hyper, ForwardConfig) else 1
-        metrics = self.learner.update(batch, shared_passes(units, world, draws, config.micro_batch))
-        if len(units) < world and "grad_variance" in metrics:  # every rank had all of them, and each counted as another term
-            metrics["grad_variance"] /= world
-        return metrics
-
 
 def _newest(known: dict[str, Weights], new: Weights) -> dict[str, Weights]:
     """What is kept of what was sent, the newest last; a new dictionary, for others may be reading the old one."""
@@ -311,9 +252,3 @@ def _joined(group: broadcast.Group | None) -> broadcast.Group:
     if group is None:
         raise BroadcastError(f"there is no group, or it was called off: {broadcast.WAY_OUT}")
     return group
-
-
-def _averages(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the updates of a step; each metric over the updates that have it."""
-    names = dict.fromkeys(name for update in updates for name in update)
-    return {name: fmean(update[name] for update in updates if name in update) for name in names}

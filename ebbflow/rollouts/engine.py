@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from ebbflow.flow.windows import Plan
-from ebbflow.models.base import Conditioning
+from ebbflow.models.base import Conditioning, device_of
 from ebbflow.recipe.choices import Sampler
 from ebbflow.rollouts.generate import Rollouts, SampleKeys, generate
 from ebbflow.stage import Place
@@ -52,7 +52,7 @@ class Diffusers:
         self, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, plan: Plan | None = None
     ) -> tuple[Rollouts, np.ndarray]:
         model = self.policy.model
-        conditioning = conditioning.to(next(model.transformer.parameters()).device)
+        conditioning = conditioning.to(device_of(model))
         with self.policy.using(self.generates):
             rollouts = generate(model, conditioning, keys, sampler, plan, self.micro_batch, self.precision)
         return rollouts, model.decode(rollouts.latents)

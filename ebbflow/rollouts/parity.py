@@ -20,7 +20,6 @@ from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, predict
 from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, Sampler
 from ebbflow.recipe.online import Parity
-from ebbflow.rollouts.engine import Engine
 from ebbflow.rollouts.generate import SampleKeys, Trajectory
 from ebbflow.training.policy import Policy
 
@@ -29,32 +28,6 @@ SIGMAS_APART = 1e-6
 
 class ParityError(RuntimeError):
     """An engine does not generate what the training policy would: says how far off it is, where, and the way out."""
-
-
-def require_parity(
-    engine: Engine,
-    policy: Policy,
-    conditioning: Conditioning,
-    keys: SampleKeys,
-    sampler: Sampler,
-    parity: Parity,
-    micro_batch: int = 64,
-) -> dict[str, float]:
-    """Generate ``parity.samples`` of the samples, the first ones, and measure them (``measured``).
-
-    Args:
-        conditioning, keys: of N samples, where the policy is.
-        sampler: of the stage.
-
-    Raises:
-        ParityError: they are not the policy's.
-    """
-    chosen = slice(0, parity.samples)
-    conditioning, keys = conditioning.rows(chosen), keys.rows(chosen)
-    sampler, plan = probe(sampler)
-    rollouts, _ = engine.generate(conditioning, keys, sampler, plan)
-    assert rollouts.trajectory is not None
-    return measured(policy, rollouts.trajectory, conditioning, keys, sampler, parity, micro_batch)
 
 
 def probe(sampler: Sampler) -> tuple[Sampler, Plan]:

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.online.roles import Generator, Trainer
+from ebbflow.online.roles import Generator
 from ebbflow.rewards.base import RewardResult
+from ebbflow.training.distributed import Ranks
+from ebbflow.training.update import Learner
 
 
 def first(flag: str | Path | None) -> bool:
@@ -74,12 +76,12 @@ def with_a_dying_generator(folder: Path, flag: Path) -> Path:
 
 def with_a_dying_rank(folder: Path, flag: Path, rank: int) -> Path:
     """``folder``; once ``flag`` is there, the rank dies in the middle of an update, and the others wait for it."""
-    whole = Trainer._update
+    whole = Learner.update
 
-    def update(self: Trainer, batch: Any, units: Any) -> Any:
-        if self.rank == rank and flag.exists():
+    def update(self: Learner, batch: Any, passes: int) -> Any:
+        if Ranks.current().rank == rank and flag.exists():
             die()
-        return whole(self, batch, units)
+        return whole(self, batch, passes)
 
-    Trainer._update = update  # type: ignore[method-assign]
+    Learner.update = update  # type: ignore[method-assign]
     return folder

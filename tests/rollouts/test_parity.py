@@ -13,7 +13,7 @@ from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.online import Parity
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.rollouts.generate import SampleKeys, generate
-from ebbflow.rollouts.parity import ParityError, require_parity
+from ebbflow.rollouts.parity import ParityError
 from ebbflow.training.policy import Policy
 
 TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"]
@@ -43,9 +43,13 @@ def other(base_folder):
     return load_model(base_folder)
 
 
-def ask(engine, policy, sampler=SAMPLERS[0], parity=PARITY, micro_batch=3):
-    keys = SampleKeys(9, [3, 3, 5, 5, 8, 8], [0, 1, 0, 1, 0, 1])
-    return require_parity(engine, policy, policy.model.encode_texts(TEXTS), keys, sampler, parity, micro_batch)
+@pytest.fixture
+def ask(through_the_gate):
+    def measure(engine, policy, sampler=SAMPLERS[0], parity=PARITY, micro_batch=3):
+        keys = SampleKeys(9, [3, 3, 5, 5, 8, 8], [0, 1, 0, 1, 0, 1])
+        return through_the_gate(engine, policy, policy.model.encode_texts(TEXTS), keys, sampler, parity, micro_batch)
+
+    return measure
 
 
 def changed(**trajectory):
@@ -60,7 +64,7 @@ def changed(**trajectory):
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: sampler.name)
-def test_the_same_network_passes_at_every_step_of_every_sampler(policy, other, sampler):
+def test_the_same_network_passes_at_every_step_of_every_sampler(ask, policy, other, sampler):
     engine = Other(other)
     found = ask(engine, policy, sampler)
     ((count, used, plan),) = engine.asked
@@ -73,7 +77,7 @@ def test_the_same_network_passes_at_every_step_of_every_sampler(policy, other, s
     assert found["parity/worst_step"] in (0, 1, 2, 3)
 
 
-def test_other_weights_are_refused_with_the_numbers(policy, other):
+def test_other_weights_are_refused_with_the_numbers(ask, policy, other):
     with torch.no_grad():
         for parameter in other.transformer.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
@@ -87,7 +91,7 @@ def test_other_weights_are_refused_with_the_numbers(policy, other):
     assert "4 samples at 4 steps" in str(error.value)
 
 
-def test_the_numbers_are_those_of_the_difference(policy, other):
+def test_the_numbers_are_those_of_the_difference(ask, policy, other):
     def at_one_place(log_probs):
         moved = log_probs.clone()
         moved[2, 1] -= 0.25
@@ -101,7 +105,7 @@ def test_the_numbers_are_those_of_the_difference(policy, other):
         ask(Other(other, changed(log_probs=at_one_place)), policy)
 
 
-def test_the_shift_of_the_means_is_in_standard_deviations(policy, other):
+def test_the_shift_of_the_means_is_in_standard_deviations(ask, policy, other):
     sampler = Sampler(name="dance_sde", steps=5, eta=0.5)
     sigmas = policy.model.sigmas(5)
     std = 0.5 * (sigmas[:-2] - sigmas[1:-1]).sqrt()
@@ -113,12 +117,12 @@ def test_the_shift_of_the_means_is_in_standard_deviations(policy, other):
     assert found["parity/mean_shift"] == pytest.approx(0.1, rel=1e-3)
 
 
-def test_log_probs_that_are_no_numbers_are_refused(policy, other):
+def test_log_probs_that_are_no_numbers_are_refused(ask, policy, other):
     with pytest.raises(ParityError, match="differ by up to nan"):
         ask(Other(other, changed(log_probs=lambda values: values.index_fill(0, torch.tensor([1]), torch.nan))), policy)
 
 
-def test_other_noise_and_another_schedule_are_refused(policy, other):
+def test_other_noise_and_another_schedule_are_refused(ask, policy, other):
     def one_bit(latents):
         latents = latents.clone()
         latents[0, 0].view(-1).view(torch.int32)[0] ^= 1

@@ -18,7 +18,7 @@ from ebbflow.flow.noise import noise
 from ebbflow.flow.windows import Plan
 from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.online import Parity
-from ebbflow.rollouts.parity import ParityError, require_parity
+from ebbflow.rollouts.parity import ParityError
 from ebbflow.rollouts.vllm_omni import EngineError, VllmOmni
 
 FAMILIES = ["sd3", "qwen_image"]
@@ -91,17 +91,17 @@ def test_a_push_replaces_the_weights_of_the_one_before(both, family, train):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_gate_passes_the_same_policy_and_refuses_one_that_was_not_pushed(both, family):
+def test_the_gate_passes_the_same_policy_and_refuses_one_that_was_not_pushed(both, family, through_the_gate):
     both = both(family, "lora")
     both.change(seed=1)
     both.push()
     for sampler in (SDE, Sampler(name="ode", steps=6)):
-        found = require_parity(both.engine, both.policy, both.conditioning, KEYS, sampler, Parity(samples=4, bar=ROUNDING))
+        found = through_the_gate(both.engine, both.policy, both.conditioning, KEYS, sampler, Parity(samples=4, bar=ROUNDING))
         assert found["parity/log_prob_max"] < ROUNDING
         assert found["parity/mean_shift"] < 1e-4
     both.change(seed=2)
     with pytest.raises(ParityError, match=r"differ by up to \d\.\d\de[+-]\d\d \(denoising step \d, prompt \d, sample \d+\)"):
-        require_parity(both.engine, both.policy, both.conditioning, KEYS, SDE, Parity(samples=4, bar=1e-5))
+        through_the_gate(both.engine, both.policy, both.conditioning, KEYS, SDE, Parity(samples=4, bar=1e-5))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
