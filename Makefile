@@ -4,11 +4,11 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 ENGINE ?= .venv-vllm-omni
 RECIPE ?= workflows/recipes/glyph.yaml
-# Flyte keeps local outputs, and what its cache points to, in the temporary folder: a durable one survives a reboot.
+# Base models, which Flyte's cache keeps for all runs, lie in the temporary folder: a durable one survives a reboot.
 RUN := MLFLOW_DISABLE_TELEMETRY=true TMPDIR=$(CURDIR)/runs/flyte PATH=$(abspath $(BIN)):$$PATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test test-vllm-omni lint constraints ui clean
+.PHONY: help setup demo run test test-faults test-vllm-omni lint constraints ui clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -32,6 +32,9 @@ run: setup ## run the pipeline on RECIPE=path/to/recipe.yaml
 
 test: lint ## lint, type check and all tests, a file on each core
 	$(BIN)/pytest --numprocesses auto --dist loadfile
+
+test-faults: setup ## of these tests, those that kill, corrupt and starve the pipeline; EBBFLOW_FAULT_SEED=7 draws other points
+	$(BIN)/pytest --numprocesses auto --dist loadfile tests/faults tests/pipeline/test_pods.py
 
 test-vllm-omni: $(ENGINE)/ready ## make the CPU environment of the vLLM-Omni engine (4 GB), and test the engine on tiny models
 	EBBFLOW_VLLM_OMNI_PYTHON=$(abspath $(ENGINE))/bin/python $(BIN)/pytest tests/vllm_omni

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from ebbflow.recipe.model import GlyphTraining
 from ebbflow.recipe.rewards import reward
 from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer, load_scorer
-from ebbflow.stage import Kept, Log, Place, open_model, open_policy, save_policy
+from ebbflow.stage import Kept, Place, open_model, open_policy, save_policy
 from ebbflow.training.policy import Policy, PolicyCard, write_base_policy
 from ebbflow.training.update import Learner, TrainingError
 
@@ -154,6 +154,10 @@ def recipe_of(asked: dict[str, Any]) -> Recipe:
     )
 
 
+Log = Callable[[dict[str, float], int], None]
+"""Takes the metrics of a training step and the step's number."""
+
+
 class Passed(Kept):
     """A journal that tells a function of every step."""
 
@@ -175,7 +179,7 @@ def train(place: Place, model: Model, learner: Learner, scorer: Scorer, prompts:
         generate_shard(place, model, learner.policy, 0, prompts, 0, rollouts)
         score_shard(place, scorer, prompts, rollouts, scores)
         write_advantages(place, [scores], advantages)
-        train_epochs(place, model, learner, prompts, [rollouts], advantages, log)
+        train_epochs(place, model, learner, prompts, [rollouts], advantages, Passed(log))
 
 
 def score(recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], guards: tuple[str, ...]) -> dict[str, float]:

@@ -13,6 +13,10 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from ebbflow.disk import claimed, remove_abandoned, room_for, unfinished_name
+from ebbflow.recipe.base import printable
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 
@@ -25,26 +29,61 @@ class ArtifactError(Exception):
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to write into; at the end it is committed and takes the place of ``folder``.
 
-    An exception leaves nothing behind, and whatever stood at ``folder`` before stays as it was.
+    An exception leaves nothing behind, and whatever stood at ``folder`` before stays as it was. What a process that was killed
+    left behind is removed by the next one that writes the same folder.
+
+    Raises:
+        DiskFullError: no room was left.
     """
-    unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
+    remove_abandoned(folder)
+    unfinished = unfinished_name(folder)
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     try:
-        yield unfinished
-        commit(unfinished)
-        if folder.exists():
-            shutil.rmtree(folder)
-        unfinished.replace(folder)
+        with room_for(folder):
+            unfinished.mkdir(parents=True)
+            with claimed(unfinished):
+                yield unfinished
+                commit(unfinished)
+                _put_in_place(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def _put_in_place(new: Path, folder: Path) -> None:
+    """What stood there goes only once the new folder has its place."""
+    old = new.with_name(f"{new.name}-old")
+    if not folder.exists():
+        new.rename(folder)
+    else:
+        folder.rename(old)
+        try:
+            new.rename(folder)
+        except OSError:
+            old.rename(folder)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    _to_disk(folder.parent)
+
+
 def commit(folder: Path) -> None:
-    """Write the manifest of everything in ``folder`` and then its COMMIT."""
+    """Write the manifest of everything in ``folder`` and then its COMMIT, each once what it speaks of is on the disk itself."""
     manifest = json.dumps({"files": _files(folder)}, indent=2, sort_keys=True)
     (folder / MANIFEST).write_text(manifest)
+    for path in folder.rglob("*"):
+        if path.is_file() or path.is_dir():
+            _to_disk(path)
     (folder / COMMIT).write_text(_sha256(folder / MANIFEST))
+    _to_disk(folder / COMMIT)
+    _to_disk(folder)
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file or a folder would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def verify(folder: Path) -> str:
@@ -58,12 +97,28 @@ def verify(folder: Path) -> str:
     digest = (folder / COMMIT).read_text(errors="replace").strip()
     if digest != _sha256(folder / MANIFEST):
         raise ArtifactError(f"{folder / MANIFEST} does not fit its COMMIT: the folder was damaged; make it again")
-    expected = json.loads((folder / MANIFEST).read_text())["files"]
-    found = _files(folder)
+    expected, found = _expected(folder / MANIFEST), _files(folder)
     if expected != found:
         wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        raise ArtifactError(f"{folder} does not fit its manifest ({', '.join(wrong)}): copy it again or make it again")
+        raise ArtifactError(f"{folder} does not fit its manifest ({_listed(wrong)}): copy it again or make it again")
     return digest
+
+
+def _expected(manifest: Path) -> dict[str, Any]:
+    try:
+        files = json.loads(manifest.read_bytes())["files"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        files = None
+    if not isinstance(files, dict):
+        raise ArtifactError(
+            f"{manifest} is no JSON object with 'files', as Ebbflow writes it; copy the folder again or make it again"
+        )
+    return files
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(printable(name, 100) for name in names[:5]) + more
 
 
 def _files(folder: Path) -> dict[str, dict[str, str | int]]:

@@ -98,6 +98,26 @@ def export(policy: Path, target: Path, base: Path) -> None:
 
 
 @main.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--to", type=click.IntRange(min=1), help="The version to make champion; left out, the previous champion.")
+def rollback(recipe: Path, to: int | None) -> None:
+    """Make the previous champion of the model that RECIPE promotes champion again."""
+    from ebbflow.tracking import registry  # brings MLflow along
+    from ebbflow.tracking.runs import TrackingError, resolve_tracking_uri
+
+    try:
+        resolved = load_recipe(recipe)
+        name = resolved.promotion.model_name
+        done = registry.rollback(resolve_tracking_uri(resolved), name, None if to is None else str(to))
+    except (RecipeError, TrackingError) as error:
+        sys.exit(str(error))
+    click.echo(f"{name}: version {done.version} is champion again, in place of version {done.previous}")
+    click.echo(
+        f"The next run is compared with version {done.version}; rolling back once more brings version {done.previous} back."
+    )
+
+
+@main.command()
 @click.argument("family")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--seed", default=0, show_default=True, help="Of the random weights.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -17,18 +17,16 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import derive_seed
 from ebbflow.models import Model, load_model
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.base import printable
 from ebbflow.recipe.stages import OfflineStage, OnlineStage
 from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import SampleKeys
-from ebbflow.training.policy import ITERATE, STATISTICS, Policy, PolicyCard, PolicyError, read_card
+from ebbflow.training.policy import AGAIN, ITERATE, STATISTICS, Policy, PolicyCard, PolicyError, read_card
 from ebbflow.training.update import Learner
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from PIL import Image
-
-Log = Callable[[dict[str, float], int], None]
-"""Takes the metrics of a training step and the step's number."""
 
 
 class Journal(Protocol):
@@ -166,8 +164,12 @@ class Kept:
             self.journal.log_file(path, content)
 
     def resume(self, rows: Sequence[dict[str, float]]) -> None:
-        """Keep what an earlier attempt at the stage was told; it has passed that on itself."""
-        self.rows = {int(row["step"]): row for row in rows}
+        """Keep what an earlier attempt at the stage was told, and pass it on: it may have died before it could deliver that.
+
+        What the journal has already, it leaves out.
+        """
+        for row in rows:
+            self.log_metrics({name: value for name, value in row.items() if name != "step"}, int(row["step"]))
 
     def write(self, path: Path) -> None:
         """The kept metrics as a JSON list with one object per step."""
@@ -179,7 +181,10 @@ def read_history(place: Place, card: PolicyCard, folder: Path) -> PromptStatisti
     path = folder / STATISTICS
     if card.progress.algorithm != place.config.algorithm_name or not path.exists():
         return PromptStatistics()
-    return PromptStatistics.from_state(json.loads(path.read_text()))
+    try:
+        return PromptStatistics.from_state(json.loads(path.read_bytes()))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise PolicyError(f"{path} holds no rewards of prompts ({printable(str(error), 200)}); {AGAIN}") from None
 
 
 def save_policy(

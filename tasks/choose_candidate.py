@@ -5,11 +5,18 @@ from __future__ import annotations
 from flytekit import task
 
 from ebbflow.evaluation.selection import best
+from ebbflow.records import TrackedRun
+from tasks.cache import ONCE_PER_RUN
 from tasks.resources import light
 from tasks.types import EvaluatedPolicy
 
 
-@task(**light())
-def choose_candidate(history: list[EvaluatedPolicy]) -> EvaluatedPolicy:
+@task(cache=ONCE_PER_RUN, **light())
+def choose_candidate(run: TrackedRun, history: list[EvaluatedPolicy]) -> EvaluatedPolicy:
     """The best of everything trained; the held-out prompts have no say, so that they can judge it."""
-    return history[best([evaluated.evaluation for evaluated in history])]
+    from ebbflow.tracking.runs import node_run
+
+    with node_run(run, "candidate") as node:
+        chosen = history[best([evaluated.evaluation for evaluated in history])]
+        node.log_params({"candidate": chosen.evaluation.label})
+    return chosen

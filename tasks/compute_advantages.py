@@ -7,18 +7,19 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
+from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import light
 
 
-@task(**light())
+@task(cache=ONCE_PER_RUN, **light())
 def compute_advantages(recipe: Recipe, run: TrackedRun, round: int, stage: int, scores: list[FlyteFile]) -> FlyteFile:
     """The advantage of every sample worth training on (``ADVANTAGES``)."""
     from ebbflow.offline.training import write_advantages
     from ebbflow.stage import Place
     from ebbflow.tracking.runs import node_run
 
-    place, path = Place(recipe, round, stage), scratch("advantages.parquet")
+    place, path = Place(recipe, round, stage), scratch("advantages.parquet", run)
     with node_run(run, f"{place.label} advantages") as node:
         node.log_metrics(write_advantages(place, [fetch(shard) for shard in scores], path), step=0)
     return FlyteFile(str(path))

@@ -6,12 +6,13 @@ from flytekit import task
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun, Verdict
+from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch
 from tasks.resources import light
 from tasks.types import ChampionPolicy, EvaluatedPolicy
 
 
-@task(**light())
+@task(cache=ONCE_PER_RUN, **light())
 def decide_promotion(recipe: Recipe, run: TrackedRun, candidate: EvaluatedPolicy, champion: ChampionPolicy) -> Verdict:
     """The decision with its reasons; changes nothing."""
     from ebbflow.data.tables import read_table

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import time
 
-from flytekit import Cache, task
+from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
+from ebbflow.records import TrackedRun
+from tasks.cache import once_for_all_runs
 from tasks.files import scratch
 from tasks.resources import downloader
 from tasks.types import BaseModelArtifact
 
 
-@task(cache=Cache(version="1", serialize=True), **downloader())
-def download_base_model(repository: str, revision: str) -> BaseModelArtifact:
+@task(cache=once_for_all_runs(), **downloader())
+def download_base_model(repository: str, revision: str, run: TrackedRun) -> BaseModelArtifact:
     """A committed copy of the pipeline in ``repository`` at the commit ``revision``."""
     from ebbflow.models.prepare import download_base
+    from ebbflow.tracking.runs import node_run
 
     started, folder = time.time(), scratch("base")
-    download_base(repository, revision, folder)
+    with node_run(run, "base model"):
+        download_base(repository, revision, folder)
     return BaseModelArtifact(folder=FlyteDirectory(str(folder)), seconds=time.time() - started, finished_at=time.time())

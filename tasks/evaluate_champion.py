@@ -8,12 +8,13 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
+from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, TrainedPolicy
 
 
-@task(**accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated())
 def evaluate_champion(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, prompts: FlyteFile, before: EvaluatedPolicy
 ) -> ChampionPolicy:
@@ -26,10 +27,10 @@ def evaluate_champion(
     champion = find_champion(run.tracking_uri, recipe.promotion.model_name)
     if champion is None:
         return ChampionPolicy(version=None, evaluated=before)
-    its_base, policy = champion_folders(champion, scratch("champion"), fetch(base.folder))
-    require_same_pictures(recipe, policy)
-    samples = scratch("samples.parquet")
+    samples = scratch("samples.parquet", run)
     with node_run(run, "champion evaluation") as node:
+        its_base, policy = champion_folders(champion, scratch("champion", run), fetch(base.folder))
+        require_same_pictures(recipe, policy)
         evaluation = evaluate_folder(recipe, its_base, policy, fetch(prompts), f"champion v{champion.version}", samples)
         log_evaluation(node, evaluation, samples)
     trained = TrainedPolicy(folder=FlyteDirectory(str(policy)))

@@ -7,12 +7,13 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
+from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 
 
-@task(**accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated())
 def evaluate_policy(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, label: str
 ) -> EvaluatedPolicy:
@@ -21,7 +22,7 @@ def evaluate_policy(
     from ebbflow.tracking.nodes import log_evaluation
     from ebbflow.tracking.runs import node_run
 
-    samples = scratch("samples.parquet")
+    samples = scratch("samples.parquet", run)
     with node_run(run, f"{label} evaluation") as node:
         evaluation = evaluate_folder(recipe, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples)
         log_evaluation(node, evaluation, samples)

@@ -6,25 +6,30 @@ import fcntl
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flytekit import FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.records import TrackedRun
+from tasks.types import GONE
 
 if TYPE_CHECKING:
-    from ebbflow.online.standing import Checkpoints
     from ebbflow.stage import Place
+    from ebbflow.training.checkpoint import Checkpoints
 
 
-def scratch(name: str) -> Path:
-    """A fresh path called ``name``; Flyte uploads it when the task returns it."""
-    return Path(tempfile.mkdtemp(prefix="ebbflow-")) / name
+def scratch(name: str, run: TrackedRun | None = None) -> Path:
+    """A fresh path called ``name``; Flyte uploads it when the task returns it.
+
+    Without a cluster Flyte leaves it where it is. Then it is in the folder of ``run``, if given, to last as long as the run.
+    """
+    place = None if run is None or "://" in run.folder else Path(run.folder) / "nodes"
+    if place:
+        place.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="ebbflow-", dir=place)) / name
 
 
 def fetch(artifact: FlyteFile | FlyteDirectory) -> Path:
@@ -35,7 +40,7 @@ def fetch(artifact: FlyteFile | FlyteDirectory) -> Path:
     """
     path = Path(artifact.download())
     if not path.exists():
-        raise FileNotFoundError(f"{path} is gone, but Flyte's local cache still points to it; run `pyflyte local-cache clear`")
+        raise FileNotFoundError(GONE.format(path))
     return path
 
 
@@ -60,26 +65,46 @@ def on_this_machine(uri: str) -> Path:
     return folder
 
 
-@contextmanager
-def kept_checkpoints(run: TrackedRun, place: Place) -> Iterator[Checkpoints]:
-    """The checkpoints of a stage, in the run's own folder: there the next attempt finds them. Gone once the stage is over."""
-    from ebbflow.online.standing import Checkpoints
+def kept_checkpoints(run: TrackedRun, place: Place, first: bool = True) -> Checkpoints:
+    """The checkpoints of a stage, in the run's own folder: there the next attempt finds them. Those of other stages are over.
 
-    home = f"{run.folder}/checkpoints/{place.label.replace(' ', '-')}"
+    ``first``: of the processes of this machine that ask for them; it brings them here, the others wait for it.
+    """
+    from ebbflow.training.checkpoint import Checkpoints
+
+    access, stages, own = FlyteContextManager.current_context().file_access, f"{run.folder}/checkpoints", _folder_of(place)
+    store = access.get_filesystem_for_path(stages)
+    for stage in _names(store, stages) if first else ():
+        if stage != own:
+            store.rm(f"{stages}/{stage}", recursive=True)
+    home = f"{stages}/{own}"
     if "://" not in home:
-        yield Checkpoints(place, Path(home))
-        shutil.rmtree(home, ignore_errors=True)
-        return
-    access, folder = FlyteContextManager.current_context().file_access, scratch("checkpoints")
-    store = access.get_filesystem_for_path(home)
+        return Checkpoints(place, Path(home))
+    folder = Path(tempfile.gettempdir()) / f"ebbflow-{hashlib.sha256(home.encode()).hexdigest()[:32]}"
 
     def saved(new: Path) -> None:
         access.put_data(str(new), f"{home}/{new.name}", is_multipart=True)
-        for name in {Path(path).name for path in store.ls(home, detail=False)} - {path.name for path in folder.iterdir()}:
+        for name in _names(store, home) - {path.name for path in folder.iterdir()}:
             store.rm(f"{home}/{name}", recursive=True)
 
-    if store.exists(home):
-        access.get_data(home, str(folder), is_multipart=True)
-    yield Checkpoints(place, folder, saved)
-    if store.exists(home):
-        store.rm(home, recursive=True)
+    if first:
+        shutil.rmtree(folder, ignore_errors=True)  # an attempt before this one was on the same machine
+        if store.exists(home):
+            access.get_data(home, str(folder), is_multipart=True)
+    return Checkpoints(place, folder, saved)
+
+
+def forget_checkpoints(run: TrackedRun) -> None:
+    """Remove those of the last stage: the run is over."""
+    folder = f"{run.folder}/checkpoints"
+    store = FlyteContextManager.current_context().file_access.get_filesystem_for_path(folder)
+    if store.exists(folder):
+        store.rm(folder, recursive=True)
+
+
+def _folder_of(place: Place) -> str:
+    return place.label.replace(" ", "-")
+
+
+def _names(store: Any, folder: str) -> set[str]:
+    return {Path(path).name for path in store.ls(folder, detail=False)} if store.exists(folder) else set()

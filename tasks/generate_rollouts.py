@@ -7,12 +7,13 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
+from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 
-@task(**accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated())
 def generate_rollouts(
     recipe: Recipe,
     run: TrackedRun,
@@ -29,7 +30,7 @@ def generate_rollouts(
     from ebbflow.tracking.nodes import log_table_about
     from ebbflow.tracking.runs import node_run
 
-    place, path = Place(recipe, round, stage), scratch(f"rollouts-{shard}.parquet")
+    place, path = Place(recipe, round, stage), scratch(f"rollouts-{shard}.parquet", run)
     with node_run(run, f"{place.label} rollout {shard}") as node:
         generate_shard_from_folders(place, fetch(base.folder), fetch(policy.folder), fetch(prompts), shard, path)
         log_table_about(node, path)

@@ -9,6 +9,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
+from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact
@@ -22,7 +23,7 @@ class PairTables(NamedTuple):
     advantages: FlyteFile
 
 
-@task(**accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated())
 def import_pairs(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, prompts: FlyteFile, round: int, stage: int
 ) -> PairTables:
@@ -37,7 +38,7 @@ def import_pairs(
     assert pairs
     with node_run(run, f"{place.label} pairs") as node:
         source = fetch(FlyteFile(pairs))
-        imported = import_pairs_from_folder(place, fetch(base.folder), fetch(prompts), source, scratch("pairs"))
+        imported = import_pairs_from_folder(place, fetch(base.folder), fetch(prompts), source, scratch("pairs", run))
         print(imported)
         node.log_dataset("pairs", read_table(imported.prompts), context="training", source=pairs)
         node.log_metrics({"pairs": imported.pairs, "ties": imported.ties, "on_evaluated_prompts": imported.evaluated}, step=0)

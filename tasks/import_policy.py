@@ -7,23 +7,27 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
+from ebbflow.records import TrackedRun
+from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, fetch_folder, scratch
 from tasks.resources import downloader
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 
-@task(**downloader())
-def import_policy(recipe: Recipe, base: BaseModelArtifact) -> TrainedPolicy:
+@task(cache=ONCE_PER_RUN, **downloader())
+def import_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
     """The policy folder, version 0, of what ``policy.start`` names."""
     from ebbflow.models.hub import pretrained_folder
+    from ebbflow.tracking.runs import node_run
     from ebbflow.training.start import write_start
 
-    start, folder = recipe.policy.start, scratch("policy")
+    start, folder = recipe.policy.start, scratch("policy", run)
     assert start
     assert start.path
-    if start.on_hub:
-        source = pretrained_folder(start, ["*.safetensors"])
-    else:
-        source = fetch(FlyteFile(start.path)) if start.path.endswith(".safetensors") else fetch_folder(start.path)
-    write_start(recipe, fetch(base.folder), source, folder)
+    with node_run(run, "start"):
+        if start.on_hub:
+            source = pretrained_folder(start, ["*.safetensors"])
+        else:
+            source = fetch(FlyteFile(start.path)) if start.path.endswith(".safetensors") else fetch_folder(start.path)
+        write_start(recipe, fetch(base.folder), source, folder)
     return TrainedPolicy(folder=FlyteDirectory(str(folder)))

@@ -1,4 +1,4 @@
-"""Puts the candidate into the model registry and, when the gate said so, makes it champion."""
+"""Puts the candidate into the model registry, as challenger."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from flytekit import current_context, task
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import Registration, TrackedRun, Verdict
+from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch
 from tasks.resources import light
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
 
 
-@task(**light())
+@task(cache=ONCE_PER_RUN, **light())
 def register_policy(
     recipe: Recipe,
     run: TrackedRun,

@@ -8,12 +8,12 @@ from typing import Any
 from flytekit import PodTemplate, Resources, Secret
 from flytekit.core.resources import pod_spec_from_resources
 from flytekit.extras.accelerators import GPUAccelerator
-from flytekitplugins.kfpytorch import Elastic
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from kubernetes.client import V1Container, V1PodSpec
 
 from tasks.deployment import Pod, RayWorkers, pod_environment, read_deployment
 from tasks.images import cpu_image
+from tasks.preemption import Group
 
 DEPLOYMENT = read_deployment(os.environ)
 
@@ -49,7 +49,7 @@ def training_group() -> dict[str, Any]:
     attempt's start. Elastic must not add shared memory by itself: it would change the pod template and leave the size open.
     """
     processes = DEPLOYMENT.train_processes
-    config = Elastic(
+    config = Group(
         nnodes=1,
         nproc_per_node=processes,
         start_method="spawn",

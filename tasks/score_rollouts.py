@@ -7,11 +7,12 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
+from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import scorer
 
 
-@task(**scorer())
+@task(cache=ONCE_PER_RUN, **scorer())
 def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, stage: int, rollouts: FlyteFile) -> FlyteFile:
     """The scores of a shard (``score_schema``)."""
     from ebbflow.data.prompts import read_prompts
@@ -22,7 +23,7 @@ def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: i
     from ebbflow.tracking.nodes import log_table_about
     from ebbflow.tracking.runs import node_run
 
-    place, path, shard = Place(recipe, round, stage), scratch("scores.parquet"), fetch(rollouts)
+    place, path, shard = Place(recipe, round, stage), scratch("scores.parquet", run), fetch(rollouts)
     with node_run(run, f"{place.label} scoring {about_table(shard)['shard']}") as node:
         score_shard(place, load_scorer(recipe.rewards.terms, ()), read_prompts(fetch(prompts), "train"), shard, path)
         log_table_about(node, path)

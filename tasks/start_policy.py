@@ -6,18 +6,22 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from ebbflow.recipe import Recipe
+from ebbflow.records import TrackedRun
+from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import light
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 
-@task(**light())
-def start_policy(recipe: Recipe, base: BaseModelArtifact) -> TrainedPolicy:
+@task(cache=ONCE_PER_RUN, **light())
+def start_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
     """The policy folder of the untouched base model, version 0."""
     from ebbflow.artifacts import verify
+    from ebbflow.tracking.runs import node_run
     from ebbflow.training.policy import write_base_policy
 
-    folder = scratch("policy")
-    digest = verify(fetch(base.folder))
-    write_base_policy(folder, digest, recipe.digest, recipe.policy, recipe.model, recipe.evaluation.steps)
+    folder = scratch("policy", run)
+    with node_run(run, "start"):
+        digest = verify(fetch(base.folder))
+        write_base_policy(folder, digest, recipe.digest, recipe.policy, recipe.model, recipe.evaluation.steps)
     return TrainedPolicy(folder=FlyteDirectory(str(folder)))

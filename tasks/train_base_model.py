@@ -1,23 +1,27 @@
-"""Trains the glyph base model from scratch; cached, so a recipe pays for it once."""
+"""Trains the glyph base model from scratch; cached until the code that trains it changes, so a recipe pays for it once."""
 
 from __future__ import annotations
 
 import time
 
-from flytekit import Cache, task
+from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from ebbflow.recipe.model import GlyphTraining
+from ebbflow.records import TrackedRun
+from tasks.cache import once_for_all_runs
 from tasks.files import scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact
 
 
-@task(cache=Cache(version="1", serialize=True), **accelerated())
-def train_base_model(training: GlyphTraining, threads: int) -> BaseModelArtifact:
+@task(cache=once_for_all_runs("models/glyph.py", "models/glyph_training.py", "models/lettering.py"), **accelerated())
+def train_base_model(training: GlyphTraining, threads: int, run: TrackedRun) -> BaseModelArtifact:
     """A committed base-model folder in the Hugging Face layout."""
     from ebbflow.models.prepare import train_base
+    from ebbflow.tracking.runs import node_run
 
     started, folder = time.time(), scratch("base")
-    train_base(training, threads, folder)
+    with node_run(run, "base model"):
+        train_base(training, threads, folder)
     return BaseModelArtifact(folder=FlyteDirectory(str(folder)), seconds=time.time() - started, finished_at=time.time())

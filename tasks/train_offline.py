@@ -10,12 +10,14 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
-from tasks.files import fetch, scratch
+from tasks.cache import ONCE_PER_RUN
+from tasks.files import fetch, kept_checkpoints, scratch
+from tasks.preemption import started_again_after
 from tasks.resources import training_group
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 
-@task(**training_group())
+@task(cache=ONCE_PER_RUN, **training_group())
 def train_offline(
     recipe: Recipe,
     run: TrackedRun,
@@ -33,13 +35,19 @@ def train_offline(
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.tracking.runs import node_run
     from ebbflow.training.distributed import process_group
+    from ebbflow.training.limits import Preempted
 
-    place, trained, metrics = Place(recipe, round, stage), scratch("policy"), scratch("metrics.json")
-    with process_group() as ranks, node_run(run, place.label) if ranks.rank == 0 else nullcontext() as node:
-        kept = Kept(node)
-        shards = [fetch(shard) for shard in rollouts]
+    place, trained, metrics = Place(recipe, round, stage), scratch("policy", run), scratch("metrics.json", run)
+    with (
+        started_again_after(Preempted),
+        process_group() as ranks,
+        node_run(run, place.label) if ranks.rank == 0 else nullcontext() as node,
+    ):
+        kept, shards = Kept(node), [fetch(shard) for shard in rollouts]
+        checkpoints = kept_checkpoints(run, place, first=ranks.rank == 0)
+        ranks.meet()  # they are there for all now
         record = train_offline_folder(
-            place, fetch(base.folder), fetch(policy.folder), fetch(prompts), shards, fetch(advantages), trained, kept.log_metrics
+            place, fetch(base.folder), fetch(policy.folder), fetch(prompts), shards, fetch(advantages), trained, kept, checkpoints
         )
         if node:
             log_stage(node, record)

@@ -11,7 +11,9 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
+from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, fetch_folder, kept_checkpoints, scratch
+from tasks.preemption import started_again_after
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from ebbflow.stage import Place
 
 
-@task(**accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated())
 def train_online(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
@@ -46,10 +48,11 @@ def train_stage(
     from ebbflow.stage import Kept
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.tracking.runs import node_run
+    from ebbflow.training.limits import Preempted
 
-    trained, metrics = scratch("policy"), scratch("metrics.json")
-    with node_run(run, place.label) as node, kept_checkpoints(run, place) as checkpoints:
-        kept = Kept(node)
+    trained, metrics = scratch("policy", run), scratch("metrics.json", run)
+    with started_again_after(Preempted), node_run(run, place.label) as node:
+        kept, checkpoints = Kept(node), kept_checkpoints(run, place)
         record = train_online_folder(
             place, base, fetch(policy.folder), fetch(prompts), trained, kept, teacher, actors, checkpoints
         )

@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from flytekit import task
-from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
+from tasks.cache import ONCE_PER_RUN
 from tasks.files import on_this_machine
+from tasks.preemption import started_again_after
 from tasks.resources import ray_cluster
 from tasks.train_online import train_stage
 from tasks.types import BaseModelArtifact, TrainedPolicy
@@ -23,7 +24,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_TMPDIR", "/tmp")
 
 
-@task(**ray_cluster())
+@task(cache=ONCE_PER_RUN, **ray_cluster())
 def train_online_ray(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
@@ -35,7 +36,5 @@ def train_online_ray(
     place = Place(recipe, round, stage)
     folders = [str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)]
     actors = Folders(*(partial(on_this_machine, uri) for uri in (*folders, *([place.teacher] if place.teacher else []))))
-    try:
+    with started_again_after(TrainingDied):
         return train_stage(place, run, Path(base.folder.path), policy, prompts, actors=actors)
-    except TrainingDied as error:
-        raise FlyteRecoverableException(str(error)) from error

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated, Any
+
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
 from ebbflow.records import Evaluation, StageRecord
+
+GONE = "{} is gone, but Flyte's local cache still points to it; run `pyflyte local-cache clear` and start again"
+"""What lies in a temporary folder may not last as long as the cache does."""
+
+
+def _still_there(folder: Any) -> Any:
+    path = folder.get("path") if isinstance(folder, dict) else None
+    if isinstance(path, str) and "://" not in path and not Path(path).exists():
+        raise ValueError(GONE.format(path))
+    return folder
+
+
+Folder = Annotated[FlyteDirectory, BeforeValidator(_still_there)]
 
 
 class BaseModelArtifact(BaseModel):
     """A committed base-model folder; ``finished_at`` (seconds since 1970) tells a cached one from one made in this run."""
 
-    folder: FlyteDirectory
+    folder: Folder
     seconds: float
     finished_at: float
 
@@ -24,7 +40,7 @@ class TrainedPolicy(BaseModel):
     gives the same bytes.
     """
 
-    folder: FlyteDirectory
+    folder: Folder
     record: StageRecord | None = None
     metrics: FlyteFile | None = None
 

@@ -9,7 +9,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import Registration, TrackedRun, Verdict
-from tasks.files import fetch, scratch
+from tasks.files import fetch, forget_checkpoints, scratch
 from tasks.resources import light
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
 
@@ -35,24 +35,27 @@ def write_report(
     import json
 
     from ebbflow.tracking import report
-    from ebbflow.tracking.runs import close_run
+    from ebbflow.tracking.runs import close_run, node_run, settle
 
-    shown = history if champion.version is None else [*history, champion.evaluated]
-    trained = [(policy.record, policy.metrics) for policy in (evaluated.policy for evaluated in history)]
-    inputs = report.ReportInputs(
-        recipe=recipe,
-        tracked=run,
-        evaluations=[(evaluated.evaluation, fetch(evaluated.samples)) for evaluated in shown],
-        stages=[(record, json.loads(fetch(metrics).read_text())) for record, metrics in trained if record and metrics],
-        verdict=verdict,
-        registration=registration,
-        base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,
-    )
-    page, numbers = scratch("report.html"), scratch("summary.json")
-    report.write_report(page, inputs)
-    report.write_summary(numbers, inputs)
+    page, numbers = scratch("report.html", run), scratch("summary.json", run)
+    with node_run(run, "report"):
+        shown = history if champion.version is None else [*history, champion.evaluated]
+        trained = [(policy.record, policy.metrics) for policy in (evaluated.policy for evaluated in history)]
+        inputs = report.ReportInputs(
+            recipe=recipe,
+            tracked=run,
+            evaluations=[(evaluated.evaluation, fetch(evaluated.samples)) for evaluated in shown],
+            stages=[(record, json.loads(fetch(metrics).read_text())) for record, metrics in trained if record and metrics],
+            verdict=verdict,
+            registration=registration,
+            base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,
+            outages=settle(run),
+        )
+        report.write_report(page, inputs)
+        report.write_summary(numbers, inputs)
     Deck("report", page.read_text())
     close_run(run, [evaluated.evaluation for evaluated in history], [page, numbers])
+    forget_checkpoints(run)
     print(f"\n{report.summary_table(inputs)}\n\nreport: {run.folder}/report.html")
     return Report(
         FlyteFile(str(page), remote_path=f"{run.folder}/report.html"),

@@ -305,7 +305,7 @@ def train_on(place, model, policy, prompts, shard, folder):
     score_shard(place, Scorer(((Darkness(), 1.0),)), prompts, shard, scores)
     write_advantages(place, [scores], advantages)
     learner = Learner(policy, place.offline)
-    train_epochs(place, model, learner, prompts, [shard], advantages, lambda metrics, step: None)
+    train_epochs(place, model, learner, prompts, [shard], advantages, Kept())
 
 
 def test_a_shard_is_keys_latents_and_pictures(tiny_recipe):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
-from flytekit import dynamic, map_task, workflow
+from flytekit import approve, dynamic, workflow
 from flytekit.types.file import FlyteFile
 
 from ebbflow.evaluation.selection import stop_reason
 from ebbflow.recipe import Recipe
 from ebbflow.records import Registration, TrackedRun, Verdict
+from tasks.cache import mapped
 from tasks.choose_candidate import choose_candidate
 from tasks.compute_advantages import compute_advantages
 from tasks.copy_base_model import copy_base_model
@@ -23,7 +25,9 @@ from tasks.import_pairs import import_pairs
 from tasks.import_policy import import_policy
 from tasks.plan_run import plan_run
 from tasks.prepare_prompts import prepare_prompts
+from tasks.promote_policy import promote_policy
 from tasks.register_policy import register_policy
+from tasks.request_approval import GATE, request_approval
 from tasks.resources import light
 from tasks.score_rollouts import score_rollouts
 from tasks.start_policy import start_policy
@@ -32,7 +36,7 @@ from tasks.train_base_model import train_base_model
 from tasks.train_offline import train_offline
 from tasks.train_online import train_online
 from tasks.train_online_ray import train_online_ray
-from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
+from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, TrainedPolicy
 from tasks.write_report import write_report
 
 
@@ -47,21 +51,28 @@ class PostTraining(NamedTuple):
     run: TrackedRun
 
 
+class Conclusion(NamedTuple):
+    """The report, and what became of the candidate."""
+
+    report: FlyteFile
+    summary: FlyteFile
+    registration: Registration
+
+
 @workflow
 def post_train(recipe: Recipe = Recipe()) -> PostTraining:
     """Post-train a model by a recipe, from prompts to promotion."""
     run = start_run(recipe=recipe)
     prompts = prepare_prompts(recipe=recipe, run=run)
-    base = prepare_base_model(recipe=recipe)
-    untrained = prepare_policy(recipe=recipe, base=base)
+    base = prepare_base_model(recipe=recipe, run=run)
+    untrained = prepare_policy(recipe=recipe, run=run, base=base)
     before = evaluate_policy(recipe=recipe, run=run, base=base, policy=untrained, prompts=prompts, label="before")
     champion = evaluate_champion(recipe=recipe, run=run, base=base, prompts=prompts, before=before)
     history = train_rounds(recipe=recipe, run=run, base=base, prompts=prompts, history=[before], round=0)
-    candidate = choose_candidate(history=history)
+    candidate = choose_candidate(run=run, history=history)
     verdict = decide_promotion(recipe=recipe, run=run, candidate=candidate, champion=champion)
-    registration = register_policy(recipe=recipe, run=run, base=base, candidate=candidate, champion=champion, verdict=verdict)
-    report, summary = write_report(
-        recipe=recipe, run=run, base=base, history=history, champion=champion, verdict=verdict, registration=registration
+    report, summary, registration = conclude(
+        recipe=recipe, run=run, base=base, history=history, candidate=candidate, champion=champion, verdict=verdict
     )
     return PostTraining(report, summary, candidate, verdict, registration, run)
 
@@ -73,20 +84,21 @@ def dry_run(recipe: Recipe = Recipe()) -> str:
 
 
 @dynamic(**light())
-def prepare_base_model(recipe: Recipe) -> BaseModelArtifact:
-    """The base model that the recipe names, or the one it trains. What cannot have changed since is cached."""
+def prepare_base_model(recipe: Recipe, run: TrackedRun) -> BaseModelArtifact:
+    """The base model that the recipe names, or the one it trains. What cannot have changed since an earlier run is cached."""
     model = recipe.model
     if model.path is None:
-        return train_base_model(training=model.training, threads=recipe.threads)
+        return train_base_model(training=model.training, threads=recipe.threads, run=run)
     if model.revision:
-        return download_base_model(repository=model.path, revision=model.revision)
-    return copy_base_model(model=model)
+        return download_base_model(repository=model.path, revision=model.revision, run=run)
+    return copy_base_model(model=model, run=run)
 
 
 @dynamic(**light())
-def prepare_policy(recipe: Recipe, base: BaseModelArtifact) -> TrainedPolicy:
+def prepare_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
     """What training starts from: the base model unless the recipe names something else."""
-    return import_policy(recipe=recipe, base=base) if recipe.policy.start else start_policy(recipe=recipe, base=base)
+    prepare = import_policy if recipe.policy.start else start_policy
+    return prepare(recipe=recipe, run=run, base=base)
 
 
 @dynamic(**light())
@@ -112,6 +124,37 @@ def train_rounds(
     return train_rounds(recipe=recipe, run=run, base=base, prompts=prompts, history=history, round=round + 1)
 
 
+@dynamic(**light())
+def conclude(
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    history: list[EvaluatedPolicy],
+    candidate: EvaluatedPolicy,
+    champion: ChampionPolicy,
+    verdict: Verdict,
+) -> Conclusion:
+    """Register the candidate as challenger, and promote it if the gate said so and, where the recipe asks for one, a person too.
+
+    A person decides by the report, so it is written before the gate node and again behind it. When nobody approves in time the
+    node fails and with it the execution; challenger and report are there.
+    """
+    told: dict[str, Any] = {"recipe": recipe, "run": run, "verdict": verdict}
+    write = partial(write_report, **told, base=base, history=history, champion=champion)
+    registration = register_policy(**told, base=base, candidate=candidate, champion=champion)
+    if not verdict.promote:
+        report, summary = write(registration=registration)
+        return Conclusion(report, summary, registration)
+    approved = ""
+    if recipe.promotion.approval:
+        report, _ = write(registration=registration)
+        question = request_approval(**told, registration=registration, report=report)
+        approved = approve(question, GATE, timedelta(hours=recipe.promotion.approval))
+    promoted = promote_policy(run=run, champion=champion, registration=registration, approved=approved)
+    report, summary = write(registration=promoted)
+    return Conclusion(report, summary, promoted)
+
+
 def online_stage(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
@@ -133,7 +176,7 @@ def offline_stage(
         prompts, rollouts, advantages = import_pairs(**place, base=base, prompts=prompts)
         return train_offline(**place, base=base, policy=policy, prompts=prompts, rollouts=rollouts, advantages=advantages)
     roll_out = partial(generate_rollouts, **place, base=base, policy=policy, prompts=prompts)
-    rollouts = map_task(roll_out)(shard=list(range(config.shards)))
-    scores = map_task(partial(score_rollouts, **place, prompts=prompts))(rollouts=rollouts)
+    rollouts = mapped(roll_out, shard=list(range(config.shards)))
+    scores = mapped(partial(score_rollouts, **place, prompts=prompts), rollouts=rollouts)
     advantages = compute_advantages(**place, scores=scores)
     return train_offline(**place, base=base, policy=policy, prompts=prompts, rollouts=rollouts, advantages=advantages)

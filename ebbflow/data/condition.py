@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
+from ebbflow.recipe.base import printable
 from ebbflow.rollouts.images import encode_png
 
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -34,16 +35,23 @@ def condition_image(value: str | bytes, folder: Path) -> bytes:
     source = io.BytesIO(value) if isinstance(value, bytes) else _inside(value, folder)
     try:
         with Image.open(source, formats=FORMATS) as image:
-            _check(image)
+            check_picture(image)
             upright = ImageOps.exif_transpose(image).convert("RGB")
     except (ConditionError, Image.DecompressionBombError) as error:
         raise ConditionError(f"is no image to work on: {error}") from None
     except Exception as error:  # of many kinds: every decoder of Pillow has its own
-        raise ConditionError(f"is no PNG, JPEG or WebP image that can be read ({error}); write it again") from None
+        raise ConditionError(
+            f"is no PNG, JPEG or WebP image that can be read ({printable(str(error), 200)}); write it again"
+        ) from None
     return encode_png(np.asarray(upright)[None])[0]
 
 
-def _check(image: Image.Image) -> None:
+def check_picture(image: Image.Image) -> None:
+    """Check that an image can be decoded in bounded memory and turned into 8-bit RGB without loss.
+
+    Raises:
+        ConditionError: it cannot.
+    """
     if image.width * image.height > MOST_PIXELS:
         raise ConditionError(f"{image.width} x {image.height} are more than {MOST_PIXELS:,} pixels; make it smaller")
     if image.mode.startswith("I"):

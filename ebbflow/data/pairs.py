@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from reprlib import repr as shown
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
+
+from ebbflow.data.condition import check_picture
+from ebbflow.recipe.base import printable, short
 
 IMAGES = ("chosen", "rejected")
 LATENTS = ("chosen_latent", "rejected_latent")
@@ -96,7 +99,7 @@ Record = dict[str, Any]
 def _records(path: Path, ignored: set[str], prompts_only: bool = False) -> Iterator[tuple[int, str, Record]]:
     if path.suffix.lower() not in (".parquet", ".jsonl"):
         raise PairError(f"{path}: its suffix {path.suffix!r} is neither .parquet nor .jsonl; convert or rename it")
-    if not path.is_file():
+    if not os.path.isfile(path):  # no error of its own for a name that no file can have
         raise PairError(f"{path}: no such file; check the stage's 'pairs'")
     rows = _parquet(path, ignored, prompts_only) if path.suffix.lower() == ".parquet" else _jsonl(path, ignored)
     number = -1
@@ -117,8 +120,10 @@ def _parquet(path: Path, ignored: set[str], prompts_only: bool) -> Iterator[tupl
                 for row in range(len(batch)):
                     number += 1
                     yield f"{path}, row {number}", {name: batch[name][row] for name in batch.schema.names}
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).partition("\n")[0]
+    except PairError:
+        raise
+    except Exception as error:  # what is damaged can look like anything: Arrow has a dozen errors, memory and text their own
+        reason = printable(str(error).partition("\n")[0] or type(error).__name__, 300)
         raise PairError(f"{path}: not a Parquet file that can be read, after row {number} ({reason}); write it again") from None
 
 
@@ -141,9 +146,9 @@ def _object(line: bytes, place: str) -> Record:
     try:
         record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise PairError(f"{place}: {shown(line)} is not JSON ({error}); write one JSON object a line, in UTF-8") from None
+        raise PairError(f"{place}: {short(line)} is not JSON ({error}); write one JSON object a line, in UTF-8") from None
     if not isinstance(record, dict):
-        raise PairError(f'{place}: {shown(record)} is no object; write {{"prompt": ..., "chosen": ..., "rejected": ...}}')
+        raise PairError(f'{place}: {short(record)} is no object; write {{"prompt": ..., "chosen": ..., "rejected": ...}}')
     return record
 
 
@@ -154,15 +159,19 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> Record:
     return record
 
 
+def _joined(names: list[str]) -> str:
+    return printable(", ".join(names), 300)
+
+
 def _sides(names: Iterable[str], place: str) -> tuple[str, str]:
     """The two columns that make a pair."""
     names = list(names)
     if "prompt" not in names:
-        raise PairError(f"{place}: no column 'prompt' among {', '.join(names)}; name the columns as datasets/README.md says")
+        raise PairError(f"{place}: no column 'prompt' among {_joined(names)}; name the columns as datasets/README.md says")
     there = [sides for sides in (IMAGES, LATENTS) if set(sides) <= set(names)]
     if not there:
         raise PairError(
-            f"{place}: a pair needs {' and '.join(IMAGES)} (images) or {' and '.join(LATENTS)}, and there is {', '.join(names)}; "
+            f"{place}: a pair needs {' and '.join(IMAGES)} (images) or {' and '.join(LATENTS)}, and there is {_joined(names)}; "
             "rename the columns"
         )
     if len(there) > 1:
@@ -178,11 +187,11 @@ def _sides(names: Iterable[str], place: str) -> tuple[str, str]:
 def _prompt(value: Any, place: str) -> str:
     value = _plain(value)
     if not isinstance(value, str) or not value.strip():
-        raise PairError(f"{place}: {shown(value)} is no prompt; give every row a 'prompt' that is not empty")
+        raise PairError(f"{place}: {short(value)} is no prompt; give every row a 'prompt' that is not empty")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise PairError(f"{place}: prompt = {shown(value)} holds half of a surrogate pair; escape characters whole") from None
+        raise PairError(f"{place}: prompt = {short(value)} holds half of a surrogate pair; escape characters whole") from None
     return value.strip()
 
 
@@ -194,24 +203,36 @@ def _image(value: Any, place: str, folder: Path) -> np.ndarray:
     elif isinstance(value, bytes):
         source = io.BytesIO(value)
     else:
-        raise PairError(f"{place} = {shown(value)} is no image; write PNG or JPEG bytes (in Parquet) or a path")
+        raise PairError(f"{place} = {short(value)} is no image; write PNG or JPEG bytes (in Parquet) or a path")
     try:
         with Image.open(source, formats=("PNG", "JPEG")) as image:
+            check_picture(image)
             return np.asarray(image.convert("RGB"))
-    except FileNotFoundError:
-        raise PairError(
-            f"{place} = {value!r}: there is no such image in {folder}. Paths are relative to the pairs file; of pairs at a URI "
-            "only the file itself is fetched: put the bytes of the images into Parquet there"
-        ) from None
     except Exception as error:  # of many kinds: every decoder of Pillow has its own
-        raise PairError(f"{place} = {shown(value)} is no PNG or JPEG that can be read ({error}); write it again") from None
+        raise PairError(
+            f"{place} = {short(value)} is no PNG or JPEG that can be read ({printable(str(error), 200)}); write it again"
+        ) from None
 
 
 def _inside(value: str, place: str, folder: Path) -> Path:
     path = PurePath(value)
-    if path.is_absolute() or ".." in path.parts:
-        raise PairError(f"{place} = {value!r} leaves the folder of the pairs file; keep images below it and name them from there")
+    if path.is_absolute() or ".." in path.parts or _links_out(folder / path, folder):
+        raise PairError(
+            f"{place} = {short(value)} leaves the folder of the pairs file; keep images below it and name them from there"
+        )
+    if not os.path.isfile(folder / path):
+        raise PairError(
+            f"{place} = {short(value)}: there is no such image in {folder}. Paths are relative to the pairs file; of pairs at a "
+            "URI only the file itself is fetched: put the bytes of the images into Parquet there"
+        )
     return folder / path
+
+
+def _links_out(path: Path, folder: Path) -> bool:
+    try:
+        return not path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError):  # no path at all: said when it is opened
+        return False
 
 
 def _latent(value: Any, place: str, folder: Path) -> np.ndarray:
@@ -222,7 +243,7 @@ def _latent(value: Any, place: str, folder: Path) -> np.ndarray:
     while isinstance(numbers, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):
         numbers = numbers.flatten()
     if numbers is None or not pa.types.is_floating(numbers.type):
-        raise PairError(f"{place} = {shown(_plain(value))} is no latent; write a list or a fixed-shape tensor of floats")
+        raise PairError(f"{place} = {short(_plain(value))} is no latent; write a list or a fixed-shape tensor of floats")
     with np.errstate(over="ignore"):  # too large for float32 is infinite, which is refused below
         elements = numbers.to_numpy(zero_copy_only=False).astype(np.float32)
     if not np.isfinite(elements).all():
@@ -231,4 +252,9 @@ def _latent(value: Any, place: str, folder: Path) -> np.ndarray:
 
 
 def _plain(value: Any) -> Any:
-    return value.as_py() if isinstance(value, pa.Scalar) else value
+    if not isinstance(value, pa.Scalar):
+        return value
+    try:
+        return value.as_py()
+    except (ValueError, OverflowError, pa.ArrowException):
+        return value  # of no kind that Python has, so neither text nor bytes

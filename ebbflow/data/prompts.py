@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 from ebbflow.data.condition import ConditionError, condition_image
 from ebbflow.data.schema import PROMPTS, SPLITS
 from ebbflow.data.tables import TableError, read_table, write_table
+from ebbflow.recipe.base import printable, short
 
 KNOWN_COLUMNS = ("prompt", "negative_prompt", "target", "image")
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
@@ -107,7 +109,7 @@ def read_prompt_file(path: str | Path) -> tuple[list[PromptRow], ImportReport]:
     readers = {".txt": _txt_records, ".jsonl": _jsonl_records, ".csv": _csv_records, ".parquet": _parquet_records}
     if path.suffix.lower() not in readers:
         raise PromptError(f"{path}: its suffix {path.suffix!r} is none of {', '.join(readers)}; convert or rename it")
-    if not path.is_file():
+    if not os.path.isfile(path):  # which, other than pathlib, has no error of its own for a name that no file can have
         raise PromptError(f"{path}: no such file; check prompts.source")
     rows: dict[tuple[str, str, str | None, bytes | None], PromptRow] = {}
     duplicates = empty = 0
@@ -183,7 +185,7 @@ def require_targets(rows: Sequence[Prompt | PromptRow] | pa.Table, file: str | P
     prompts = rows.to_pylist() if isinstance(rows, pa.Table) else map(vars, rows)
     missing = [row["prompt"] for row in prompts if row["target"] is None]
     if missing:
-        shown = "; ".join(_shown(prompt) for prompt in missing[:3])
+        shown = "; ".join(short(prompt) for prompt in missing[:3])
         raise PromptError(
             f"{file}: {len(missing)} of {len(rows)} prompts name no text to read, first: {shown}. Put the text in double quotes, "
             "add a 'target' column, or take rewards that do not read"
@@ -208,9 +210,9 @@ def _jsonl_records(path: Path) -> Records:
         try:
             record = json.loads(line, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            raise PromptError(f"{place}: {_shown(line)} is not JSON ({error}); write one JSON object a line") from None
+            raise PromptError(f"{place}: {short(line)} is not JSON ({error}); write one JSON object a line") from None
         if not isinstance(record, dict):
-            raise PromptError(f'{place}: {_shown(line)} is not an object; write {{"prompt": "..."}}')
+            raise PromptError(f'{place}: {short(line)} is not an object; write {{"prompt": "..."}}')
         yield place, record or {"prompt": None}
 
 
@@ -231,7 +233,7 @@ def _csv_records(path: Path) -> Records:
             header = _checked_header([field.strip() for field in fields], place)
         elif len(fields) != len(header):
             raise PromptError(
-                f"{place}: {_shown(','.join(fields))} has {_counted(len(fields), 'field')} and the header {len(header)}; "
+                f"{place}: {short(','.join(fields))} has {_counted(len(fields), 'field')} and the header {len(header)}; "
                 "quote fields that hold a comma"
             )
         else:
@@ -245,7 +247,7 @@ def _parquet_records(path: Path) -> Records:
     for batch in table.to_batches():
         try:
             records = batch.to_pylist()
-        except (pa.ArrowException, ValueError, OverflowError) as error:
+        except Exception as error:  # as above, and what has no counterpart in Python
             raise PromptError(f"{path}: cannot be read as rows ({_first_line(error)}); keep to text and numbers") from None
         for record in records:
             number += 1
@@ -263,14 +265,14 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
         try:
             yield place, line.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise PromptError(f"{place}: {_shown(line)} is not UTF-8 ({error.reason}); save the file as UTF-8") from None
+            raise PromptError(f"{place}: {short(line)} is not UTF-8 ({error.reason}); save the file as UTF-8") from None
 
 
 def _read_parquet(path: Path) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
             return file.read()
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except Exception as error:  # what is damaged can look like anything: Arrow has a dozen errors, memory and text their own
         raise PromptError(f"{path}: not a Parquet file that can be read ({_first_line(error)}); write it again") from None
 
 
@@ -280,7 +282,7 @@ def _read_parquet(path: Path) -> pa.Table:
 def _row(record: dict[str, Any], place: str, path: Path) -> PromptRow:
     prompt = _text(record, "prompt", place)
     if prompt is None:
-        raise PromptError(f"{place}: {_shown(record.get('prompt'))} is no prompt; give every row a 'prompt' that is not empty")
+        raise PromptError(f"{place}: {short(record.get('prompt'))} is no prompt; give every row a 'prompt' that is not empty")
     return PromptRow(
         prompt=prompt,
         negative_prompt=_text(record, "negative_prompt", place) or "",
@@ -297,7 +299,7 @@ def _text(record: dict[str, Any], column: str, place: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise PromptError(f"{place}: {column} = {_shown(value)} is not text; write it as a string")
+        raise PromptError(f"{place}: {column} = {short(value)} is not text; write it as a string")
     return _storable(value, f"{place}: {column}").strip() or None
 
 
@@ -311,7 +313,7 @@ def _image(record: dict[str, Any], place: str, folder: Path) -> bytes | None:
     try:
         return condition_image(value, folder)
     except ConditionError as error:
-        raise PromptError(f"{place}: image = {_shown(value)} {error}") from None
+        raise PromptError(f"{place}: image = {short(value)} {error}") from None
 
 
 def _quoted(prompt: str) -> str | None:
@@ -324,7 +326,9 @@ def _metadata(record: dict[str, Any], place: str) -> str:
     try:
         text = json.dumps(others, sort_keys=True, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise PromptError(f"{place}: the columns {', '.join(others)} cannot be kept as JSON ({error}); make them text") from None
+        raise PromptError(
+            f"{place}: the columns {printable(', '.join(others))} cannot be kept as JSON ({error}); make them text"
+        ) from None
     return _storable(text, f"{place}: metadata")
 
 
@@ -332,15 +336,15 @@ def _storable(text: str, place: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PromptError(f"{place} = {_shown(text)} holds half of a surrogate pair; escape characters whole") from None
+        raise PromptError(f"{place} = {short(text)} holds half of a surrogate pair; escape characters whole") from None
     return text
 
 
 def _checked_header(names: list[str], place: str) -> list[str]:
     if "prompt" not in names:
-        raise PromptError(f"{place}: no column 'prompt' among {_shown(', '.join(names))}; name the columns in a header")
+        raise PromptError(f"{place}: no column 'prompt' among {short(', '.join(names))}; name the columns in a header")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise PromptError(f"{place}: the column {twice[0]!r} is there twice; rename one")
+        raise PromptError(f"{place}: the column {short(twice[0])} is there twice; rename one")
     return names
 
 
@@ -356,12 +360,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return printable(str(error).partition("\n")[0])
 
 
 def _counted(number: int, noun: str) -> str:

@@ -21,7 +21,7 @@ from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.records import Evaluation
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
-from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.rollouts.generate import SampleKeys, finite_rows, generate
 from ebbflow.rollouts.images import encode_png
 from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy, read_card
@@ -121,20 +121,29 @@ def _score(
         with clock.phase("sampling"):
             images = model.decode(latents[part])
         with clock.phase("scoring"):
-            tables.append(scorer(images, prompts[part]))
+            tables.append(scorer(images, prompts[part]).where(finite_rows(latents[part])))
         pngs += encode_png(images)
     return pngs, ScoreTable.cat(tables)
 
 
 @torch.no_grad()
 def _drift(recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], encode: Encode, clean: Tensor) -> float:
-    """Mean of (v - v_base)^2 on the policy's own samples, noised to fixed sigmas with fixed noise."""
+    """Mean of (v - v_base)^2 on the policy's own samples, noised to fixed sigmas with fixed noise; of those that are finite.
+
+    Raises:
+        EvaluationError: none are.
+    """
     keys = evaluation_keys(prompts)
     eps = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, stream=Stream.TRAINING).to(clean)
     current = _velocities(recipe, model, clean, eps, prompts, encode)
     with policy.using("reference"):
         base = _velocities(recipe, model, clean, eps, prompts, encode)
-    return float(((current - base) ** 2).mean())
+    squares = (current - base) ** 2
+    if squares.isfinite().all():
+        return float(squares.mean())
+    if not (finite := squares[squares.isfinite()]).numel():  # the others stand in the samples, as failures
+        raise EvaluationError("the policy gives no finite number on any prompt; go back to the one before, or lower optimizer.lr")
+    return float(finite.mean())
 
 
 def _velocities(recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, prompts: list[Prompt], encode: Encode) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
+from ebbflow.models.layout import check_configs
+from ebbflow.recipe.base import printable
 from ebbflow.recipe.model import GlyphTraining, Precision
 from ebbflow.recipe.model import Model as ModelConfig
 
@@ -151,11 +154,12 @@ def load_glyph(folder: Path, config: ModelConfig, device: torch.device) -> Glyph
         ModelError: the folder is not a glyph base model.
     """
     check_glyph_folder(folder)
+    check_configs(folder)
     disable_progress_bar()  # a bar per file of a few tensors would bury the bars that matter
     try:
         model = _read_glyph(folder, config.precision)
     except Exception as error:  # three libraries read the parts, each with errors of its own
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = printable(" ".join(f"{type(error).__name__}: {error}".split()))
         raise ModelError(f"{folder} cannot be read as a glyph base model ({reason}); copy it again or make it again") from error
     for part in (model.transformer, model.text_encoder):
         part.requires_grad_(False).eval().to(device)
@@ -163,16 +167,34 @@ def load_glyph(folder: Path, config: ModelConfig, device: torch.device) -> Glyph
 
 
 def _read_glyph(folder: Path, precision: Precision) -> GlyphModel:
-    size = json.loads((folder / "glyph.json").read_text())
-    return GlyphModel(
-        SD3Transformer2DModel.from_pretrained(folder / "transformer"),
-        CLIPTextModelWithProjection.from_pretrained(folder / "text_encoder"),
-        PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
-        FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
-        size["height"],
-        size["width"],
+    size = GlyphTraining.model_validate_json((folder / "glyph.json").read_bytes())
+    if size.model_fields_set != {"height", "width"}:
+        raise ValueError("glyph.json must hold height and width")
+    transformer = _read_network(SD3Transformer2DModel, folder / "transformer")
+    if max(size.height, size.width) > PATCH * transformer.config.pos_embed_max_size:
+        raise ValueError(
+            f"its network draws {PATCH * transformer.config.pos_embed_max_size} pixels at most and glyph.json wants more"
+        )
+    model = GlyphModel(
+        transformer,
+        _read_network(CLIPTextModelWithProjection, folder / "text_encoder"),
+        PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", local_files_only=True),
+        FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler", local_files_only=True),
+        size.height,
+        size.width,
         precision,
     )
+    with torch.no_grad():
+        model.encode_texts(["", "A"])  # a tokenizer of something else is found here, and not in the middle of a stage
+    return model
+
+
+def _read_network(kind: Any, folder: Path) -> Any:
+    """A network with all of its weights: both libraries would draw those that are missing at random, with a warning."""
+    network, report = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, output_loading_info=True)
+    if misfits := sorted(str(name) for key in ("missing_keys", "unexpected_keys") for name in report[key]):
+        raise ValueError(f"{folder.name}: {len(misfits)} weights are missing or left over, first {misfits[0]}")
+    return network
 
 
 def new_glyph(config: GlyphTraining) -> GlyphModel:

@@ -20,12 +20,27 @@ def read_index(folder: Path) -> dict[str, Any]:
         ModelError: it is not what diffusers writes.
     """
     try:
-        index = json.loads((folder / "model_index.json").read_text())
-    except ValueError:
+        index = json.loads((folder / "model_index.json").read_bytes())
+    except (ValueError, RecursionError):
         index = None
     if not isinstance(index, dict):
         raise ModelError(f"{folder / 'model_index.json'} is not the JSON object that diffusers writes; fetch the folder again")
     return index
+
+
+def check_configs(folder: Path) -> None:
+    """Check that every configuration in a folder is a JSON object: diffusers takes any other for a place to fetch one from.
+
+    Raises:
+        ModelError: one is not.
+    """
+    for path in sorted(folder.rglob("*config.json")):
+        try:
+            config = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            config = None
+        if not isinstance(config, dict):
+            raise ModelError(f"{path} is not the JSON object that a configuration is; copy the folder again or make it again")
 
 
 def check_layout(folder: Path, family: str) -> None:

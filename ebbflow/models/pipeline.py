@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar as silence_transform
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import DTYPES, Conditioning, ModelError
-from ebbflow.models.layout import check_layout
+from ebbflow.models.layout import check_configs, check_layout
 from ebbflow.recipe.model import Model as ModelConfig
 
 JOINT_ATTENTION = [
@@ -224,6 +224,7 @@ def load_pipeline(adapter: type[PipelineModel], folder: Path, config: ModelConfi
     silence_diffusers()  # a bar per part would bury the bars that matter
     silence_transformers()
     check_layout(folder, config.family)
+    check_configs(folder)
     weights = sorted((folder / "transformer").glob("*.safetensors"))
     if not weights:
         raise ModelError(f"{folder / 'transformer'} holds no .safetensors weights; fetch them in that format")

@@ -59,8 +59,14 @@ def download_base(repository: str, revision: str, folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Patterns of what a pipeline consists of: its index, and in the folder of every part the weights and their configuration."""
-    parts = [part for part, kind in read_index(folder).items() if isinstance(kind, list) and kind[0]]
+    """Patterns of what a pipeline consists of: its index, and in the folder of every part the weights and their configuration.
+
+    Raises:
+        ModelError: a part is called what no folder in this one could be called.
+    """
+    parts = [part for part, kind in read_index(folder).items() if isinstance(kind, list) and kind and kind[0]]
+    if strange := [part for part in parts if not part.isidentifier()]:
+        raise ModelError(f"{folder / INDEX} names the part {strange[0]!r}, which is no name of a part; fetch another repository")
     return [INDEX, *(f"{part}/{suffix}" for part in parts for suffix in PART_FILES)]
 
 

@@ -27,6 +27,7 @@ from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema
 from ebbflow.data.tables import new_table, read_column, row_count, write_table
 from ebbflow.models import Model
 from ebbflow.models.base import default_device
+from ebbflow.offline.shards import made_for
 from ebbflow.rollouts.images import encode_png
 from ebbflow.stage import Place, open_model
 from ebbflow.timing import Clock
@@ -73,7 +74,7 @@ def import_pairs(place: Place, model: Model, source: Path, folder: Path, evaluat
     """
     clock, ignored, left_out = Clock(), set[str](), Counter[str]()
     prompts, advantages = folder / "prompts.parquet", folder / "advantages.parquet"
-    about = {"recipe_digest": place.recipe.digest, "stage": place.label, "source": source.name}
+    about = {**made_for(place), "source": source.name}
     write_table(prompts, PROMPTS, _prompts(source, ignored), about)
     rows = row_count(prompts)
     shards = min(place.offline.shards, rows)

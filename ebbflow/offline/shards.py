@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,21 @@ from tqdm import tqdm
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import prompt_batch
 from ebbflow.data.schema import rollout_schema, score_schema
-from ebbflow.data.tables import about_table, nullable, read_batches, read_column, row_count, write_table
+from ebbflow.data.tables import (
+    TableError,
+    about_table,
+    check_columns,
+    nullable,
+    read_batches,
+    read_column,
+    read_schema,
+    row_count,
+    write_table,
+)
 from ebbflow.models import Model
 from ebbflow.models.encoding import encode_once
 from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import finite_rows, generate
 from ebbflow.rollouts.images import decode_png, encode_png
 from ebbflow.stage import Place, open_model, open_policy
 from ebbflow.timing import Clock
@@ -81,9 +91,7 @@ def _generated(
 
 def _about(place: Place, shard: int, clock: Clock) -> dict[str, Any]:
     return {
-        "recipe_digest": place.recipe.digest,
-        "stage": place.label,
-        "seed": place.seed,
+        **made_for(place),
         "shard": shard,
         "engine": "diffusers",
         "dtype": place.config.rollout_precision or place.recipe.model.precision,
@@ -93,20 +101,50 @@ def _about(place: Place, shard: int, clock: Clock) -> dict[str, Any]:
     }
 
 
+def made_for(place: Place) -> dict[str, Any]:
+    """What tells the shards of a stage from those of every other."""
+    return {"recipe_digest": place.recipe.digest, "stage": place.label, "seed": place.seed}
+
+
+def require_shard(place: Place, path: Path, prompts: Sequence[Prompt], latent_shape: tuple[int, ...] | None = None) -> None:
+    """Check that a file is a rollout shard of this stage, on these prompts; with a shape, that its latents have it.
+
+    Raises:
+        TableError: it is not whole, or is something else.
+    """
+    columns = read_schema(path)
+    latent = columns.field("latent").type if "latent" in columns.names else None
+    shape = tuple(latent.shape) if isinstance(latent, pa.FixedShapeTensorType) else ()
+    check_columns(path, rollout_schema(latent_shape or shape))
+    about = about_table(path)
+    differ = [
+        f"{key} = {about.get(key)!r} (this stage's: {mine!r})" for key, mine in made_for(place).items() if about.get(key) != mine
+    ]
+    if differ:
+        raise TableError(f"{path} is a rollout shard of something else: {', '.join(differ)}; generate it with this recipe")
+    known = {prompt.prompt_id for prompt in prompts}
+    if strange := set(read_column(path, "prompt_id").to_pylist()) - known:
+        raise TableError(f"{path} has samples of prompt_id = {min(strange)}, and the run's prompts have none; generate it again")
+
+
 def score_shard(place: Place, scorer: Scorer, prompts: list[Prompt], rollouts: Path, path: Path) -> None:
     """Score a rollout shard and write the table of scores; generates nothing.
 
+    A sample whose latent is not finite has no image that could be scored: it is masked and counted like a failure to score.
+
     Raises:
+        TableError: the shard is damaged, or one of another recipe or stage.
         RewardError: more samples than ``rewards.max_failed_share`` could not be scored.
     """
+    require_shard(place, rollouts, prompts)
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     clock = Clock()
     with tqdm(total=row_count(rollouts), desc=f"{place.label} scoring", unit="image", disable=None) as progress:
         parts = []
         for batch in read_batches(rollouts, rows=place.config.micro_batch):
             with clock.phase("scoring"):
-                images = decode_png(batch["image"].to_pylist())
-                scores = scorer(images, [by_id[i] for i in batch["prompt_id"].to_pylist()])
+                finite = finite_rows(torch.from_numpy(batch["latent"].to_numpy_ndarray().copy()))
+                scores = scorer(_images(rollouts, batch), [by_id[i] for i in batch["prompt_id"].to_pylist()]).where(finite)
             parts.append((batch.select(["prompt_id", "sample"]), scores))  # the images of a whole shard would fill memory
             progress.update(len(batch))
     scored = ScoreTable.cat([table for _, table in parts])
@@ -114,6 +152,14 @@ def score_shard(place: Place, scorer: Scorer, prompts: list[Prompt], rollouts: P
     schema = score_schema(sorted(scored.metrics))
     about = about_table(rollouts) | {"seconds": clock.seconds, "weights": scorer.weights}
     write_table(path, schema, (_scored(schema, batch, table) for batch, table in parts), about)
+
+
+def _images(path: Path, batch: pa.RecordBatch) -> np.ndarray:
+    try:
+        return decode_png(batch["image"].to_pylist())
+    except Exception as error:  # of many kinds: every decoder of Pillow has its own
+        prompt = batch["prompt_id"][0].as_py()
+        raise TableError(f"{path}: images from prompt_id = {prompt} on cannot be read ({error}); generate it again") from None
 
 
 def _scored(schema: pa.Schema, batch: pa.RecordBatch, table: ScoreTable) -> pa.RecordBatch:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,14 +24,16 @@ from ebbflow.data.tables import about_table, read_column, read_table, row_count,
 from ebbflow.flow.noise import Stream, generator
 from ebbflow.models import Conditioning, Model
 from ebbflow.models.encoding import Encode, encode_once
-from ebbflow.offline.shards import read_latents
+from ebbflow.offline.shards import read_latents, require_shard
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import SampleKeys
-from ebbflow.stage import Log, Place, open_model, open_policy, save_policy
+from ebbflow.stage import Kept, Place, open_model, open_policy, save_policy
 from ebbflow.timing import Clock
 from ebbflow.training.batches import Units, deal, forward_batch, share, shared_passes
+from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, write_part
 from ebbflow.training.distributed import Ranks
+from ebbflow.training.limits import Limits, Preempted, Stop
 from ebbflow.training.update import Learner, TrainingError
 
 
@@ -84,7 +89,14 @@ class Part:
 
 
 def train_epochs(
-    place: Place, model: Model, learner: Learner, prompts: list[Prompt], rollouts: list[Path], advantages: Path, log: Log
+    place: Place,
+    model: Model,
+    learner: Learner,
+    prompts: list[Prompt],
+    rollouts: list[Path],
+    advantages: Path,
+    journal: Kept,
+    checkpoints: Checkpoints | None = None,
 ) -> StageRecord:
     """Train the learner's policy in place on stored rollouts; every process of an FSDP group calls it with the same arguments.
 
@@ -92,46 +104,116 @@ def train_epochs(
 
     Args:
         prompts: the training split.
-        log: called with the metrics of every optimiser step and its number, from zero.
+        journal: gets the metrics of every optimiser step and its number, from zero.
+        checkpoints: those of an earlier attempt, from which the training goes on, and of this one.
+
+    Raises:
+        Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
+        CheckpointError: with so many processes the epochs have another number of steps than those of the checkpoint.
     """
     config, ranks, clock = place.offline, Ranks.current(), Clock()
     table = read_table(advantages, ADVANTAGES)
     shards = _large_enough([_trainable_rows(place, path, table) for path in rollouts], learner, ranks)
     updates = config.epochs * sum(len(_batches(shard.units, config.batch_size, ranks.world)) for shard in shards)
+    spent = _resume(checkpoints, learner, journal, updates)
+    limits = Limits(config, ranks.world * torch.cuda.is_available(), spent["elapsed"])
     name, quiet = f"{place.label} {config.algorithm_name}", None if ranks.rank == 0 else True
-    schedule = tqdm(_schedule(place, model, prompts, shards, ranks), name, updates, unit="step", disable=quiet)
-    for step, part in enumerate(schedule):
-        before = clock.seconds["training"]
-        with clock.phase("training"):
-            metrics = _update(place, learner, part, ranks)
-        seconds = clock.seconds["training"] - before
-        images = sum(map(len, part.units))
-        speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / images}
-        log(metrics | speed | {"epoch": part.epoch}, step)
-        schedule.set_postfix(loss=f"{metrics['loss']:.4f}")
+    parts = islice(_schedule(place, model, prompts, shards, ranks), learner.updates, None)
+    schedule = tqdm(parts, name, updates, initial=learner.updates, unit="step", disable=quiet)
+    with limits.listening():
+        for step, part in enumerate(schedule, learner.updates):
+            before = clock.seconds["training"]
+            with clock.phase("training"):
+                metrics = _update(place, learner, part, ranks)
+            seconds = clock.seconds["training"] - before
+            images = sum(map(len, part.units))
+            speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / images}
+            journal.log_metrics(metrics | speed | {"epoch": part.epoch}, step)
+            schedule.set_postfix(loss=f"{metrics['loss']:.4f}")
+            stop, done = limits.after_step(), step + 1
+            if done == updates:
+                break
+            if checkpoints and (stop is Stop.LEAVE or checkpoints.due(done)):
+                state = {"elapsed": limits.elapsed, "training": spent["training"] + clock.seconds["training"]}
+                _keep(checkpoints, learner, ranks, done, state | {"steps": updates, "rows": journal.metrics})
+            if stop is Stop.LEAVE:
+                raise Preempted(limits.farewell(place.label, done, updates, saved=checkpoints is not None))
+            if stop is Stop.SPENT:
+                learner.alarms.append(limits.epitaph(done, updates))
+                break
     return StageRecord(
         label=place.label,
         algorithm=config.algorithm_name,
         samples=sum(row_count(path) for path in rollouts),
         optimizer_steps=learner.updates,
-        seconds={**_seconds(rollouts, "rollout"), **about_table(advantages)["seconds"], **clock.seconds},
+        seconds={
+            **_seconds(rollouts, "rollout"),
+            **about_table(advantages)["seconds"],
+            "training": spent["training"] + clock.seconds["training"],
+        },
         alarms=learner.alarms,
     )
 
 
 def train_offline_folder(
-    place: Place, base: Path, folder: Path, prompts: Path, rollouts: list[Path], advantages: Path, trained: Path, log: Log
+    place: Place,
+    base: Path,
+    folder: Path,
+    prompts: Path,
+    rollouts: list[Path],
+    advantages: Path,
+    trained: Path,
+    journal: Kept,
+    checkpoints: Checkpoints | None = None,
 ) -> StageRecord:
     """``train_epochs`` from a policy folder to a new one; shards the model over the process group where there is one."""
     ranks = Ranks.current()
     model = open_model(place.recipe, base)
     policy, card = open_policy(place, model, folder, shard=ranks.world > 1)
     learner = Learner(policy, place.offline, card)
-    record = train_epochs(place, model, learner, read_prompts(prompts, "train"), rollouts, advantages, log)
+    trained_on = read_prompts(prompts, "train")
+    for path in rollouts:
+        require_shard(place, path, trained_on, model.latent_shape)
+    record = train_epochs(place, model, learner, trained_on, rollouts, advantages, journal, checkpoints)
     if place.algorithm.generates == "old":
         policy.snapshot("old")  # the next stage generates with what this one learnt
     save_policy(place, learner, card, record, trained, write=ranks.rank == 0)
     return record
+
+
+def _resume(checkpoints: Checkpoints | None, learner: Learner, journal: Kept, steps: int) -> dict[str, float]:
+    """Put the learner and the journal where the newest checkpoint stands, if there is one; the seconds spent up to there."""
+    newest = checkpoints.newest() if checkpoints else None
+    if newest is None:
+        return {"elapsed": 0.0, "training": 0.0}
+    folder, state = newest
+    if state["steps"] != steps:
+        raise CheckpointError(
+            f"{folder} is of training in {state['steps']} steps and with {Ranks.current().world} processes it has {steps}; "
+            "train with as many processes as before (EBBFLOW_TRAIN_PROCESSES), or remove it"
+        )
+    restore(folder, learner)
+    journal.resume(state["rows"])
+    return state
+
+
+def _keep(checkpoints: Checkpoints, learner: Learner, ranks: Ranks, step: int, state: dict[str, Any]) -> None:
+    """A checkpoint of all processes of this machine; none goes on, or ends, before it is whole."""
+    parts = checkpoints.folder / ".parts"
+    if ranks.rank == 0:
+        shutil.rmtree(parts, ignore_errors=True)
+        parts.mkdir(parents=True)
+    ranks.meet()
+    write_part(parts, learner)
+    ranks.meet()
+    if ranks.rank == 0:
+        checkpoints.save(step, lambda folder: _move(parts, folder), state)
+    ranks.meet()
+
+
+def _move(parts: Path, folder: Path) -> None:
+    for path in parts.iterdir():
+        path.replace(folder / path.name)
 
 
 def _update(place: Place, learner: Learner, part: Part, ranks: Ranks) -> dict[str, float]:

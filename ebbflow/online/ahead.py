@@ -99,18 +99,17 @@ class Ahead:
         self.waiting = deque(range(first, place.online.steps))
         self.open: list[Step] = []
 
-    def fill(self, step: int, at_least: int = 0) -> None:
-        """Begin with as many steps as may be under way in training step ``step``, and ``at_least`` so many.
-
-        None of them goes beyond the next checkpoint: what is under way would be missing in it.
-        """
-        every = self.place.online.checkpoint_every
-        end = (step // every + 1) * every if every else self.place.online.steps
-        while self.waiting and self.waiting[0] < end and len(self.open) < max(at_least, lead(self.place.online)):
+    def fill(self, at_least: int = 0) -> None:
+        """Begin with as many steps as may be under way while another one trains, and ``at_least`` so many."""
+        while self.waiting and len(self.open) < max(at_least, lead(self.place.online)):
             self._begin(self.waiting.popleft())
 
+    def prepared(self, step: int) -> Step:
+        """A step of which nothing is generated yet."""
+        return Step(step, parts_of(self.place, self.prompts, self.embeddings, step, self._plan(step)))
+
     def _begin(self, step: int) -> None:
-        begun = Step(step, parts_of(self.place, self.prompts, self.embeddings, step, self._plan(step)))
+        begun = self.prepared(step)
         self.open.append(begun)
         for index in range(len(begun.parts)):
             self._generate(begun, index)
@@ -157,7 +156,8 @@ class Ahead:
 
         def scored(_: Call | None, report: Scored) -> None:
             self.busy += report.busy
-            done(Harvest(part, rollouts, images, generated, report.table, generated.busy + report.busy))
+            scores = report.table.where(generated.finite)
+            done(Harvest(part, rollouts, images, generated, scores, generated.busy + report.busy))
 
         def failed(reason: str) -> None:
             scored(None, Scored(ScoreTable.none(len(part), list(self.placement.weights), reason), []))

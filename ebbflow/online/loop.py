@@ -14,9 +14,10 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from ebbflow.algorithms.advantages import AdvantageResult, PromptStatistics, compute_advantages
@@ -27,8 +28,9 @@ from ebbflow.online.gate import check_engine
 from ebbflow.online.placement import InProcess, Placement
 from ebbflow.online.pool import Desk
 from ebbflow.online.roles import Generator, Trainer
-from ebbflow.online.standing import Checkpoints, Standing
+from ebbflow.online.standing import Standing
 from ebbflow.online.timeline import seconds_by_task
+from ebbflow.online.under_way import read_under_way, write_under_way
 from ebbflow.online.watch import Observer, validation_prompts
 from ebbflow.online.work import Busy, Lesson, Trained
 from ebbflow.records import StageRecord
@@ -37,6 +39,8 @@ from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.vllm_omni import VllmOmni
 from ebbflow.stage import Kept, Place, open_model, open_policy, read_history
 from ebbflow.timing import Clock
+from ebbflow.training.checkpoint import Checkpoints
+from ebbflow.training.limits import Limits, Preempted, Stop
 from ebbflow.training.policy import read_card
 from ebbflow.training.update import Learner
 
@@ -63,11 +67,13 @@ def train_online_folder(
     Args:
         actors: where workers under ``placement: ray`` find what they load; left out, at the same paths on every machine.
         checkpoints: those of an earlier attempt, from which the stage goes on, and of this one.
+
+    Raises:
+        Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
     validation, training = validation_prompts(place, prompts), read_prompts(prompts, "train")
     with closing(_placement(place, base, folder, teacher, actors)) as placement:
-        standing = checkpoints.resume(placement, journal) if checkpoints else None
-        standing = standing or Standing(read_history(place, read_card(folder), folder))
+        standing = Standing(read_history(place, read_card(folder), folder))
         record = run_online_stage(place, placement, training, journal, standing, validation, checkpoints)
         placement.write(trained, "save", record, standing.history)
     return record
@@ -109,49 +115,103 @@ def run_online_stage(
     Args:
         prompts: the training split.
         journal: gets the metrics of every step and its number, from zero, and what the stage shows of itself beside.
-        standing: where the stage goes on, if not at its beginning; updated in place.
+        standing: where the stage begins; updated in place.
         validation: prompts that the policy is watched on, where the stage says how often.
-        checkpoints: where they go, if the stage makes any.
+        checkpoints: those of an earlier attempt, from which the stage goes on, and of this one.
+
+    Raises:
+        Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
     config, clock, standing = place.online, Clock(), standing or Standing()
+    newest = checkpoints.newest() if checkpoints else None
+    if newest:
+        _resume(placement, standing, journal, *newest)
     with clock.phase("encoding"):
         embeddings = placement.encode(_all_prompts(place, prompts))
         # Apart: prompts are padded to the longest of those encoded together, and what is only watched must not be felt.
         watched = placement.encode(validation) if validation else None
     first, spent = standing.step, standing.seconds
     ahead = Ahead(place, placement, prompts, embeddings, first)
+    if newest:
+        read_under_way(newest[0], ahead)
+    limits = Limits(config, _gpus(place), standing.elapsed)
     progress = tqdm(range(first, config.steps), f"{place.label} {config.algorithm_name}", unit="step", disable=None)
-    with Observer(place, placement, ahead, journal, validation, watched) as watch:
+    with limits.listening(), Observer(place, placement, ahead, journal, validation, watched) as watch:
         for number in progress:
-            trained, metrics = _step(place, placement, ahead, watch, standing, number, first)
-            journal.log_metrics(metrics, number)
+            start = time.time()
+            pushed = _push(placement, ahead, number) | check_engine(place, placement, ahead, number, first)
+            start += watch.validate(number)  # no time of the step
+            if number > 0 and checkpoints and checkpoints.due(number):
+                start += _keep(checkpoints, ahead, standing, journal, watch.score)
+            metrics = _step(place, placement, ahead, watch, standing, number, start)
+            journal.log_metrics(metrics | pushed, number)
             progress.set_postfix(reward=f"{metrics.get('reward/mean', float('nan')):.3f}")
-            standing.seconds = _sum(spent, clock.seconds, watch.timeline.seconds)
-            if checkpoints and checkpoints.due(standing.step):
-                checkpoints.save(placement, standing, journal)
-        if watch.validates(config.steps):
-            _push(placement, ahead, config.steps)
-            watch.validate(config.steps)
+            standing.elapsed, standing.seconds = limits.elapsed, _sum(spent, clock.seconds, watch.timeline.seconds)
+            stop = limits.after_step()
+            if stop is Stop.LEAVE:
+                if checkpoints:
+                    _keep(checkpoints, ahead, standing, journal)
+                raise Preempted(limits.farewell(place.label, standing.step, config.steps, saved=checkpoints is not None))
+            if stop is Stop.SPENT and standing.step < config.steps:
+                standing.alarms.append(limits.epitaph(standing.step, config.steps))
+                break
+        if watch.validates(standing.step, last=True):
+            _push(placement, ahead, standing.step)
+            watch.validate(standing.step, last=True)
+    if checkpoints and config.validation and config.validation.best:
+        _go_back_to_best(placement, checkpoints, journal, standing.step, watch.score)
     return StageRecord(
         label=place.label,
         algorithm=config.algorithm_name,
         samples=standing.samples,
-        optimizer_steps=trained.updates,
+        optimizer_steps=standing.updates,
         seconds=_sum(spent, clock.seconds, watch.timeline.seconds),
-        alarms=[*trained.alarms, *standing.alarms],
+        alarms=[*standing.training_alarms, *standing.alarms],
     )
 
 
-def _step(
-    place: Place, placement: Placement, ahead: Ahead, watch: Observer, standing: Standing, number: int, first: int
-) -> tuple[Trained, dict[str, float]]:
-    """(what training did, all metrics) of one step: push, rollouts and rewards, advantages, updates."""
+def _resume(placement: Placement, standing: Standing, journal: Kept, checkpoint: Path, state: dict[str, Any]) -> None:
+    """Put all of them where a checkpoint stands."""
+    placement.restore(checkpoint)
+    standing.take_over(state["standing"])
+    journal.resume(state["rows"])
+
+
+def _keep(checkpoints: Checkpoints, ahead: Ahead, standing: Standing, journal: Kept, score: float | None = None) -> float:
+    """Save a checkpoint of the stage; seconds that it took. ``score``: of a validation of the policy as it is."""
     start = time.time()
-    pushed = _push(placement, ahead, number) | check_engine(place, placement, ahead, number, first)
-    start += watch.validate(number)  # no time of the step
-    ahead.fill(number, at_least=1)
+
+    def write(folder: Path) -> None:
+        write_under_way(folder, ahead)
+        ahead.placement.checkpoint(folder)
+
+    checkpoints.save(standing.step, write, {"standing": standing.state(), "rows": journal.metrics}, score)
+    return time.time() - start
+
+
+def _go_back_to_best(placement: Placement, checkpoints: Checkpoints, journal: Kept, step: int, score: float | None) -> None:
+    """End with the checkpoint that was validated best, unless the policy is at least as good as it is, with ``score``."""
+    best, found = checkpoints.best(), step
+    if best and (score is None or best.score > score):
+        placement.restore(best.folder)
+        found = best.step
+    journal.log_metrics({"validation/best_step": found}, step)
+
+
+def _gpus(place: Place) -> float:
+    """Of all workers of the stage."""
+    if place.online.placement == "ray":
+        return sum(workers.count * workers.gpus for _, workers in place.online.resources)
+    return float(torch.cuda.is_available())
+
+
+def _step(
+    place: Place, placement: Placement, ahead: Ahead, watch: Observer, standing: Standing, number: int, start: float
+) -> dict[str, float]:
+    """The metrics of one step, which began at ``start``: rollouts and rewards, advantages, updates."""
+    ahead.fill(at_least=1)
     step = ahead.take(number)
-    ahead.fill(number)
+    ahead.fill()
     scores = step.scores
     require_scored(scores, place.recipe.rewards.max_failed_share)
     advantages = _advantages(place, placement.weights, step, standing.history)
@@ -159,12 +219,13 @@ def _step(
     trained = _train(placement, ahead.desk, lesson, step)
     end = time.time()
     metrics = advantages.metrics | _means(scores) | trained.metrics | {"updates": trained.updates}
-    metrics |= pushed | _freshness(step, number) | {"workers/replaced": ahead.replaced}
+    metrics |= _freshness(step, number) | {"workers/replaced": ahead.replaced}
     metrics |= _speed([*step.busy, *trained.busy], len(scores.reward), end - start)
     metrics |= watch.after(number, step, advantages.values, trained.busy, start, end)
     standing.step, standing.samples = number + 1, standing.samples + len(scores.reward)
+    standing.updates, standing.training_alarms = trained.updates, trained.alarms
     standing.alarms += _first_ratio(place, metrics) if number == 0 else []
-    return trained, metrics
+    return metrics
 
 
 def _sum(*spent: Mapping[str, float]) -> dict[str, float]:

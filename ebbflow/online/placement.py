@@ -78,8 +78,14 @@ class Placement(Protocol):
     def fetch(self, handle: Handle) -> Any:
         """The value of a handle, in this process."""
 
+    def put(self, value: Any) -> Handle:
+        """The handle of a value."""
+
     def write(self, folder: Path, method: str, *arguments: Any) -> None:
         """Have the training group write a folder (a method of ``Trainer``), here on the machine of this process."""
+
+    def checkpoint(self, folder: Path) -> None:
+        """Have every rank write its part of where training stands into a folder on the machine of this process."""
 
     def restore(self, checkpoint: Path) -> None:
         """Put the training group where it stood at a checkpoint, which lies on the machine of this process."""
@@ -168,8 +174,16 @@ class InProcess:
     def fetch(self, handle: Handle) -> Any:
         return handle.future.result()[handle.index]
 
+    def put(self, value: Any) -> Handle:
+        future: Future[tuple[Any, ...]] = Future()
+        future.set_result((value,))
+        return _Value(future, 0)
+
     def write(self, folder: Path, method: str, *arguments: Any) -> None:
         getattr(self.trainer, method)(folder, *arguments)
+
+    def checkpoint(self, folder: Path) -> None:
+        self.trainer.checkpoint(folder)
 
     def restore(self, checkpoint: Path) -> None:
         self.trainer.restore(checkpoint)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ray.util import register_serializer
 from torch import Tensor
 
+from ebbflow.disk import inside
 from ebbflow.online.pool import StageError
 from ebbflow.online.roles import Generator, Judge, Trainer
 from ebbflow.recipe.online import Role, Workers
@@ -123,15 +124,16 @@ class Rank(Trainer):
         return address, self.serve(address)
 
     def write(self, method: str, *arguments: Any) -> list[tuple[str, int]]:
-        """Write a folder on this machine; (name, bytes) of every file, on the rank that wrote them."""
+        """Write a folder on this machine; (name, bytes) of every file."""
         self.written = tempfile.TemporaryDirectory(prefix="ebbflow-")
         folder = self._folder
+        folder.mkdir()
         getattr(self, method)(folder, *arguments)
         return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in folder.rglob("*") if path.is_file()]
 
     def read(self, name: str, start: int) -> np.ndarray:
         """A chunk of a file, uint8."""
-        with (self._folder / name).open("rb") as file:
+        with inside(self._folder, name).open("rb") as file:
             file.seek(start)
             return np.frombuffer(file.read(CHUNK), np.uint8)
 
@@ -142,7 +144,7 @@ class Rank(Trainer):
         """A further chunk of a checkpoint's file, uint8."""
         if self.received is None:
             self.received = tempfile.TemporaryDirectory(prefix="ebbflow-")
-        path = Path(self.received.name) / name
+        path = inside(Path(self.received.name), name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             file.write(chunk.data)

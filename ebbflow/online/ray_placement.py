@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ebbflow.artifacts import new_folder, verify
 from ebbflow.data.prompts import Prompt
+from ebbflow.disk import inside
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.placement import RESULTS, Call, Handle, Worker, WorkerDied
 from ebbflow.online.pool import StageError
@@ -40,6 +41,7 @@ from ebbflow.online.work import Lesson
 from ebbflow.recipe.online import Role, Workers
 from ebbflow.rollouts.weights import Weights
 from ebbflow.stage import Place
+from ebbflow.training.checkpoint import part_files
 
 ROLES: tuple[Role, ...] = get_args(Role)
 PLACED, GRACE = 300, 10
@@ -187,24 +189,26 @@ class RayPlacement:
     def fetch(self, handle: Handle) -> Any:
         return ray.get(handle)
 
+    def put(self, value: Any) -> Handle:
+        return ray.put(value)
+
     def write(self, folder: Path, method: str, *arguments: Any) -> None:
         """As the protocol: file by file from the machine of rank 0.
 
         Raises:
             ArtifactError: what arrived is not what rank 0 committed.
         """
-        files, *_ = self._all("write", method, *arguments)
         with new_folder(folder) as unfinished:
-            for name, size in files:
-                self._receive(unfinished / name, name, size)
+            self._collect(unfinished, method, *arguments)
             verify(unfinished)
-        self._ask("discard")
+
+    def checkpoint(self, folder: Path) -> None:
+        self._collect(folder, "checkpoint")
 
     def restore(self, checkpoint: Path) -> None:
         """As the protocol: file by file to the machines of all ranks."""
-        for path in checkpoint.rglob("*"):
-            if path.is_file():
-                self._send(path, path.relative_to(checkpoint).as_posix())
+        for path in part_files(checkpoint):
+            self._send(path, path.name)
         self._all("take_up")
 
     def close(self) -> None:
@@ -330,11 +334,19 @@ class RayPlacement:
             while chunk := file.read(CHUNK):
                 self._all("append", name, ray.put(np.frombuffer(chunk, np.uint8)))
 
-    def _receive(self, path: Path, name: str, size: int) -> None:
+    def _collect(self, folder: Path, method: str, *arguments: Any) -> None:
+        """What all ranks write with a method, each on its own machine, into a folder on this one."""
+        written = self._all("write", method, *arguments)
+        for rank, files in zip(self.training, written, strict=True):
+            for name, size in files:
+                self._receive(rank, inside(folder, name), name, size)
+        self._all("discard")
+
+    def _receive(self, rank: Worker, path: Path, name: str, size: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             for start in range(0, size, CHUNK):
-                file.write(self._ask("read", name, start).data)
+                file.write(self.report(rank.start("read", name, start)).data)
 
 
 def _bundle(workers: Workers) -> dict[str, float]:

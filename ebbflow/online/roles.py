@@ -26,7 +26,7 @@ from ebbflow.rollouts.generate import Rollouts, join
 from ebbflow.rollouts.parity import measured
 from ebbflow.rollouts.weights import Tensors, TransferError, Weights, checksum, in_buckets
 from ebbflow.stage import Place, save_policy
-from ebbflow.training.checkpoint import restore, write_checkpoint
+from ebbflow.training.checkpoint import restore, write_part
 from ebbflow.training.policy import PolicyCard
 from ebbflow.training.update import Learner
 
@@ -55,7 +55,8 @@ class Generator:
         with self.watch.task(part.task, part.step, part.traced):
             conditioning = part.conditioning.rows(torch.from_numpy(part.owner))
             rollouts, images = self.engine.generate(conditioning, part.keys, part.sampler, part.plan)
-        return rollouts.to(torch.device("cpu")), images, Generated(weights.version, received, self.watch.told())
+        report = Generated(weights.version, received, rollouts.finite, self.watch.told())
+        return rollouts.to(torch.device("cpu")), images, report
 
     def join(self, address: str, port: int, name: str, rank: int, world: int, timeout: float) -> None:
         """Join those that weights are sent to, under a name that is new; see ``broadcast.join``."""
@@ -233,9 +234,9 @@ class Trainer:
                 policy, trajectory, conditioning, part.keys, part.sampler, self.place.online.parity, self.place.config.micro_batch
             )
 
-    def checkpoint(self, folder: Path, about: dict[str, str], state: dict[str, Any]) -> None:
-        """Write where training stands, with what the stage wants to find again."""
-        write_checkpoint(folder, self.learner, about, state, write=self.rank == 0)
+    def checkpoint(self, folder: Path) -> None:
+        """Write this rank's part of where training stands into a folder."""
+        write_part(folder, self.learner)
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint."""

@@ -36,6 +36,7 @@ class Observer:
 
     Attributes:
         timeline: what the workers did so far.
+        score: mean reward of the policy as it is, where it was just validated.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Observer:
         self.place, self.placement, self.ahead, self.journal = place, placement, ahead, journal
         self.prompts, self.embeddings = prompts, embeddings
         self.timeline = Timeline(place.online.resources)
+        self.score: float | None = None
 
     def __enter__(self) -> Observer:
         return self
@@ -83,24 +85,26 @@ class Observer:
             self._dump(number, "rollouts", rows, self._pictures(step.rows))
         return self.timeline.utilisation(number - ahead, ahead)
 
-    def validates(self, version: int) -> bool:
-        """Whether there is a validation after so many training steps."""
-        config = self.place.online
-        due = config.validation is not None and (version % config.validation.every == 0 or version == config.steps)
-        return due and len(self.prompts) > 0
+    def validates(self, version: int, last: bool = False) -> bool:
+        """Whether there is a validation after so many training steps, ``last``: when the stage is over."""
+        config = self.place.online.validation
+        return config is not None and (version % config.every == 0 or last) and len(self.prompts) > 0
 
-    def validate(self, version: int) -> float:
+    def validate(self, version: int, last: bool = False) -> float:
         """Where it is time to: sample and score the validation prompts, with the weights that would be served now.
 
         Seconds that it took. The rollouts of later steps go on with the weights that are there for them.
         """
-        if not self.validates(version):
+        self.score = None
+        if not self.validates(version, last):
             return 0.0
         start = time.time()
         harvest = self._harvest(version)
         rows, scores, pngs = sample_rows(harvest), _scores(harvest), list(self._pictures(harvest))
-        shares = {"scored_share": 1 - scores.failed_share}
-        self.journal.log_metrics({f"validation/{name}": value for name, value in (means(scores) | shares).items()}, version)
+        found = means(scores)
+        self.score = found.get("reward")
+        found |= {"scored_share": 1 - scores.failed_share}
+        self.journal.log_metrics({f"validation/{name}": value for name, value in found.items()}, version)
         self.journal.log_table(f"validation/{_named(version)}", _table(rows))
         grid = image_grid(pngs[:PICTURED], [caption(row) for row in rows[:PICTURED]], columns=4)
         self.journal.log_image("validation", grid, version)

@@ -123,10 +123,12 @@ class Generated:
     Attributes:
         version: of the weights that generated it: training steps of the stage that they had seen.
         received: seconds that it took to receive and check those weights, 0 where they were there.
+        finite: bool [N], whether a sample is made of numbers; others cannot be scored.
     """
 
     version: int
     received: float
+    finite: np.ndarray
     busy: list[Busy]
 
 

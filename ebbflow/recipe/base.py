@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from functools import cache
+from reprlib import Repr
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+MOST_VALUES, DEEPEST = 100_000, 50
+"""Of a recipe: far more than any has. A few lines of YAML whose aliases repeat each other would fill memory."""
+MOST_PROBLEMS = 20
+"""Lines of an explanation."""
+SECRET = re.compile(r"token|secret|passw|api_?key|credential", re.IGNORECASE)
+"""Names of keys whose values no message repeats."""
+
+
+class _Short(Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Python itself refuses to write out very long ones."""
+        return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlevel = 3
 
 
 class RecipeError(Exception):
@@ -32,18 +53,96 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     for problem in problems:
         if problem["type"] == "too_short" and any(place[: len(problem["loc"])] == problem["loc"] != place for place in places):
             continue  # a list that only seems short because an item of it is wrong
-        place = ".".join(str(part) for part in problem["loc"]) or "recipe"
         given = problem.get("input")
-        shown = "" if isinstance(given, (dict, BaseModel)) else f" = {given!r}"
-        lines.append(f"{place}{shown}: {_reason(problem, model)}")
+        secret = problem["type"] == "extra_forbidden" and SECRET.search(str(problem["loc"][-1]))
+        shown = "" if isinstance(given, (dict, BaseModel)) or secret else f" = {short(given)}"
+        place = dotted(problem["loc"]) if problem["loc"] else model.__name__.lower()
+        lines.append(f"{place}{shown}: {printable(_reason(problem, model))}")
+        if len(lines) == MOST_PROBLEMS < len(problems):
+            return "\n".join([*lines, f"... and more, {len(problems)} in all"])
     return "\n".join(lines)
+
+
+def every_value(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """(place, value) of everything in nested data, mappings and lists too.
+
+    Raises:
+        RecipeError: there is more than any recipe holds: YAML's aliases can repeat each other, or hold themselves.
+    """
+    left: list[tuple[tuple[Any, ...], Any]] = [((), data)]
+    found = []
+    while left:
+        place, value = left.pop()
+        found.append((place, value))
+        if len(found) > MOST_VALUES or len(place) > DEEPEST:
+            raise RecipeError(
+                f"{dotted(place[:3])}: more than {MOST_VALUES} values, or {DEEPEST} inside each other; write it without aliases"
+            )
+        if isinstance(value, dict):
+            left += [((*place, key), inner) for key, inner in value.items()]
+        elif isinstance(value, (list, tuple)):
+            left += [((*place, index), inner) for index, inner in enumerate(value)]
+    return found
+
+
+def require_plain(values: list[tuple[tuple[Any, ...], Any]]) -> None:
+    """Check that JSON can hold ``every_value``, since that is how a recipe travels: YAML also reads dates, sets and bytes.
+
+    Raises:
+        RecipeError: it cannot; one line for each.
+    """
+    lines = []
+    for place, value in values:
+        if isinstance(value, dict):
+            lines += [f"{dotted((*place, key))}: {reason}" for key in value if (reason := _not_a_key(key))]
+        elif not isinstance(value, (list, tuple)) and (reason := _not_a_value(value)):
+            lines.append(f"{dotted(place)} = {short(value)}: {reason}")
+    if lines:
+        raise RecipeError("\n".join(lines[:MOST_PROBLEMS]))
+
+
+def _not_a_key(key: Any) -> str | None:
+    return _not_a_value(key) if isinstance(key, str) else f"YAML reads this key as {short(key)}; put it in quotes"
+
+
+def _not_a_value(value: Any) -> str | None:
+    """Why JSON cannot hold it, or None."""
+    if value is None or isinstance(value, (bool, BaseModel)):
+        return None
+    if isinstance(value, int):
+        return None if -(2**63) <= value < 2**63 else "integers have 64 bits; take a smaller one"
+    if isinstance(value, float):
+        return None if math.isfinite(value) else "Input should be a finite number"
+    if not isinstance(value, str):
+        return f"YAML reads this as a {type(value).__name__}; put it in quotes, or take it out"
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return "it holds half of a surrogate pair; escape characters whole"
+    return None
+
+
+def dotted(place: tuple[Any, ...]) -> str:
+    """A place in nested data, as messages name it."""
+    return ".".join(printable(str(part) if isinstance(part, str) else short(part), 80) for part in place) or "recipe"
+
+
+def short(value: Any) -> str:
+    """A value as a message may repeat it: on one line, and cut where it is long."""
+    return printable(_SHORT.repr(value))
+
+
+def printable(text: str, most: int = 500) -> str:
+    """Text on one line without control characters, cut where it is long."""
+    text = text if len(text) <= most else f"{text[:most]}..."
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def _reason(problem: Any, model: type[BaseModel]) -> str:
     if problem["type"] != "extra_forbidden":
         return problem["msg"].removeprefix("Value error, ")
     known = _keys_beside(problem["loc"], model)
-    nearest = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+    nearest = difflib.get_close_matches(dotted(problem["loc"][-1:]), known, n=1)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return f"unknown key; {hint}Known keys here: {', '.join(sorted(known))}"
 

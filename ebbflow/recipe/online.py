@@ -64,6 +64,8 @@ class Validation(Strict):
     """Steps between two validations."""
     prompts: int = Field(16, ge=1)
     """Validation prompts, the first ones."""
+    best: bool = False
+    """End with the policy of the best validation instead of the last one; of those steps that have a checkpoint."""
 
 
 class Dumps(Strict):
@@ -101,8 +103,6 @@ class Online(Strict):
     validation: Validation | None = None
     dumps: Dumps | None = None
     profile: Profile | None = None
-    checkpoint_every: int | None = Field(None, ge=1)
-    """Steps between two checkpoints; after each, all rollouts under way are used before the next are started."""
 
     def traces(self, role: Role, step: int) -> bool:
         """Whether the work of a role for a step is profiled."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +13,16 @@ import yaml
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
 
 from ebbflow.recipe.algorithms import Following
-from ebbflow.recipe.base import RecipeError, Strict, explain
+from ebbflow.recipe.base import RecipeError, Strict, every_value, explain, printable, require_plain
 from ebbflow.recipe.model import Model
 from ebbflow.recipe.online import VLLM_OMNI
 from ebbflow.recipe.pretrained import Pretrained
 from ebbflow.recipe.rewards import Rewards
+from ebbflow.recipe.secrets import require_no_secrets
 from ebbflow.recipe.stages import AnyStage, OfflineStage, OnlineStage
+
+MOST_BYTES, MOST_KEYS = 2**16, 1000
+"""Of a recipe file, and of one mapping in it; real ones have some thousand bytes and a few dozen keys."""
 
 
 class Prompts(Strict):
@@ -85,6 +91,9 @@ class Promotion(Strict):
     model_name: str = Field("ebbflow-glyph", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     guard_tolerance: float = Field(0.02, ge=0)
     """How far the mean of a guard may fall below the champion's."""
+    approval: float | None = Field(None, gt=0, le=24 * 365)
+    """Hours that a policy which passed the gate waits for a person to approve it; left out, nobody is asked. Nobody in time is a
+    no."""
 
 
 class Tracking(Strict):
@@ -140,9 +149,15 @@ class Recipe(Strict):
     @classmethod
     def _explain_what_is_wrong(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Recipe:
         try:
-            return handler(data)
+            values = every_value(data)
+            require_no_secrets(values)
+            recipe = handler(data)
+            require_plain(values)
         except ValidationError as error:
             raise RecipeError(f"this recipe cannot be run:\n{explain(error, cls)}") from None
+        except RecipeError as error:
+            raise RecipeError(f"this recipe cannot be run:\n{error}") from None
+        return recipe
 
     @property
     def digest(self) -> str:
@@ -159,10 +174,15 @@ class UniqueKeys(yaml.SafeLoader):
     """YAML's safe loader, to which a key given twice is an error and not a silent choice of the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if twice := {key for key in keys if keys.count(key) > 1}:
-            raise yaml.constructor.ConstructorError(None, None, f"given twice: {sorted(twice)}", node.start_mark)
+        counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := sorted(key for key, count in counts.items() if count > 1):
+            raise yaml.constructor.ConstructorError(None, None, f"given twice: {twice}", node.start_mark)
         return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MOST_KEYS:  # merges of merges grow without bound
+            raise yaml.constructor.ConstructorError(None, None, f"more than {MOST_KEYS} keys in one place", node.start_mark)
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -172,12 +192,15 @@ def load_recipe(path: str | Path) -> Recipe:
         RecipeError: the file is missing, is not a mapping, or does not describe a run.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # no error of its own for a name that no file can have
         raise RecipeError(f"no recipe at {path}; the ones that come with Ebbflow are in workflows/recipes/")
+    if path.stat().st_size > MOST_BYTES:
+        raise RecipeError(f"{path} is no recipe: it has more than {MOST_BYTES} bytes; name the YAML file of a run")
     try:
         data = yaml.load(path.read_bytes(), UniqueKeys)
-    except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(f"{path} is not valid YAML: {error}") from None
+    except Exception as error:  # what PyYAML's converters raise at odd tags, and the end of the stack at deep nesting, too
+        reason = "\n".join(map(printable, str(error).splitlines()))
+        raise RecipeError(f"{path} is not valid YAML: {reason or type(error).__name__}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{path} must hold a mapping of recipe keys, got {type(data).__name__}")
     return Recipe.model_validate(data)

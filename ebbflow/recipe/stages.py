@@ -22,6 +22,15 @@ from ebbflow.recipe.model import Precision
 from ebbflow.recipe.online import Online
 
 
+class Checkpoints(Strict):
+    """Where a stage goes on after it was stopped: with the same bytes as if it never had been."""
+
+    every: int = Field(10, ge=1)
+    """Steps between two, of an offline stage optimiser steps."""
+    keep: int = Field(2, ge=1)
+    """How many are kept: the last ones, in case the newest turns out to be damaged. The best validated one stays beside them."""
+
+
 class Stage(Strict):
     """What online and offline stages share."""
 
@@ -43,6 +52,11 @@ class Stage(Strict):
     drift_alarm: float = Field(1.0, gt=0)
     """A velocity drift from the base model, mean((v - v_base)^2), above this is warned of and stands in the report: what learns
     well stays well below 1, what games its reward often does not."""
+    checkpoints: Checkpoints | None = Checkpoints()
+    max_hours: float | None = Field(None, gt=0)
+    """Hours after which the stage ends with what was learnt so far, and the run goes on."""
+    max_gpu_hours: float | None = Field(None, gt=0)
+    """The same, of all GPUs of the stage together."""
 
     @property
     def hyper(self) -> AlgorithmConfig:
@@ -183,6 +197,18 @@ class OnlineStage(Online, Stage):
     prompts_per_step: int = Field(8, ge=1)
     updates_per_step: int = Field(2, ge=1)
     """Optimiser steps per rollout batch: its samples are split into that many parts."""
+
+    @model_validator(mode="after")
+    def _the_best_has_a_checkpoint(self) -> OnlineStage:
+        if self.validation is None or not self.validation.best:
+            return self
+        if self.checkpoints is None or self.validation.every % self.checkpoints.every:
+            every = self.checkpoints.every if self.checkpoints else None
+            raise ValueError(
+                f"validation.best goes back to a checkpoint, and validation.every = {self.validation.every} meets none of "
+                f"checkpoints.every = {every}; make the first a multiple of the second"
+            )
+        return self
 
     @model_validator(mode="after")
     def _profiled_steps_exist(self) -> OnlineStage:

@@ -34,6 +34,9 @@ FRAMES_SCORED = 8
 """Frames of a video that a reward looks at, evenly spaced from the first to the last; all of a shorter one."""
 
 
+NO_PICTURE = "the model gave a latent that is not finite"
+
+
 class RewardError(RuntimeError):
     """Scoring cannot go on: a reward is missing, broken, or failed on too many samples."""
 
@@ -56,6 +59,15 @@ class ScoreTable:
     def failed_share(self) -> float:
         """Share of the images or videos that have no reward."""
         return float(np.isnan(self.reward).mean()) if len(self.reward) else 0.0
+
+    def where(self, finite: np.ndarray) -> ScoreTable:
+        """The same without the rows whose latent is not ``finite``, bool [N]: what was decoded from it is no picture."""
+        broken = ~finite
+        return ScoreTable(
+            reward=np.where(broken, np.nan, self.reward),
+            metrics={name: np.where(broken, np.nan, values) for name, values in self.metrics.items()},
+            failures=[NO_PICTURE if lost else reason for lost, reason in zip(broken, self.failures, strict=True)],
+        )
 
     @staticmethod
     def none(count: int, columns: Sequence[str], reason: str) -> ScoreTable:

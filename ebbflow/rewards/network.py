@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from pickle import UnpicklingError  # what torch raises for weights that are more than weights
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import default_device
-from ebbflow.models.hub import pretrained_folder
+from ebbflow.models.hub import HubError, pretrained_folder
+from ebbflow.recipe.base import printable
 from ebbflow.recipe.pretrained import Pretrained
 from ebbflow.recipe.rewards import PretrainedReward
 from ebbflow.rewards.base import RewardResult
@@ -107,8 +108,11 @@ class NetworkReward(ABC):
         disable_progress_bar()
         try:
             return self.load()
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise RewardError(f"the reward {self.name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        except (RewardError, HubError):
+            raise
+        except Exception as error:  # transformers, tokenizers and torch each have errors of their own
+            reason = printable(f"{type(error).__name__}: {error}")
+            raise RewardError(f"the reward {self.name!r} cannot be loaded: {reason}") from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -119,7 +123,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     try:
         saved: Any = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, SafetensorError):
+    except (UnpicklingError, RuntimeError, EOFError, SafetensorError):
         raise RewardError(f"{path} is damaged or holds more than weights, so it is not read; take the published file") from None
     weights = saved.get("state_dict", saved) if isinstance(saved, dict) else {}
     if not weights or not all(isinstance(tensor, Tensor) for tensor in weights.values()):

@@ -85,11 +85,21 @@ class Rollouts:
     latents: Tensor
     trajectory: Trajectory | None
 
+    @property
+    def finite(self) -> np.ndarray:
+        """Whether all of a sample's final latent is a number, bool [N]."""
+        return finite_rows(self.latents)
+
     def to(self, device: torch.device) -> Rollouts:
         trajectory = self.trajectory
         if trajectory is not None:
             trajectory = Trajectory(**{name: values.to(device) for name, values in vars(trajectory).items()})
         return Rollouts(self.latents.to(device), trajectory)
+
+
+def finite_rows(latents: Tensor) -> np.ndarray:
+    """Which of [N, ...] have only finite numbers, bool [N]."""
+    return latents.isfinite().flatten(1).all(1).cpu().numpy()
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """The model registry: every run's best policy becomes a version, and the gate decides which one is champion.
 
 Aliases: ``challenger`` is the newest version, ``champion`` the one in use, ``previous`` the one it replaced. Unlike metrics, no
-write here may get lost: whatever fails raises.
+write here may get lost: whatever fails raises, and doing it again gives what an undisturbed attempt would have given. Moving the
+champion is the last write of a promotion, so that a promotion which fails has not happened.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from importlib.metadata import version as installed
 from pathlib import Path
 
@@ -19,19 +21,21 @@ import mlflow.artifacts
 import mlflow.pyfunc
 import pandas as pd
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModelOutput
+from mlflow.entities import LoggedModel, LoggedModelOutput
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, Schema
 
 from ebbflow.artifacts import COMMIT, MANIFEST, new_folder, verify
+from ebbflow.recipe.secrets import cleaned
 from ebbflow.records import Champion, Registration, TrackedRun, Verdict
+from ebbflow.tracking.claim import CHAMPION, alias_of, claimed
 from ebbflow.tracking.runs import DIGEST, EXECUTION, TrackingError, connect
 from ebbflow.training.policy import CARD, STATISTICS, read_card
 
-CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
-RUN, REPLACES = "ebbflow.run_id", "ebbflow.replaces"
+CHALLENGER, PREVIOUS = "challenger", "previous"
+RUN, REPLACES, ROLLED_BACK = "ebbflow.run_id", "ebbflow.replaces", "ebbflow.rolled_back"
 LONGEST_TAG = 5000
 STORED_BASE = 2**30
 """Bytes of a base model above which a version only refers to it: tens of GB a version would fill every store."""
@@ -65,7 +69,7 @@ def register(
     model_name: str,
     expected_champion: str | None,
 ) -> Registration:
-    """Register a run's policy as challenger and, when the gate said so, make it champion. A retry changes nothing.
+    """Register a run's policy as challenger. A retry changes nothing.
 
     Args:
         policy: a committed policy folder (with policy.json); what only training reads in it is not registered.
@@ -76,7 +80,7 @@ def register(
         expected_champion: the version that the gate compared with, None when there was no champion.
 
     Raises:
-        RegistryError: a write failed, or the champion is no longer the one that the gate compared with.
+        RegistryError: a write failed.
     """
     client = connect(tracked.tracking_uri)
     with _writing(f"register the policy of run {tracked.run_id} as {model_name!r}", tracked.tracking_uri):
@@ -85,16 +89,79 @@ def register(
         if version is None:
             tags = _tags(client, tracked, verdict, lineage, expected_champion)
             version = _create_version(client, tracked, policy, base, model_name, tags)
+        _link(client, tracked, version)
         _challenge(client, model_name, version)
-        if verdict.promote:
-            _promote(client, model_name, version, expected_champion)
-        return _registration(client, model_name, version)
+        return _registration(client, model_name, str(version.version))
+
+
+def promote(
+    tracked: TrackedRun, registration: Registration, tags: dict[str, str], *, expected_champion: str | None
+) -> Registration:
+    """Make a registered version champion. Of several at once one wins, and a retry changes nothing.
+
+    Args:
+        tags: what the version is to remember of its promotion; they get the prefix ``ebbflow.`` unless dotted.
+        expected_champion: the version that the gate compared with, None when there was no champion.
+
+    Raises:
+        RegistryError: a write failed, the champion is no longer the one that the gate compared with, or the version was champion
+            and has been rolled back. The champion has not moved.
+        ClaimError: another promotion of the model did not end.
+    """
+    client, name, version = connect(tracked.tracking_uri), registration.model_name, registration.version
+    with (
+        _writing(f"make {name!r} version {version} champion", tracked.tracking_uri),
+        claimed(client, name, version, expected_champion) as still_mine,
+    ):
+        champion = _champion_number(client, name)
+        if champion == version:
+            return _registration(client, name, version)
+        if champion != expected_champion:
+            raise RegistryError(
+                f"{name!r} version {version} was compared with champion {expected_champion or '(none)'}, but the champion is now "
+                f"{champion or '(none)'}; it stays challenger. To compare it with the new champion begin anew, in a new "
+                f"execution; on one machine, delete {tracked.folder} first"
+            )
+        if rolled_back := client.get_model_version(name, version).tags.get(ROLLED_BACK):
+            raise RegistryError(
+                f"{name!r} version {version} was champion and has been rolled back ({rolled_back}); a retry does not bring it "
+                f"back. If you want that, run `ebbflow rollback RECIPE --to {version}`"
+            )
+        still_mine()
+        for key, value in _dotted(tags).items():
+            client.set_model_version_tag(name, version, key, value)
+        return _move_champion(client, name, champion, version)
+
+
+def rollback(tracking_uri: str, model_name: str, to: str | None = None) -> Registration:
+    """Make the previous champion champion again, or the version ``to``; the one rolled back from becomes ``previous``.
+
+    Raises:
+        RegistryError: there is no champion, no previous one or no such version, it is champion already, somebody else moved the
+            champion meanwhile, or a write failed.
+        ClaimError: a promotion of the model did not end.
+    """
+    if tracking_uri.startswith("sqlite:///") and not Path(tracking_uri.removeprefix("sqlite:///")).is_file():
+        raise RegistryError(f"there is no MLflow store at {tracking_uri}; run this where the pipeline ran, or name its store")
+    client = connect(tracking_uri)
+    with _writing(f"roll {model_name!r} back", tracking_uri, "Run the command again"):
+        champion, version = _rollback_of(client, model_name, to)
+        with claimed(client, model_name, version, champion) as still_mine:
+            if (current := _champion_number(client, model_name)) != champion:
+                raise RegistryError(
+                    f"the champion of {model_name!r} was {champion} and is now {current or '(none)'}; nothing was rolled back. "
+                    "Run the command again if the new one should go too"
+                )
+            still_mine()
+            note = f"to version {version}, {datetime.now(UTC).isoformat(timespec='seconds')}"
+            client.set_model_version_tag(model_name, champion, ROLLED_BACK, note)
+            return _move_champion(client, model_name, champion, version)
 
 
 def find_champion(tracking_uri: str, model_name: str) -> Champion | None:
     """The champion of a registered model; None when the model does not exist yet or has none."""
     with _writing(f"look up the champion of {model_name!r}", tracking_uri):
-        version = _alias(connect(tracking_uri), model_name, CHAMPION)
+        version = alias_of(connect(tracking_uri), model_name, CHAMPION)
     if version is None:
         return None
     return Champion(
@@ -142,14 +209,14 @@ def champion_folders(champion: Champion, into: Path, base: Path) -> tuple[Path, 
 
 
 @contextmanager
-def _writing(what: str, uri: str) -> Iterator[None]:
+def _writing(what: str, uri: str, way_out: str = "Run the task again: it goes on where it stopped") -> Iterator[None]:
     """Whatever a store raises becomes one error that says what was being done."""
     try:
         yield
     except TrackingError:
         raise
     except Exception as error:
-        raise RegistryError(f"could not {what} in {uri}: {error}. Run the task again: it goes on where it stopped") from error
+        raise RegistryError(f"could not {what} in {cleaned(uri)}: {cleaned(str(error))}. {way_out}") from error
 
 
 def _ensure_model(client: MlflowClient, name: str) -> None:
@@ -171,9 +238,12 @@ def _tags(
 ) -> dict[str, str]:
     run_tags = client.get_run(tracked.run_id).data.tags
     execution = {EXECUTION: run_tags[EXECUTION]} if EXECUTION in run_tags else {}
-    named = {key if "." in key else f"ebbflow.{key}": value for key, value in lineage.items()}
     gate = {"ebbflow.compared_with": expected_champion or "no champion", "ebbflow.verdict": _as_tag(verdict)}
-    return {**named, **execution, **gate, RUN: tracked.run_id, DIGEST: tracked.recipe_digest}
+    return {**_dotted(lineage), **execution, **gate, RUN: tracked.run_id, DIGEST: tracked.recipe_digest}
+
+
+def _dotted(tags: dict[str, str]) -> dict[str, str]:
+    return {key if "." in key else f"ebbflow.{key}": value for key, value in tags.items()}
 
 
 def _as_tag(verdict: Verdict) -> str:
@@ -188,7 +258,7 @@ def _create_version(
     """Log the folders as an MLflow model of the parent run, then make it a version. No step uses pickle or the active run."""
     if not (policy / CARD).is_file():
         raise RegistryError(f"{policy} is no policy folder (no {CARD} in it); pass the one that a training stage committed")
-    model = client.create_logged_model(
+    model = _logged_model_of(client, tracked) or client.create_logged_model(
         tracked.experiment_id, name=name, source_run_id=tracked.run_id, tags=tags, model_type="diffusion policy"
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -205,11 +275,23 @@ def _create_version(
         )
         client.log_model_artifacts(model.model_id, str(saved))
     client.finalize_logged_model(model.model_id, "READY")
-    client.log_outputs(tracked.run_id, [LoggedModelOutput(model.model_id, step=0)])
-    version = client.create_model_version(name, model.artifact_location, tracked.run_id, tags=tags, model_id=model.model_id)
-    link = json.dumps([{"name": name, "version": version.version}])
-    client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": link})  # how the UI finds the version from the run
-    return version
+    outputs = client.get_run(tracked.run_id).outputs
+    if outputs is None or model.model_id not in [output.model_id for output in outputs.model_outputs]:
+        client.log_outputs(tracked.run_id, [LoggedModelOutput(model.model_id, step=0)])
+    return client.create_model_version(name, model.artifact_location, tracked.run_id, tags=tags, model_id=model.model_id)
+
+
+def _logged_model_of(client: MlflowClient, tracked: TrackedRun) -> LoggedModel | None:
+    """The run's policy as MLflow logged it; when there is no version yet, a killed attempt left it, and is gone on with."""
+    found = client.search_logged_models([tracked.experiment_id], f"tags.`{RUN}` = '{tracked.run_id}'")
+    return min(found, key=lambda model: model.creation_timestamp, default=None)
+
+
+def _link(client: MlflowClient, tracked: TrackedRun, version: ModelVersion) -> None:
+    """How MLflow's UI finds the version from the run."""
+    link = json.dumps([{"name": version.name, "version": version.version}])
+    if model := _logged_model_of(client, tracked):
+        client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": link})
 
 
 def _gather(data: Path, policy: Path, base: Path | None) -> Path:
@@ -247,42 +329,56 @@ def served_folder(policy: Path, target: Path) -> None:
 
 def _challenge(client: MlflowClient, name: str, version: ModelVersion) -> None:
     """A late retry must not take the alias from a run that came after."""
-    challenger = _alias(client, name, CHALLENGER)
+    challenger = alias_of(client, name, CHALLENGER)
     if challenger is None or int(challenger.version) < int(version.version):
         client.set_registered_model_alias(name, CHALLENGER, version.version)
 
 
-def _promote(client: MlflowClient, name: str, version: ModelVersion, expected: str | None) -> None:
-    """Move the aliases. MLflow has no compare-and-swap, so the champion is read right before the move."""
-    champion = _alias(client, name, CHAMPION)
-    current = str(champion.version) if champion else None
-    if current == str(version.version):
-        return
-    if current != expected:
-        raise RegistryError(
-            f"{name!r} version {version.version} was compared with champion {expected or '(none)'}, but the champion is now "
-            f"{current or '(none)'}; it stays challenger. Run the pipeline again to compare it with the new champion"
-        )
-    client.set_model_version_tag(name, version.version, REPLACES, current or "")
-    if current is not None:
-        client.set_registered_model_alias(name, PREVIOUS, current)
-    client.set_registered_model_alias(name, CHAMPION, version.version)
-
-
-def _registration(client: MlflowClient, name: str, version: ModelVersion) -> Registration:
-    champion = _alias(client, name, CHAMPION)
-    if champion is None or champion.version != version.version:
-        return Registration(model_name=name, version=str(version.version), champion=False, previous=None)
-    return Registration(
-        model_name=name, version=str(version.version), champion=True, previous=champion.tags.get(REPLACES) or None
-    )
-
-
-def _alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
+def _rollback_of(client: MlflowClient, name: str, to: str | None) -> tuple[str, str]:
+    """(the champion, the version that takes its place)."""
+    champion = alias_of(client, name, CHAMPION)
+    if champion is None:
+        raise RegistryError(f"{name!r} has no champion, so nothing can be rolled back; check promotion.model_name and the store")
+    version = to or _before(client, name, champion)
+    if version is None:
+        raise RegistryError(f"{name!r} version {champion.version} is champion and replaced none; name a version with --to")
+    if version == str(champion.version):
+        raise RegistryError(f"{name!r} version {version} is the champion already; nothing was changed")
     try:
-        return client.get_model_version_by_alias(name, alias)
+        client.get_model_version(name, version)
     except MlflowException as error:
-        # SQL stores say INVALID_PARAMETER_VALUE for an alias that no version holds
-        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-            return None
-        raise
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        numbers = sorted(int(found.version) for found in client.search_model_versions(f"name = '{name}'"))
+        known = ", ".join(map(str, numbers[-10:]))
+        raise RegistryError(f"{name!r} has no version {version}; the newest are {known}. Name one with --to") from error
+    return str(champion.version), version
+
+
+def _before(client: MlflowClient, name: str, champion: ModelVersion) -> str | None:
+    """The previous champion. A promotion that was cut short has moved ``previous`` to the champion: then the tag knows."""
+    previous = alias_of(client, name, PREVIOUS)
+    if previous is not None and previous.version != champion.version:
+        return str(previous.version)
+    return champion.tags.get(REPLACES) or None
+
+
+def _move_champion(client: MlflowClient, name: str, champion: str | None, version: str) -> Registration:
+    """The writes of every promotion, the one that counts last. Under a claim only."""
+    client.set_model_version_tag(name, version, REPLACES, champion or "")
+    if champion is not None:
+        client.set_registered_model_alias(name, PREVIOUS, champion)
+    client.set_registered_model_alias(name, CHAMPION, version)
+    return Registration(model_name=name, version=version, champion=True, previous=champion)
+
+
+def _registration(client: MlflowClient, name: str, version: str) -> Registration:
+    champion = alias_of(client, name, CHAMPION)
+    if champion is None or str(champion.version) != version:
+        return Registration(model_name=name, version=version, champion=False, previous=None)
+    return Registration(model_name=name, version=version, champion=True, previous=champion.tags.get(REPLACES) or None)
+
+
+def _champion_number(client: MlflowClient, name: str) -> str | None:
+    champion = alias_of(client, name, CHAMPION)
+    return str(champion.version) if champion else None

@@ -16,6 +16,7 @@ import jinja2
 import pyarrow.parquet as pq
 import yaml
 
+from ebbflow.disk import room_for
 from ebbflow.evaluation.gate import REFUSED
 from ebbflow.recipe import Recipe
 from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun, Verdict
@@ -47,6 +48,8 @@ class ReportInputs:
     registration: Registration | None
     base_seconds: float
     """Seconds that making the base model took; 0 when it was cached."""
+    outages: Sequence[str] = ()
+    """A sentence for every node to which MLflow was away (``ebbflow.tracking.runs.settle``)."""
 
     def __post_init__(self) -> None:
         labels = [evaluation.label for evaluation, _ in self.evaluations]
@@ -72,6 +75,12 @@ class ReportInputs:
     @property
     def promoted(self) -> bool:
         return self.registration is not None and self.registration.champion
+
+    @property
+    def awaits_approval(self) -> bool:
+        """Whether the gate said yes and a person is asked: until one says yes too, the version stays challenger."""
+        asked = self.recipe.promotion.approval is not None and self.verdict.promote
+        return asked and self.registration is not None and not self.promoted
 
 
 class Cell(NamedTuple):
@@ -260,5 +269,9 @@ def _write(path: Path, text: str) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        with room_for(path):
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

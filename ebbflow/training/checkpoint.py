@@ -1,122 +1,227 @@
 """Where training stands inside a stage: everything that the next optimiser step depends on, in a committed folder.
 
 Noise has no state (``ebbflow.flow.noise``), so what remains is the policy with its copies, the optimiser, the counters and
-whatever the stage adds. Training that goes on from a checkpoint ends with the same bytes as training that never stopped.
+whatever the stage adds. Training that goes on from a checkpoint ends with the same bytes as training that never stopped; with
+another number of processes it ends with the same up to rounding.
+
+Every process writes its own part of each tensor (``parameters-00000-of-00002.safetensors``, ``optimizer-...``, the copies
+likewise), so nothing is gathered; then come ``manifest.json`` and COMMIT (``ebbflow.artifacts``).
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ebbflow.artifacts import ArtifactError, new_folder, verify
-from ebbflow.training.policy import gathered, like
+from ebbflow.stage import Place
+from ebbflow.training.distributed import Ranks
+from ebbflow.training.policy import like
 from ebbflow.training.update import Learner
 
-COPIES, OPTIMIZER, STATE = "policy", "optimizer.safetensors", "state.json"
+PARAMETERS, OPTIMIZER, COUNTERS, STATE = "parameters", "optimizer", "learner.json", "state.json"
 FOLLOWING = ("old", "ema")
 """Copies that move with the training; the others are what they were at the start of the stage."""
-COUNTERS = ("updates", "steps", "alarms", "drifted", "loss_scale")
+COUNTED = ("updates", "steps", "alarms", "drifted", "loss_scale")
 
 
 class CheckpointError(Exception):
     """A checkpoint of something else: names the folder, what differs and the way out."""
 
 
-def write_checkpoint(folder: Path, learner: Learner, about: dict[str, Any], state: dict[str, Any], write: bool = True) -> None:
-    """Write where the learner stands. Under FSDP every rank must call it; those with ``write=False`` only take part in gathering.
-
-    Args:
-        about: which training this is; only the same one goes on from it.
-        state: what the stage wants to find again, as JSON.
-    """
-    files = {f"{COPIES}/{name}.safetensors": values for name, values in _moving(learner).items()}
-    files[OPTIMIZER] = _optimizer_state(learner)
-    if not write:
-        for values in files.values():
-            gathered(values, keep=False)
-        return
-    counters = {name: getattr(learner, name) for name in COUNTERS}
-    with new_folder(folder) as unfinished:
-        (unfinished / COPIES).mkdir()
-        for name, values in files.items():  # one at a time: together they are several times the policy
-            save_file(gathered(values, keep=True), unfinished / name)
-        (unfinished / STATE).write_text(json.dumps({"about": about, "learner": counters, "stage": state}))
+# ------------------------------------------------------------------------------------------------------------ what is in one
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint in a folder of them; those that are not whole are passed over with a warning."""
-    for path in sorted(folder.glob("step-*"), reverse=True):
-        try:
-            verify(path)
-        except ArtifactError as error:
-            warnings.warn(f"checkpoint passed over: {error}", stacklevel=2)
-            continue
-        return path
-    return None
+def write_part(folder: Path, learner: Learner) -> None:
+    """Write this process's part of where the learner stands into a folder that is not committed yet; every rank calls it."""
+    ranks = Ranks.current()
+    for kind, values in _moving(learner).items():
+        own = {name: _local(value) for name, value in values.items() if ranks.rank == 0 or isinstance(value, DTensor)}
+        save_file(own, folder / f"{kind}-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors")
+    if ranks.rank == 0:
+        (folder / COUNTERS).write_text(json.dumps({name: getattr(learner, name) for name in COUNTED}))
 
 
-def read_state(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What the stage wanted to find again.
-
-    Raises:
-        ArtifactError: the checkpoint is not whole.
-        CheckpointError: it is one of another training.
-    """
-    verify(folder)
-    found = json.loads((folder / STATE).read_text())
-    if found["about"] != about:
-        was = found["about"]
-        differ = ", ".join(f"{key} = {was.get(key)!r} (now {value!r})" for key, value in about.items() if was.get(key) != value)
-        raise CheckpointError(f"{folder} is the checkpoint of another training: {differ}; remove it, or go on with what made it")
-    return found["stage"]
+def part_files(folder: Path) -> list[Path]:
+    """What ``write_part`` wrote, on all ranks."""
+    return [*sorted(folder.glob("*-of-*.safetensors")), folder / COUNTERS]
 
 
 @torch.no_grad()
 def restore(folder: Path, learner: Learner) -> None:
-    """Put the learner where it stood; on every rank."""
-    policy, state = learner.policy, json.loads((folder / STATE).read_text())
-    for path in (folder / COPIES).glob("*.safetensors"):
-        values = policy.distributed(load_file(path))
-        if path.stem == "parameters":
-            policy.assign(values)
+    """Put the learner where it stood; every rank calls it, however many wrote the checkpoint."""
+    policy = learner.policy
+    for kind in sorted({path.name.partition("-")[0] for path in part_files(folder)} - {OPTIMIZER, COUNTERS}):
+        with _opened(folder, kind) as values:
+            whole = {name: like(values[name].to(p.device), p) for name, p in policy.parameters.items()}
+        if kind == PARAMETERS:
+            policy.assign(whole)
         else:
-            policy.copies[path.stem] = values
-    _restore_optimizer(learner, load_file(folder / OPTIMIZER))
-    for name, value in state["learner"].items():
+            policy.copies[kind] = whole
+    with _opened(folder, OPTIMIZER) as values:
+        for name, parameter in policy.parameters.items():
+            own = {key: _placed(values[key], parameter) for key in values if key.rpartition("/")[0] == name}
+            if own:
+                learner.optimizer.state[parameter] = {key.rpartition("/")[2]: value for key, value in own.items()}
+    for name, value in json.loads((folder / COUNTERS).read_text()).items():
         setattr(learner, name, value)
 
 
 def _moving(learner: Learner) -> dict[str, dict[str, Tensor]]:
-    """The parameters, and the copies that follow them."""
-    policy = learner.policy
-    return {"parameters": policy.parameters, **{name: values for name, values in policy.copies.items() if name in FOLLOWING}}
-
-
-def _optimizer_state(learner: Learner) -> dict[str, Tensor]:
-    """Every tensor of the optimiser, by parameter and by what it is."""
-    state = learner.optimizer.state
-    return {
-        f"{name}/{key}": value
-        for name, parameter in learner.policy.parameters.items()
-        for key, value in state.get(parameter, {}).items()
-    }
-
-
-def _restore_optimizer(learner: Learner, saved: dict[str, Tensor]) -> None:
-    """The inverse; moments lie like their parameters, counters as they are."""
+    """The parameters, the copies that follow them, and every tensor of the optimiser by parameter and by what it is."""
     policy, state = learner.policy, learner.optimizer.state
-    for name, parameter in policy.parameters.items():
-        own = {path.rpartition("/")[2]: value for path, value in saved.items() if path.rpartition("/")[0] == name}
-        if own:
-            state[parameter] = {key: _placed(value, parameter) for key, value in own.items()}
+    optimizer = {
+        f"{name}/{key}": value for name, parameter in policy.parameters.items() for key, value in state.get(parameter, {}).items()
+    }
+    copies = {name: values for name, values in policy.copies.items() if name in FOLLOWING}
+    return {PARAMETERS: policy.parameters, **copies, OPTIMIZER: optimizer}
+
+
+def _local(value: Tensor) -> Tensor:
+    """This process's rows of a tensor."""
+    if isinstance(value, DTensor):
+        assert tuple(value.placements) == (Shard(0),), "FSDP2 deals out rows"
+        value = value.to_local()
+    return value.detach().contiguous()
+
+
+class _Whole(Mapping[str, Tensor]):
+    """The whole tensors behind the parts of several processes, read one at a time."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts, self.names = parts, [list(part.keys()) for part in parts]
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = [part.get_tensor(name) for part, names in zip(self.parts, self.names, strict=True) if name in names]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names[0])  # the first process has a part of everything
+
+    def __len__(self) -> int:
+        return len(self.names[0])
+
+
+@contextmanager
+def _opened(folder: Path, kind: str) -> Iterator[_Whole]:
+    with ExitStack() as stack:
+        yield _Whole([stack.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob(f"{kind}-*.safetensors"))])
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:
+    """Moments lie like their parameters, counters where they are."""
     return like(value.to(parameter.device), parameter) if value.shape == parameter.shape and value.ndim else value
+
+
+# -------------------------------------------------------------------------------------------------------------- those of a stage
+
+
+class Best(NamedTuple):
+    """The checkpoint that was validated best."""
+
+    folder: Path
+    step: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of a stage, ``step-00010`` and so on; the number is that of the steps done.
+
+    Attributes:
+        folder: where they lie, on the disk of the process that writes them.
+        saved: called with each new checkpoint, to bring it where a later attempt finds it.
+    """
+
+    place: Place
+    folder: Path
+    saved: Callable[[Path], None] = lambda checkpoint: None
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Which training they are of."""
+        return {"recipe": self.place.recipe.digest, "stage": self.place.label}
+
+    def due(self, step: int) -> bool:
+        """Whether there is one after so many steps."""
+        config = self.place.config.checkpoints
+        return config is not None and step % config.every == 0
+
+    def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any], score: float | None = None) -> None:
+        """Write where the stage stands, and forget all but the last ones and the best.
+
+        Args:
+            step: steps done.
+            write: puts the parts of all processes into a folder (``write_part``).
+            state: what the stage wants to find again, as JSON.
+            score: how good the policy was then, if that is known; more is better.
+        """
+        new = self.folder / f"step-{step:05d}"
+        with new_folder(new) as unfinished:
+            write(unfinished)
+            (unfinished / STATE).write_text(json.dumps({"about": self.about, "score": score, "stage": state}))
+        self._forget()
+        self.saved(new)
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest whole checkpoint and what the stage wanted to find again; others are passed over with a warning.
+
+        Raises:
+            CheckpointError: it is one of another training.
+        """
+        for path in reversed(self._there()):
+            try:
+                verify(path)
+            except ArtifactError as error:
+                warnings.warn(f"checkpoint passed over: {error}", stacklevel=2)
+                continue
+            return path, self._state(path)
+        return None
+
+    def best(self) -> Best | None:
+        """The one with the highest score, the first of several; None where no score is known."""
+        scored = [Best(path, _step(path), score) for path in self._there() if (score := _score(path)) is not None]
+        return max(scored, key=lambda one: one.score, default=None)
+
+    def _state(self, folder: Path) -> dict[str, Any]:
+        found = json.loads((folder / STATE).read_text())
+        was, now = found["about"], self.about
+        if was != now:
+            differ = ", ".join(f"{key} = {was.get(key)!r} (now {value!r})" for key, value in now.items() if was.get(key) != value)
+            raise CheckpointError(
+                f"{folder} is the checkpoint of another training: {differ}; remove it, or go on with what made it"
+            )
+        return found["stage"]
+
+    def _forget(self) -> None:
+        config = self.place.config.checkpoints
+        best = self.best()
+        kept = {*self._there()[-(config.keep if config else 1) :], *([best.folder] if best else [])}
+        for old in set(self._there()) - kept:
+            shutil.rmtree(old)
+
+    def _there(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*"), key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _score(checkpoint: Path) -> float | None:
+    try:
+        return json.loads((checkpoint / STATE).read_text())["score"]
+    except (OSError, ValueError):
+        return None  # it is damaged, which ``newest`` speaks of

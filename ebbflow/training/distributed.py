@@ -26,6 +26,11 @@ class Ranks:
     def current() -> Ranks:
         return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
 
+    def meet(self) -> None:
+        """Wait for all of them."""
+        if self.world > 1:
+            dist.barrier()
+
 
 @contextmanager
 def process_group() -> Iterator[Ranks]:

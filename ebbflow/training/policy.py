@@ -11,11 +11,12 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from peft import LoraConfig, get_peft_model_state_dict
+from pydantic import Field, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ebbflow.artifacts import new_folder, verify
 from ebbflow.models.base import DTYPES, Model
-from ebbflow.recipe.base import Strict
+from ebbflow.recipe.base import Strict, explain, printable
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Evaluation
 from ebbflow.recipe.recipe import Policy as PolicyConfig
@@ -31,6 +32,7 @@ from ebbflow.recipe.recipe import Policy as PolicyConfig
 CARD = "policy.json"
 STATISTICS = "prompt_statistics.json"
 ADAPTER = "default"
+AGAIN = "copy the folder again or make it again"
 ITERATE = "iterate"  # the parameters themselves, where the folder's weights are their average
 
 
@@ -65,7 +67,7 @@ class PolicyCard(Strict):
     """Optimiser steps since the start."""
     progress: Progress = Progress()
     """Of the last stage's algorithm."""
-    copies: tuple[str, ...] = ()
+    copies: tuple[Annotated[str, Field(pattern=r"^[a-z]+$")], ...] = ()
     stages: tuple[str, ...] = ()
     """Labels of the stages behind it. No times: the same recipe gives the same bytes."""
 
@@ -146,7 +148,7 @@ class Policy:
             self.assign(self.copies["reference"])  # a folder of the base model has no weights of its own
         if to_train:
             for name in card.copies:
-                self.copies[name] = self.distributed(load_file(folder / name / "parameters.safetensors"))
+                self.copies[name] = self.distributed(_read_copy(folder, name, self.parameters))
             if ITERATE in self.copies:
                 self.snapshot("ema")
                 self.assign(self.copies.pop(ITERATE))
@@ -201,7 +203,10 @@ def read_card(folder: Path) -> PolicyCard:
     verify(folder)
     if not (folder / CARD).is_file():
         raise PolicyError(f"{folder} is no policy folder: it has no {CARD}")
-    return PolicyCard.model_validate_json((folder / CARD).read_text())
+    try:
+        return PolicyCard.model_validate_json((folder / CARD).read_bytes())
+    except ValidationError as error:
+        raise PolicyError(f"{folder / CARD} says what this Ebbflow does not know:\n{explain(error, PolicyCard)}") from None
 
 
 def write_base_policy(
@@ -273,9 +278,17 @@ def _write_parameters(folder: Path, model: Model, config: PolicyConfig, paramete
         return
     buffers = {key: _full(value) for key, value in model.transformer.state_dict().items() if key not in parameters}
     model.transformer.save_config(folder / "transformer")
+    _forget_origin(folder / "transformer" / "config.json")
     save_torch_state_dict(
         parameters | buffers, folder / "transformer", filename_pattern="diffusion_pytorch_model{suffix}.safetensors"
     )
+
+
+def _forget_origin(config: Path) -> None:
+    """Take out where the base model lay in this process, which diffusers writes down: the same policy is the same bytes."""
+    values = json.loads(config.read_text())
+    values.pop("_name_or_path", None)
+    config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def _sort_header(file: Path) -> None:
@@ -289,11 +302,47 @@ def _sort_header(file: Path) -> None:
 
 def _read_parameters(folder: Path, model: Model, config: PolicyConfig, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of ``_write_parameters``, by parameter name."""
-    if config.train == "lora":
-        layers = model.pipeline_class.lora_state_dict(folder)
-        named = {key.removeprefix("transformer."): value for key, value in layers.items()}
-        return {key: named[key.replace(f".{ADAPTER}.", ".")] for key in like}
-    named = {}
-    for shard in sorted((folder / "transformer").glob("*.safetensors")):
-        named |= load_file(shard)
-    return {key: named[key] for key in like}
+    with _readable(folder):
+        if config.train == "lora":
+            layers = model.pipeline_class.lora_state_dict(folder, use_safetensors=True, local_files_only=True)
+            named = {key.removeprefix("transformer."): value for key, value in layers.items()}
+        else:
+            named = {}
+            for shard in sorted((folder / "transformer").glob("*.safetensors")):
+                named |= load_file(shard)
+    stored = {key.replace(f".{ADAPTER}.", "."): key for key in like}
+    buffers = model.transformer.state_dict().keys() - like.keys()  # which full weights lie beside
+    return _fitting(folder, {stored.get(name, name): value for name, value in named.items() if name not in buffers}, like)
+
+
+def _read_copy(folder: Path, name: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One of the copies that a policy folder brings along, by parameter name."""
+    path = folder / name / "parameters.safetensors"
+    with _readable(path):
+        found = load_file(path)
+    return _fitting(path, found, like)
+
+
+@contextmanager
+def _readable(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # diffusers, peft and safetensors each have errors of their own
+        reason = printable(f"{type(error).__name__}: {error}", 300)
+        raise PolicyError(f"{source} holds no .safetensors weights that can be read ({reason}); {AGAIN}") from error
+
+
+def _fitting(source: Path, found: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, once they are those of the parameters: copying alone would repeat a smaller one and leave others out."""
+    if missing := [name for name in like if name not in found]:
+        raise PolicyError(f"{source} has no .safetensors weights for {missing[0]}, one of {len(missing)}; {AGAIN}")
+    if unknown := [name for name in found if name not in like]:
+        raise PolicyError(f"{source} has weights for {printable(unknown[0], 200)}, which this policy does not train; {AGAIN}")
+    for name, parameter in like.items():
+        value = found[name]
+        if value.shape != parameter.shape or not value.is_floating_point():
+            raise PolicyError(
+                f"{source} has {value.dtype} of shape {list(value.shape)} for {name}, and this model's have the shape "
+                f"{list(parameter.shape)}; {AGAIN}"
+            )
+    return found

@@ -91,7 +91,9 @@ def _published(model: Model, source: Path) -> dict[str, tuple[Tensor, Tensor, fl
     """(first factor [rank, in], second [out, rank], scale) of each layer, read by diffusers in any format that it knows."""
     file = _one_file(source)
     try:
-        state, metadata = model.pipeline_class.lora_state_dict(file, return_lora_metadata=True)
+        state, metadata = model.pipeline_class.lora_state_dict(
+            file, return_lora_metadata=True, use_safetensors=True, local_files_only=True
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # there are two adapters for a moment, on purpose
             model.transformer.load_lora_adapter(dict(state), prefix="transformer", adapter_name=PUBLISHED, metadata=metadata)

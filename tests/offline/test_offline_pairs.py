@@ -17,7 +17,7 @@ from ebbflow.offline.pairs import NOT_OURS, import_pairs, import_pairs_from_fold
 from ebbflow.offline.shards import read_latents
 from ebbflow.offline.training import train_epochs
 from ebbflow.rollouts.images import decode_png, encode_png
-from ebbflow.stage import Place
+from ebbflow.stage import Kept, Place
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 
@@ -215,7 +215,7 @@ def trained_on_pairs(make_recipe, model, folder, rows, algorithm, **stage):
     imported = import_pairs(place, model, write(folder / "p.parquet", rows), folder / "out")
     policy = Policy(model, place.recipe.policy, 0)
     policy.ensure("old")
-    logged = []
+    journal = Kept()
     record = train_epochs(
         place,
         model,
@@ -223,9 +223,9 @@ def trained_on_pairs(make_recipe, model, folder, rows, algorithm, **stage):
         read_prompts(imported.prompts, "train"),
         imported.rollouts,
         imported.advantages,
-        lambda metrics, step: logged.append(metrics),
+        journal,
     )
-    return logged, record
+    return journal.metrics, record
 
 
 @pytest.mark.parametrize("algorithm", ["diffusion_dpo", "diffusion_nft", "awm", "dgpo", "crd", "sft", "rwr"])

@@ -23,7 +23,7 @@ from ebbflow.offline.training import train_epochs, train_offline_folder, write_a
 from ebbflow.recipe.algorithms import BUILT_IN
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.rollouts.generate import SampleKeys
-from ebbflow.stage import Place, open_policy
+from ebbflow.stage import Kept, Place, open_policy
 from ebbflow.training.batches import forward_batch
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy, Progress, read_card, write_base_policy
@@ -126,9 +126,9 @@ def stored(tmp_path):
 def run(make_prompts, model):
     """Train on stored shards with the updates watched; returns (record, what they were given)."""
 
-    def train(place, rollouts, advantages, log=lambda metrics, step: None):
+    def train(place, rollouts, advantages, journal=None):
         learner = Watched()
-        return train_epochs(place, model, learner, make_prompts(40), rollouts, advantages, log), learner.calls
+        return train_epochs(place, model, learner, make_prompts(40), rollouts, advantages, journal or Kept()), learner.calls
 
     return train
 
@@ -142,8 +142,8 @@ def pretend(monkeypatch):
 def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, stored, run):
     place = Place(make_recipe(offline={"epochs": 3, "batch_size": 8, "micro_batch": 3}), 0, 1)
     rollouts, advantages, kept = stored(24, 12)
-    logged = []
-    record, seen = run(place, rollouts, advantages, lambda metrics, step: logged.append((step, metrics["epoch"])))
+    journal = Kept()
+    record, seen = run(place, rollouts, advantages, journal)
     per_epoch, draws = len(seen) // 3, place.config.hyper.noise_levels
     for epoch in range(3):
         calls = seen[epoch * per_epoch : (epoch + 1) * per_epoch]
@@ -157,7 +157,7 @@ def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, store
         for call in calls:
             assert call.passes == -(-len(call.keys) // 3)
             assert call.batch.advantage.tolist() == [100 * p + s for p, s in call.keys]
-    assert logged == [(step, step // per_epoch) for step in range(3 * per_epoch)]
+    assert [(row["step"], row["epoch"]) for row in journal.metrics] == [(i, i // per_epoch) for i in range(3 * per_epoch)]
     assert record.optimizer_steps == len(seen)
     assert record.samples == 36
     assert record.seconds.keys() == {"rollout", "scoring", "training"}
@@ -309,8 +309,9 @@ def test_every_forward_algorithm_trains_on_stored_samples(make_recipe, base_fold
     policy = Policy(model, config, 0)
     policy.ensure("old")
     start = {key: value.detach().clone() for key, value in policy.parameters.items()}
-    logged, learner = [], Learner(policy, place.offline)
-    record = train_epochs(place, model, learner, make_prompts(6), *generated, lambda metrics, step: logged.append(metrics))
+    journal, learner = Kept(), Learner(policy, place.offline)
+    record = train_epochs(place, model, learner, make_prompts(6), *generated, journal)
+    logged = journal.metrics
     assert record.label == "1.2 offline"
     assert record.algorithm == name
     assert record.samples == 16
@@ -327,13 +328,13 @@ def test_every_forward_algorithm_trains_on_stored_samples(make_recipe, base_fold
 
 
 def test_the_old_policy_is_where_training_began(place, base_folder, generated, make_prompts):
-    model, logged = load_model(base_folder), []
+    model, journal = load_model(base_folder), Kept()
     policy = Policy(model, place.recipe.policy, 0)
     policy.ensure("old")
     learner = Learner(policy, place.offline)
-    train_epochs(place, model, learner, make_prompts(6), *generated, lambda metrics, step: logged.append(metrics))
-    assert logged[0]["nft/old_deviation"] == pytest.approx(0, abs=1e-9)
-    assert logged[-1]["nft/old_deviation"] > 1e-9
+    train_epochs(place, model, learner, make_prompts(6), *generated, journal)
+    assert journal.metrics[0]["nft/old_deviation"] == pytest.approx(0, abs=1e-9)
+    assert journal.metrics[-1]["nft/old_deviation"] > 1e-9
 
 
 def test_the_drift_alarm_stands_in_the_record(make_recipe, base_folder, generated, make_prompts):
@@ -342,7 +343,7 @@ def test_the_drift_alarm_stands_in_the_record(make_recipe, base_folder, generate
     policy.ensure("old")
     learner = Learner(policy, place.offline)
     with pytest.warns(UserWarning, match="velocity drift") as warned:
-        record = train_epochs(place, model, learner, make_prompts(6), *generated, lambda metrics, step: None)
+        record = train_epochs(place, model, learner, make_prompts(6), *generated, Kept())
     assert len(warned) == len(record.alarms) == 1
 
 
@@ -357,7 +358,7 @@ def folders(place, base_folder, make_prompts, tmp_path):
 def test_the_stage_repeats_itself_byte_for_byte_and_hands_on_a_whole_folder(place, base_folder, generated, folders, tmp_path):
     start, prompts = folders
     for name in ("one", "two"):
-        train_offline_folder(place, base_folder, start, prompts, *generated, tmp_path / name, lambda metrics, step: None)
+        train_offline_folder(place, base_folder, start, prompts, *generated, tmp_path / name, Kept())
     assert verify(tmp_path / "one") == verify(tmp_path / "two")
     card = read_card(tmp_path / "one")
     assert (card.version, card.copies, card.stages) == (4, ("old",), ("1.2 offline",))
@@ -368,7 +369,7 @@ def test_the_stage_repeats_itself_byte_for_byte_and_hands_on_a_whole_folder(plac
 
 def test_the_next_stage_generates_with_what_this_one_trained(place, base_folder, generated, folders, tmp_path):
     start, prompts = folders
-    train_offline_folder(place, base_folder, start, prompts, *generated, tmp_path / "trained", lambda metrics, step: None)
+    train_offline_folder(place, base_folder, start, prompts, *generated, tmp_path / "trained", Kept())
     following = Place(place.recipe, place.round + 1, place.stage)
     policy, _ = open_policy(following, load_model(base_folder), tmp_path / "trained")
     with policy.using(following.algorithm.generates):
@@ -380,9 +381,7 @@ def test_a_stage_with_nothing_to_train_hands_on_the_policy_it_got(place, base_fo
     start, prompts = folders
     write_table(tmp_path / "none", ADVANTAGES, [], {"seconds": {"scoring": 1.0}})
     with pytest.warns(UserWarning, match="nothing was learnt"):
-        train_offline_folder(
-            place, base_folder, start, prompts, generated[0], tmp_path / "none", tmp_path / "trained", lambda metrics, step: None
-        )
+        train_offline_folder(place, base_folder, start, prompts, generated[0], tmp_path / "none", tmp_path / "trained", Kept())
     assert read_card(tmp_path / "trained").version == 0
     policy, _ = open_policy(place, load_model(base_folder), tmp_path / "trained")
     assert all(torch.equal(value, policy.copies["reference"][name]) for name, value in policy.parameters.items())

@@ -144,10 +144,11 @@ def with_failures(prompts, ids):
     return [type(p)(**{**vars(p), "target": "FAIL"}) if p.prompt_id in ids else p for p in prompts]
 
 
-def test_failed_scores_are_null_and_counted_never_a_number(make_recipe, scorer, shards, make_prompts, tmp_path):
-    place = Place(make_recipe(rewards={"max_failed_share": 0.5}), 1, 1)
-    lost = read_table(shards[0])["prompt_id"][0].as_py()
-    score_shard(place, scorer, with_failures(make_prompts(6), {lost}), shards[0], tmp_path / "scores.parquet")
+def test_failed_scores_are_null_and_counted_never_a_number(make_recipe, model, policy, scorer, make_prompts, tmp_path):
+    place, shard = Place(make_recipe(rewards={"max_failed_share": 0.5}), 1, 1), tmp_path / "rollouts.parquet"
+    generate_shard(place, model, policy, 7, make_prompts(6), 0, shard)
+    lost = read_table(shard)["prompt_id"][0].as_py()
+    score_shard(place, scorer, with_failures(make_prompts(6), {lost}), shard, tmp_path / "scores.parquet")
     scores = read_table(tmp_path / "scores.parquet").to_pylist()
     assert sum(row["reward"] is None for row in scores) == 4
     for row in scores:
@@ -156,11 +157,12 @@ def test_failed_scores_are_null_and_counted_never_a_number(make_recipe, scorer, 
         assert row["failure"] == ("darkness: told to fail" if failed else None)
 
 
-def test_too_many_failures_stop_the_stage(make_recipe, scorer, shards, make_prompts, tmp_path):
-    place = Place(make_recipe(rewards={"max_failed_share": 0.49}), 1, 1)
-    lost = read_table(shards[0])["prompt_id"][0].as_py()
+def test_too_many_failures_stop_the_stage(make_recipe, model, policy, scorer, make_prompts, tmp_path):
+    place, shard = Place(make_recipe(rewards={"max_failed_share": 0.49}), 1, 1), tmp_path / "rollouts.parquet"
+    generate_shard(place, model, policy, 7, make_prompts(6), 0, shard)
+    lost = read_table(shard)["prompt_id"][0].as_py()
     with pytest.raises(RewardError, match=r"4 of 8 images \(50\.0%\).*max_failed_share = 49\.0%.*darkness: told to fail"):
-        score_shard(place, scorer, with_failures(make_prompts(6), {lost}), shards[0], tmp_path / "scores.parquet")
+        score_shard(place, scorer, with_failures(make_prompts(6), {lost}), shard, tmp_path / "scores.parquet")
     assert not (tmp_path / "scores.parquet").exists()
 
 

@@ -71,7 +71,7 @@ def collect(place, learner, scorer, prompts, step):
     ahead = Ahead(place, placement, prompts, placement.encode(prompts))
     while ahead.waiting[0] < step:
         ahead.waiting.popleft()
-    ahead.fill(step, at_least=1)
+    ahead.fill(at_least=1)
     taken = ahead.take(step)
     return taken, join([handle.future.result()[handle.index] for handle in (harvest.rollouts for harvest in taken.rows)])
 

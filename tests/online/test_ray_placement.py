@@ -26,11 +26,11 @@ from ebbflow.online.loop import run_online_stage, train_online_folder
 from ebbflow.online.pool import StageError
 from ebbflow.online.ray_actor import Folders, stay_on
 from ebbflow.online.ray_placement import RayPlacement, TrainingDied
-from ebbflow.online.standing import Checkpoints
 from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import TransferError, Weights
 from ebbflow.stage import Kept, Place
+from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy import write_base_policy
 
 CPUS = 2
@@ -207,7 +207,7 @@ class Flagging(Kept):
 
 def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(place_of, train, start, prompts, base_folder, tmp_path):
     """The rank is killed in the last step, after two checkpoints; the next attempt makes that step alone."""
-    keys = {"steps": 4, "checkpoint_every": 1, "mode": "one_step_off"}
+    keys = {"steps": 4, "checkpoints": {"every": 1}, "mode": "one_step_off"}
     place, table, folder = place_of({}, **keys), tmp_path / "prompts.parquet", tmp_path / "trained"
     whole = train(place_of(**keys), prompts)
     dying = Folders(partial(Path, base_folder), partial(ray_cases.with_a_dying_rank, start(place), tmp_path / "flag", 0))

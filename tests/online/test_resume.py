@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pyarrow as pa
 import pytest
 
 from ebbflow.artifacts import verify
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
-from ebbflow.online import loop
+from ebbflow.online import loop, watch
 from ebbflow.online.loop import train_online_folder
-from ebbflow.online.standing import Checkpoints
 from ebbflow.stage import Kept, Place
-from ebbflow.training.checkpoint import CheckpointError
+from ebbflow.training.checkpoint import CheckpointError, Checkpoints
+from ebbflow.training.limits import Preempted
 from ebbflow.training.policy import write_base_policy
 
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
@@ -25,12 +28,16 @@ class Killed(Exception):
 
 @pytest.fixture
 def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatch):
-    """``attempt("name", kill=3, **online)``: run a stage, killed in the step with that number; (digest, rows, checkpoints)."""
-    write_prompts(pa.Table.from_pylist([vars(p) for p in make_prompts(9)], PROMPTS), tmp_path / "prompts.parquet")
+    """``attempt("name", kill=3, **online)``: run a stage, killed (or ``told`` to end) in the step with that number.
+
+    (digest of the policy, rows, checkpoints).
+    """
+    prompts = [*make_prompts(9), *make_prompts(4, "validation")]
+    write_prompts(pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), tmp_path / "prompts.parquet")
     monkeypatch.setattr(loop, "load_scorer", lambda terms, guards: scorer)
 
-    def run(name, kill=None, policy=None, **online):
-        recipe = make_recipe(online={"steps": 6, "checkpoint_every": 2, **online}, policy=policy or {})
+    def run(name, kill=None, told=None, policy=None, **online):
+        recipe = make_recipe(online={"steps": 6, "checkpoints": {"every": 2}, **online}, policy=policy or {})
         place, start = Place(recipe, 0, 0), tmp_path / f"start-{name}"
         write_base_policy(start, verify(base_folder), recipe.digest, recipe.policy)
         checkpoints, kept = Checkpoints(place, tmp_path / name), Kept()
@@ -40,27 +47,28 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
             def die(ahead, version):
                 if version == kill:
                     raise Killed
+                if version == told:
+                    os.kill(os.getpid(), signal.SIGTERM)
                 return take(ahead, version)
 
             patch.setattr(loop.Ahead, "take", die)
             trained = tmp_path / f"trained-{name}"
             train_online_folder(place, base_folder, start, tmp_path / "prompts.parquet", trained, kept, checkpoints=checkpoints)
         untimed = [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in kept.metrics]
-        return verify(trained), untimed, sorted(path.name for path in (tmp_path / name).iterdir())
+        return verify(trained), untimed, sorted(path.name for path in (tmp_path / name).glob("step-*"))
 
     return run
 
 
-@pytest.mark.parametrize(
-    ("online", "policy"),
-    [
-        ({}, {}),
-        ({"mode": "one_step_off"}, {"train": "lora", "rank": 2}),
-        ({**NFT, "mode": "one_step_off"}, {"ema": {"slope": 0.5, "most": 0.5}}),
-        ({"advantages": {"running": True}, "mode": "async", "staleness": 2}, {}),
-    ],
-    ids=["sync", "one-step-off-lora", "nft-average", "async-running"],
-)
+CASES = {
+    "sync": ({}, {}),
+    "one-step-off-lora": ({"mode": "one_step_off"}, {"train": "lora", "rank": 2}),
+    "nft-average": ({**NFT, "mode": "one_step_off"}, {"ema": {"slope": 0.5, "most": 0.5}}),
+    "async-running": ({"advantages": {"running": True}, "mode": "async", "staleness": 2}, {}),
+}
+
+
+@pytest.mark.parametrize(("online", "policy"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("kill", [3, 4])
 def test_a_killed_stage_ends_with_the_same_bytes(attempt, online, policy, kill):
     whole = attempt("whole", policy=policy, **online)
@@ -70,6 +78,48 @@ def test_a_killed_stage_ends_with_the_same_bytes(attempt, online, policy, kill):
     assert again == whole
     assert [row["step"] for row in whole[1]] == list(range(6))
     assert whole[2] == ["step-00002", "step-00004"]
+
+
+@pytest.mark.parametrize(("online", "policy"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("told", [0, 2, 5])
+def test_a_stage_that_is_told_to_end_saves_after_the_step(attempt, online, policy, told):
+    whole = attempt("whole", policy=policy, **online)
+    said = rf"1.1 online was told to end \(SIGTERM\) and has done {told + 1} of 6 steps; they are saved"
+    with pytest.raises(Preempted, match=said):
+        attempt("told", told=told, policy=policy, **online)
+    again = attempt("told", policy=policy, **online)
+    assert again[:2] == whole[:2]
+
+
+def test_a_spent_budget_ends_it_with_what_was_learnt(attempt):
+    _, rows, _ = attempt("short", max_hours=1e-9, validation={"every": 100, "prompts": 4})
+    assert [row["step"] for row in rows] == [0, 1]
+    assert "loss" in rows[0]
+    assert "validation/reward" in rows[1]
+
+
+def test_it_can_end_with_the_best_that_was_validated(attempt, monkeypatch):
+    """The scores are made up: the best comes early, is then overwritten by worse ones, and survives a restart."""
+    scores, means = {0: 9.0, 2: 0.7, 4: 0.3, 6: 0.5}, watch.means
+    watched = {"checkpoints": {"every": 2, "keep": 1}, "validation": {"every": 2, "prompts": 4, "best": True}}
+    validate = watch.Observer.validate
+
+    def made_up(observer, version, last=False):
+        monkeypatch.setattr(watch, "means", lambda table: means(table) | {"reward": scores[version]})
+        return validate(observer, version, last)
+
+    monkeypatch.setattr(watch.Observer, "validate", made_up)
+    best = attempt("two", steps=2)
+    whole = attempt("whole", **watched)
+    assert whole[2] == ["step-00002", "step-00004"]
+    assert whole[1][-1]["validation/best_step"] == 2
+    with pytest.raises(Killed):
+        attempt("killed", kill=5, **watched)
+    assert attempt("killed", **watched) == whole
+    assert best[1] == [{key: value for key, value in row.items() if "validation" not in key} for row in whole[1][:2]]
+    scores[6] = 0.8
+    assert attempt("later", **watched)[1][-1]["validation/best_step"] == 6
+    assert attempt("later", **watched)[0] != whole[0]
 
 
 def test_killed_before_the_first_checkpoint_it_begins_again(attempt):
@@ -86,14 +136,23 @@ def test_another_recipe_does_not_go_on_from_it(attempt):
         attempt("killed", optimizer={"lr": 1e-5})
 
 
-def test_nothing_is_under_way_over_a_checkpoint(attempt, monkeypatch):
-    """Rollouts of steps 2 and 4 begin only after what was learnt up to there."""
-    begun, versions = loop.Ahead._begin, {}
+@pytest.mark.parametrize("mode", [{"mode": "sync"}, {"mode": "one_step_off"}, {"mode": "async", "staleness": 2}])
+def test_how_often_there_is_a_checkpoint_changes_nothing(attempt, mode):
+    often, never = (attempt(name, checkpoints=every, **mode) for name, every in (("often", {"every": 1}), ("never", None)))
+    assert often[1] == never[1]
+
+
+def test_rollouts_under_way_are_not_made_again(attempt, monkeypatch):
+    begun, steps = loop.Ahead._begin, []
 
     def note(ahead, step):
-        versions[step] = ahead.newest.version
+        steps.append((step, ahead.newest.version))
         begun(ahead, step)
 
     monkeypatch.setattr(loop.Ahead, "_begin", note)
-    attempt("whole", mode="one_step_off")
-    assert versions == {0: 0, 1: 0, 2: 2, 3: 2, 4: 4, 5: 4}
+    with pytest.raises(Killed):
+        attempt("killed", kill=3, mode="one_step_off")
+    assert steps == [(0, 0), (1, 0), (2, 1), (3, 2)]
+    steps.clear()
+    attempt("killed", mode="one_step_off")
+    assert steps == [(3, 2), (4, 3), (5, 4)]

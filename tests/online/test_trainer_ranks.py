@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +26,11 @@ from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.generate import Rollouts, SampleKeys, generate
 from ebbflow.rollouts.weights import TransferError
 from ebbflow.stage import Place
-from ebbflow.training import distributed
 from ebbflow.training.batches import share, shared_passes
 from ebbflow.training.distributed import Ranks, process_group
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
+from tests.two_processes import as_two_ranks
 
 # Two processes with FSDP2 on five groups of three samples, of which the last one says nothing: nothing divides by two.
 
@@ -115,28 +112,11 @@ def train_as_a_rank(base: Path, output: Path) -> None:
     (output / f"said-{ranks.rank}.json").write_text(json.dumps(said))
 
 
-def second_process(_: int, base: Path, output: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "1"
-    train_as_a_rank(base, output)
-
-
 @pytest.fixture(scope="module")
 def together(base_folder, tmp_path_factory):
     """What two gloo processes say of every case, this one and a spawned one, and the folder of the parameters."""
     output = tmp_path_factory.mktemp("two-ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in group.items():
-            patch.setenv(name, str(value))
-        patch.setattr(distributed, "TIMEOUT", timedelta(minutes=3))
-        other = torch.multiprocessing.spawn(second_process, (base_folder, output), nprocs=1, join=False)
-        train_as_a_rank(base_folder, output)
-        while not other.join():
-            pass
+    as_two_ranks(train_as_a_rank, base_folder, output)
     return [json.loads((output / f"said-{rank}.json").read_text()) for rank in range(2)], output
 
 

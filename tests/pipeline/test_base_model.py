@@ -9,23 +9,35 @@ from pathlib import Path
 import pytest
 
 from ebbflow.artifacts import ArtifactError, verify
+from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import Model
+from ebbflow.records import TrackedRun
+from ebbflow.tracking.runs import connect, start_run
 from tasks.copy_base_model import copy_base_model
 
 
-def test_what_lies_at_the_path_now_is_copied(base_folder: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackedRun:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return start_run(Recipe(output=str(tmp_path / "runs")), None)
+
+
+def test_what_lies_at_the_path_now_is_copied(base_folder: Path, tmp_path: Path, run: TrackedRun) -> None:
     source = shutil.copytree(base_folder, tmp_path / "base")
     for mark in ("manifest.json", "COMMIT"):
         (source / mark).unlink(missing_ok=True)
-    first = verify(Path(copy_base_model(model=Model(path=str(source))).folder.download()))
+    first = verify(Path(copy_base_model(model=Model(path=str(source)), run=run).folder.download()))
     index = json.loads((source / "model_index.json").read_text())
     (source / "model_index.json").write_text(json.dumps(index | {"changed": [None, None]}))
-    assert verify(Path(copy_base_model(model=Model(path=str(source))).folder.download())) != first
+    assert verify(Path(copy_base_model(model=Model(path=str(source)), run=run).folder.download())) != first
 
 
-def test_a_committed_folder_that_was_damaged_is_refused(base_folder: Path, tmp_path: Path) -> None:
+def test_a_committed_folder_that_was_damaged_is_refused_and_the_run_fails(
+    base_folder: Path, tmp_path: Path, run: TrackedRun
+) -> None:
     source = shutil.copytree(base_folder, tmp_path / "base")
     assert (source / "COMMIT").is_file()
     (source / "model_index.json").write_text("{}")
     with pytest.raises(ArtifactError, match=r"does not fit its manifest \(model_index.json\)"):
-        copy_base_model(model=Model(path=str(source)))
+        copy_base_model(model=Model(path=str(source)), run=run)
+    assert connect(run.tracking_uri).get_run(run.run_id).info.status == "FAILED"

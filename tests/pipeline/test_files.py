@@ -6,53 +6,74 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.artifacts import new_folder
 from ebbflow.records import TrackedRun
 from ebbflow.stage import Place
-from ebbflow.training.checkpoint import newest_checkpoint
-from tasks.files import fetch_folder, kept_checkpoints
+from tasks.files import fetch_folder, forget_checkpoints, kept_checkpoints
 
 
-class Preempted(Exception):
-    """What ends the first attempt."""
+@pytest.fixture(params=["", "file://"])
+def run(request, tmp_path) -> TrackedRun:
+    """A run in a folder, or at a URI that only Flyte's own store reaches."""
+    folder = f"{request.param}{tmp_path / 'run'}"
+    return TrackedRun(run_id="r", experiment_id="e", tracking_uri="", folder=folder, recipe_digest="d", started_at=0.0)
 
 
-def save(checkpoints, step):
-    """What ``Checkpoints.save`` does, without a stage; the last two are kept."""
-    new = checkpoints.folder / f"step-{step:05d}"
-    with new_folder(new) as unfinished:
-        (unfinished / "state.json").write_text(str(step))
-    for old in sorted(checkpoints.folder.glob("step-*"))[:-2]:
-        for path in old.iterdir():
-            path.unlink()
-        old.rmdir()
-    checkpoints.saved(new)
+@pytest.fixture
+def place(make_recipe) -> Place:
+    return Place(make_recipe(online={"checkpoints": {"every": 2}}), 0, 0)
 
 
-def first_attempt(run, place):
-    with kept_checkpoints(run, place) as checkpoints:
-        assert newest_checkpoint(checkpoints.folder) is None
-        for step in (2, 4, 6):
-            save(checkpoints, step)
-        raise Preempted
+def save(checkpoints, *steps):
+    for step in steps:
+        checkpoints.save(step, lambda folder: (folder / "part").write_text("weights"), {"done": step})
 
 
-@pytest.mark.parametrize("scheme", ["", "file://"])
-def test_the_next_attempt_finds_them_and_nothing_is_left_at_the_end(make_recipe, tmp_path, scheme):
-    home = tmp_path / "run"
-    run = TrackedRun(run_id="r", experiment_id="e", tracking_uri="", folder=f"{scheme}{home}", recipe_digest="d", started_at=0.0)
-    place = Place(make_recipe(), 0, 0)
-    with pytest.raises(Preempted):
-        first_attempt(run, place)
-    kept = home / "checkpoints" / "1.1-online"
-    assert sorted(path.name for path in kept.iterdir()) == ["step-00004", "step-00006"]
-    with kept_checkpoints(run, place) as checkpoints:
-        newest = newest_checkpoint(checkpoints.folder)
-        assert newest is not None
-        assert (newest.name, Path(newest / "state.json").read_text()) == ("step-00006", "6")
-        save(checkpoints, 8)
-        assert sorted(path.name for path in kept.iterdir()) == ["step-00006", "step-00008"]
-    assert not kept.exists()
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def test_the_next_attempt_finds_what_the_last_one_saved(run, place, tmp_path):
+    kept = tmp_path / "run" / "checkpoints" / "1.1-online"
+    first = kept_checkpoints(run, place)
+    assert first.newest() is None
+    save(first, 2, 4, 6)
+    assert names(kept) == ["step-00004", "step-00006"]
+    again = kept_checkpoints(run, place)
+    folder, state = again.newest()
+    assert (folder.name, state, (folder / "part").read_text()) == ("step-00006", {"done": 6}, "weights")
+    save(again, 8)
+    assert names(kept) == ["step-00006", "step-00008"]
+
+
+def test_an_attempt_that_saved_nothing_hides_nothing(run, place):
+    save(kept_checkpoints(run, place), 2)
+    kept_checkpoints(run, place)
+    assert kept_checkpoints(run, place).newest()[1] == {"done": 2}
+
+
+def test_a_half_uploaded_checkpoint_is_passed_over(run, place, tmp_path):
+    save(kept_checkpoints(run, place), 2, 4)
+    (tmp_path / "run" / "checkpoints" / "1.1-online" / "step-00004" / "part").unlink()
+    with pytest.warns(UserWarning, match="passed over.*step-00004.*part"):
+        assert kept_checkpoints(run, place).newest()[1] == {"done": 2}
+
+
+def test_another_process_of_the_machine_finds_what_the_first_one_brought(run, place):
+    save(kept_checkpoints(run, place), 2)
+    first, second = kept_checkpoints(run, place), kept_checkpoints(run, place, first=False)
+    assert first.folder == second.folder
+    assert first.newest() == second.newest()
+
+
+def test_those_of_a_stage_that_is_over_are_removed(run, place, tmp_path):
+    save(kept_checkpoints(run, place), 2)
+    following = kept_checkpoints(run, Place(place.recipe, 1, 0))
+    assert names(tmp_path / "run" / "checkpoints") == []
+    save(following, 2)
+    assert names(tmp_path / "run" / "checkpoints") == ["2.1-online"]
+    forget_checkpoints(run)
+    forget_checkpoints(run)
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

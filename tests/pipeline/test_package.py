@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from flyteidl.admin import launch_plan_pb2, task_pb2, workflow_pb2
 from flyteidl.core import interface_pb2, types_pb2
+from flyteidl.core.tasks_pb2 import TaskTemplate
 
 from tests.pipeline.conftest import PYFLYTE, ROOT
 
@@ -37,28 +38,49 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def _entities(package: Path) -> Iterator[tuple[str, interface_pb2.TypedInterface]]:
-    """(kind and name, interface) of every packaged entity."""
+def _files(package: Path) -> Iterator[tuple[str, bytes]]:
     with tarfile.open(package) as archive:
         for member in archive.getmembers():
             content = archive.extractfile(member)
-            if content is None or not member.name.endswith(".pb"):
-                continue
-            data = content.read()
-            if member.name.endswith("_1.pb"):
-                task = task_pb2.TaskSpec.FromString(data).template
-                yield f"task {task.id.name}", task.interface
-            elif member.name.endswith("_2.pb"):
-                workflow = workflow_pb2.WorkflowSpec.FromString(data).template
-                yield f"workflow {workflow.id.name}", workflow.interface
-            else:
-                plan = launch_plan_pb2.LaunchPlan.FromString(data)
-                yield f"launch plan {plan.id.name}", interface_pb2.TypedInterface()
+            if content is not None and member.name.endswith(".pb"):
+                yield member.name, content.read()
+
+
+def _tasks(package: Path) -> Iterator[TaskTemplate]:
+    for name, data in _files(package):
+        if name.endswith("_1.pb"):
+            yield task_pb2.TaskSpec.FromString(data).template
+
+
+def _entities(package: Path) -> Iterator[tuple[str, interface_pb2.TypedInterface]]:
+    """(kind and name, interface) of every packaged entity."""
+    for task in _tasks(package):
+        yield f"task {task.id.name}", task.interface
+    for name, data in _files(package):
+        if name.endswith("_2.pb"):
+            workflow = workflow_pb2.WorkflowSpec.FromString(data).template
+            yield f"workflow {workflow.id.name}", workflow.interface
+        elif name.endswith("_3.pb"):
+            plan = launch_plan_pb2.LaunchPlan.FromString(data)
+            yield f"launch plan {plan.id.name}", interface_pb2.TypedInterface()
 
 
 def test_names_are_the_committed_ones(package: Path) -> None:
     # Names are public API: renaming one orphans its history and its cache.
     assert sorted(name for name, _ in _entities(package)) == NAMES.read_text().split("\n")[:-1]
+
+
+def test_what_is_computed_is_cached_for_its_run_alone(package: Path) -> None:
+    shared = {"tasks.train_base_model.train_base_model", "tasks.download_base_model.download_base_model"}
+    never = {f"tasks.{name}.{name}" for name in ("start_run", "plan_run", "request_approval", "write_report")}
+    for task in _tasks(package):
+        name, about = task.id.name, task.metadata
+        ignored = list(about.cache_ignore_input_vars)
+        assert about.discoverable == (name.startswith("tasks.") and name not in never), name
+        if about.discoverable:
+            assert about.discovery_version, name
+            assert "run" in task.interface.inputs.variables, name
+            assert ignored == (["run"] if name in shared else []), name
 
 
 def test_interfaces_hold_no_pickle_and_no_untyped_structure(package: Path) -> None:

@@ -67,6 +67,8 @@ def test_every_node_has_one_child_run(workplace: Path, first: dict[str, Any]) ->
     assert names == sorted(
         [
             "prompts",
+            "base model",
+            "start",
             "before evaluation",
             "1.1 online",
             "1.1 online evaluation",
@@ -77,8 +79,11 @@ def test_every_node_has_one_child_run(workplace: Path, first: dict[str, Any]) ->
             "1.2 offline advantages",
             "1.2 offline",
             "1.2 offline evaluation",
+            "candidate",
             "gate",
             "registry",
+            *(["promotion"] if first["promoted"] else []),
+            "report",
         ]
     )
     assert {child.info.status for child in children} == {"FINISHED"}

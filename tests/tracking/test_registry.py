@@ -27,6 +27,7 @@ from ebbflow.tracking.registry import (
     champion_folders,
     download_champion,
     find_champion,
+    promote,
     register,
     served_folder,
 )
@@ -84,6 +85,20 @@ def new_run(recipe: Recipe) -> TrackedRun:
     return start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}")
 
 
+def crown(
+    tracked: TrackedRun,
+    policy: Path,
+    base: Path | None,
+    lineage: dict[str, str],
+    *,
+    model_name: str,
+    expected_champion: str | None,
+) -> Registration:
+    """Registered and made champion, as after a yes of the gate."""
+    made = register(tracked, policy, base, verdict(True), lineage, model_name=model_name, expected_champion=expected_champion)
+    return promote(tracked, made, {"promoted_in": "an execution"}, expected_champion=expected_champion)
+
+
 def aliases(client: MlflowClient, name: str) -> dict[str, str]:
     return {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()}
 
@@ -93,7 +108,7 @@ def test_the_first_policy_becomes_champion_with_its_lineage(
 ) -> None:
     tracked = new_run(recipe)
     assert find_champion(tracked.tracking_uri, name) is None
-    made = register(tracked, policy, base, verdict(True), {"base_digest": "b" * 64}, model_name=name, expected_champion=None)
+    made = crown(tracked, policy, base, {"base_digest": "b" * 64}, model_name=name, expected_champion=None)
     assert made == Registration(model_name=name, version="1", champion=True, previous=None)
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
@@ -101,26 +116,33 @@ def test_the_first_policy_becomes_champion_with_its_lineage(
     assert champion.recipe_digest == recipe.digest
     tags = client.get_model_version(name, "1").tags
     assert tags["flyte.execution_id"].startswith("execution-")
+    assert tags["ebbflow.promoted_in"] == "an execution"
     assert Verdict.model_validate_json(tags["ebbflow.verdict"]) == verdict(True)
+
+
+def test_registering_does_not_promote(recipe: Recipe, name: str, policy: Path, client: MlflowClient) -> None:
+    made = register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion=None)
+    assert made == Registration(model_name=name, version="1", champion=False, previous=None)
+    assert aliases(client, name) == {"challenger": "1"}
 
 
 def test_promotion_moves_the_aliases_and_keeps_the_old_champion(
     recipe: Recipe, name: str, policy: Path, client: MlflowClient
 ) -> None:
-    register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion=None)
+    crown(new_run(recipe), policy, None, {}, model_name=name, expected_champion=None)
     refused = register(new_run(recipe), policy, None, verdict(False), {}, model_name=name, expected_champion="1")
     assert refused == Registration(model_name=name, version="2", champion=False, previous=None)
     assert aliases(client, name) == {"champion": "1", "challenger": "2"}
-    third = register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion="1")
+    third = crown(new_run(recipe), policy, None, {}, model_name=name, expected_champion="1")
     assert third == Registration(model_name=name, version="3", champion=True, previous="1")
     assert aliases(client, name) == {"champion": "3", "challenger": "3", "previous": "1"}
     assert client.get_model_version(name, "3").tags["ebbflow.replaces"] == "1"
 
 
 def test_a_retry_gives_the_same_version(recipe: Recipe, name: str, policy: Path, client: MlflowClient) -> None:
-    register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion=None)
+    crown(new_run(recipe), policy, None, {}, model_name=name, expected_champion=None)
     tracked = new_run(recipe)
-    first, second = (register(tracked, policy, None, verdict(True), {}, model_name=name, expected_champion="1") for _ in range(2))
+    first, second = (crown(tracked, policy, None, {}, model_name=name, expected_champion="1") for _ in range(2))
     assert first == second == Registration(model_name=name, version="2", champion=True, previous="1")
     assert len(client.search_model_versions(f"name = '{name}'")) == 2
 
@@ -139,16 +161,16 @@ def test_a_late_retry_does_not_take_the_challenger_alias_back(
 def test_a_champion_that_changed_since_the_comparison_stays(
     recipe: Recipe, name: str, policy: Path, client: MlflowClient, expected: str | None
 ) -> None:
-    register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion=None)
+    crown(new_run(recipe), policy, None, {}, model_name=name, expected_champion=None)
     with pytest.raises(RegistryError, match="the champion is now 1; it stays challenger"):
-        register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion=expected)
+        crown(new_run(recipe), policy, None, {}, model_name=name, expected_champion=expected)
     assert aliases(client, name) == {"champion": "1", "challenger": "2"}
 
 
 def test_an_interrupted_promotion_is_completed_by_the_retry(
     recipe: Recipe, name: str, policy: Path, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion=None)
+    crown(new_run(recipe), policy, None, {}, model_name=name, expected_champion=None)
     tracked = new_run(recipe)
     move = MlflowClient.set_registered_model_alias
 
@@ -160,9 +182,9 @@ def test_an_interrupted_promotion_is_completed_by_the_retry(
     with monkeypatch.context() as outage:
         outage.setattr(MlflowClient, "set_registered_model_alias", broken)
         with pytest.raises(RegistryError, match="the database went away"):
-            register(tracked, policy, None, verdict(True), {}, model_name=name, expected_champion="1")
+            crown(tracked, policy, None, {}, model_name=name, expected_champion="1")
     assert aliases(client, name)["champion"] == "1"
-    again = register(tracked, policy, None, verdict(True), {}, model_name=name, expected_champion="1")
+    again = crown(tracked, policy, None, {}, model_name=name, expected_champion="1")
     assert again == Registration(model_name=name, version="2", champion=True, previous="1")
 
 
@@ -179,7 +201,7 @@ def test_a_store_that_cannot_be_read_is_not_mistaken_for_no_champion(
 
 def test_a_folder_without_policy_is_refused(recipe: Recipe, name: str, tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match="no policy folder"):
-        register(new_run(recipe), tmp_path, None, verdict(True), {}, model_name=name, expected_champion=None)
+        crown(new_run(recipe), tmp_path, None, {}, model_name=name, expected_champion=None)
 
 
 def test_a_long_verdict_still_fits_a_tag(recipe: Recipe, name: str, policy: Path, client: MlflowClient) -> None:
@@ -192,7 +214,7 @@ def test_the_champion_comes_back_as_it_was_registered(
     recipe: Recipe, name: str, policy: Path, base: Path, tmp_path: Path
 ) -> None:
     tracked = new_run(recipe)
-    register(tracked, policy, base, verdict(True), {}, model_name=name, expected_champion=None)
+    crown(tracked, policy, base, {}, model_name=name, expected_champion=None)
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
     data = download_champion(champion, tmp_path / "champion")
@@ -225,7 +247,7 @@ def test_what_only_training_reads_is_not_registered(
     trained = in_training(base_folder, tmp_path / "trained", config)
     before = contents(trained)
     tracked = new_run(recipe)
-    register(tracked, trained, None, verdict(True), {}, model_name=name, expected_champion=None)
+    crown(tracked, trained, None, {}, model_name=name, expected_champion=None)
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
     served = download_champion(champion, tmp_path / "champion") / "policy"
@@ -259,7 +281,7 @@ def test_a_damaged_policy_gets_no_new_commit(recipe: Recipe, name: str, base_fol
     with pytest.raises(ArtifactError, match="does not fit its manifest"):
         served_folder(trained, tmp_path / "served")
     with pytest.raises(RegistryError, match="does not fit its manifest"):
-        register(new_run(recipe), trained, None, verdict(True), {}, model_name=name, expected_champion=None)
+        crown(new_run(recipe), trained, None, {}, model_name=name, expected_champion=None)
 
 
 def test_the_registered_model_renders_with_seeds(
@@ -274,7 +296,7 @@ def test_the_registered_model_renders_with_seeds(
     serve.generate_images = generate_images  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ebbflow.evaluation.serve", serve)
     tracked = new_run(recipe)
-    register(tracked, policy, base, verdict(True), {}, model_name=name, expected_champion=None)
+    crown(tracked, policy, base, {}, model_name=name, expected_champion=None)
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
     model = mlflow.pyfunc.load_model(str(download_champion(champion, tmp_path / "champion").parents[1]))
@@ -288,9 +310,7 @@ def test_a_large_base_model_is_only_referred_to(
 ) -> None:
     monkeypatch.setattr(registry, "STORED_BASE", registry.folder_bytes(base_folder) - 1)
     tracked = new_run(recipe)
-    register(
-        tracked, policy, base_folder, verdict(True), {"base_digest": verify(base_folder)}, model_name=name, expected_champion=None
-    )
+    crown(tracked, policy, base_folder, {"base_digest": verify(base_folder)}, model_name=name, expected_champion=None)
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
     found, its_policy = champion_folders(champion, tmp_path / "champion", base_folder)
@@ -300,7 +320,7 @@ def test_a_large_base_model_is_only_referred_to(
 
 def test_a_model_without_its_base_says_so(recipe: Recipe, name: str, policy: Path, tmp_path: Path) -> None:
     tracked = new_run(recipe)
-    register(tracked, policy, None, verdict(True), {}, model_name=name, expected_champion=None)
+    crown(tracked, policy, None, {}, model_name=name, expected_champion=None)
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
     with pytest.raises(Exception, match="registered without its base model"):

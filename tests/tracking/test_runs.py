@@ -181,7 +181,7 @@ def test_a_child_that_could_not_be_opened_is_opened_later(tracked: TrackedRun, m
     assert steps(connect(tracked.tracking_uri), node.run_id, "loss") == [1]
 
 
-def test_what_was_never_delivered_is_reported_as_lost(
+def test_what_is_too_much_to_keep_is_reported_as_lost(
     tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("ebbflow.tracking.runs.MOST_WAITING", 3)
@@ -190,7 +190,8 @@ def test_what_was_never_delivered_is_reported_as_lost(
         for step in range(5):
             node.log_metrics({"loss": 1.0}, step)
     assert node.dropped == 2
-    assert "5 metrics and 1 other records are lost" in caplog.text
+    assert "3 metrics and 0 other records wait in" in caplog.text
+    assert "2 metrics are lost" in caplog.text
 
 
 def test_what_mlflow_refuses_does_not_block_the_rest(
@@ -232,7 +233,7 @@ def test_pictures_tables_datasets_and_files_survive_a_retry_once(
 
 
 def test_a_file_that_is_not_there_is_the_callers_error(tracked: TrackedRun, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no file or folder"), node_run(tracked, "files") as node:
+    with pytest.raises(FileNotFoundError, match="no file at"), node_run(tracked, "files") as node:
         node.log_artifact(tmp_path / "missing.txt")
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 
 import pytest
 import torch
 
-from ebbflow.artifacts import ArtifactError
 from ebbflow.models import load_model
 from ebbflow.stage import Place
-from ebbflow.training.checkpoint import CheckpointError, newest_checkpoint, read_state, restore, write_checkpoint
+from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, write_part
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
-
-ABOUT = {"recipe": "abc", "stage": "1.1 online"}
 
 
 @pytest.fixture
@@ -29,6 +26,12 @@ def start(make_recipe, base_folder):
         return Learner(trained, place.online)
 
     return learner
+
+
+@pytest.fixture
+def checkpoints(make_recipe, tmp_path):
+    """``checkpoints(**online)``: those of a stage, in the same folder each time."""
+    return lambda **online: Checkpoints(Place(make_recipe(online=online), 0, 0), tmp_path / "kept")
 
 
 def push(learner, count, seed):
@@ -52,14 +55,15 @@ def everything(learner):
 
 
 @pytest.mark.parametrize("policy", [{}, {"train": "lora", "rank": 2}], ids=["full", "lora"])
-def test_everything_comes_back_to_the_bit_and_goes_on_alike(start, policy, tmp_path):
+def test_everything_comes_back_to_the_bit_and_goes_on_alike(start, checkpoints, policy):
     through, first, second = (start(policy) for _ in range(3))
     push(through, 3, seed=1)
     push(first, 3, seed=1)
     first.steps, first.alarms, first.drifted = 2, ["velocity drift"], True
-    write_checkpoint(tmp_path / "step-00002", first, ABOUT, {"samples": 16})
-    assert read_state(tmp_path / "step-00002", ABOUT) == {"samples": 16}
-    restore(tmp_path / "step-00002", second)
+    checkpoints().save(2, partial(write_part, learner=first), {"samples": 16})
+    folder, state = checkpoints().newest()
+    assert state == {"samples": 16}
+    restore(folder, second)
     assert (second.updates, second.steps, second.alarms, second.drifted) == (3, 2, ["velocity drift"], True)
     for learner in (through, second):
         push(learner, 2, seed=2)
@@ -68,24 +72,50 @@ def test_everything_comes_back_to_the_bit_and_goes_on_alike(start, policy, tmp_p
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
-def test_a_checkpoint_of_another_training_is_refused(start, tmp_path):
-    write_checkpoint(tmp_path / "step-00001", start(), ABOUT, {})
-    with pytest.raises(CheckpointError, match=r"recipe = 'abc' \(now 'xyz'\); remove it"):
-        read_state(tmp_path / "step-00001", ABOUT | {"recipe": "xyz"})
+def save(checkpoints, step, score=None):
+    checkpoints.save(step, lambda folder: (folder / "part").write_text("weights"), {"done": step}, score)
 
 
-def test_the_newest_whole_checkpoint_counts(start, tmp_path):
-    assert newest_checkpoint(tmp_path) is None
-    for step in (1, 2):
-        write_checkpoint(tmp_path / f"step-0000{step}", start(), ABOUT, {})
-    assert newest_checkpoint(tmp_path) == tmp_path / "step-00002"
-    (tmp_path / "step-00002" / "state.json").write_text(json.dumps({}))
-    with pytest.warns(UserWarning, match="passed over.*step-00002.*state.json"):
-        assert newest_checkpoint(tmp_path) == tmp_path / "step-00001"
-    with pytest.raises(ArtifactError, match="step-00002"):
-        read_state(tmp_path / "step-00002", ABOUT)
+def test_a_checkpoint_of_another_training_is_refused(checkpoints):
+    save(checkpoints(), 1)
+    with pytest.raises(CheckpointError, match=r"recipe = '\w+' \(now '\w+'\); remove it"):
+        checkpoints(steps=7).newest()
 
 
-def test_a_rank_that_does_not_write_leaves_nothing(start, tmp_path):
-    write_checkpoint(tmp_path / "step-00001", start(), ABOUT, {}, write=False)
-    assert list(tmp_path.iterdir()) == []
+def test_the_newest_whole_checkpoint_counts(checkpoints, tmp_path):
+    assert checkpoints().newest() is None
+    for step in (99_999, 100_000):
+        save(checkpoints(), step)
+    assert checkpoints().newest()[1] == {"done": 100_000}
+    (tmp_path / "kept" / "step-100000" / "state.json").write_text("{")
+    with pytest.warns(UserWarning, match="passed over.*step-100000.*state.json"):
+        assert checkpoints().newest()[1] == {"done": 99_999}
+
+
+def there(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
+def test_the_last_ones_are_kept(checkpoints, tmp_path, keep, expected):
+    for step in (1, 2, 3, 4):
+        save(checkpoints(checkpoints={"keep": keep}), step)
+    assert there(tmp_path / "kept") == expected
+
+
+def test_the_best_one_is_kept_beside_them(checkpoints, tmp_path):
+    stage = checkpoints(checkpoints={"keep": 1})
+    assert stage.best() is None
+    for step, score in ((1, 0.2), (2, 0.9), (3, None), (4, 0.9), (5, 0.3)):
+        save(stage, step, score)
+    assert there(tmp_path / "kept") == [2, 5]
+    assert stage.best() == (tmp_path / "kept" / "step-00002", 2, 0.9)
+
+
+@pytest.mark.parametrize(("every", "due"), [(2, [2, 4]), (3, [3])])
+def test_they_are_due_every_so_many_steps(checkpoints, every, due):
+    assert [step for step in range(1, 6) if checkpoints(checkpoints={"every": every}).due(step)] == due
+
+
+def test_none_is_due_where_none_is_wanted(checkpoints):
+    assert not checkpoints(checkpoints=None).due(10)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from training_cases import (
     ALONE,
@@ -30,10 +27,10 @@ from ebbflow.algorithms import diffusion_nft
 from ebbflow.artifacts import verify
 from ebbflow.models import load_model
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.training import distributed
 from ebbflow.training.distributed import Ranks, process_group
 from ebbflow.training.policy import Policy, PolicyCard
 from ebbflow.training.update import Learner, TrainingError
+from tests.two_processes import as_two_ranks
 
 # Two processes with FSDP2. What they are dealt is uneven: four samples and two, two groups and one; what comes out is what one
 # process computes.
@@ -80,29 +77,12 @@ def train_as_a_rank(base: Path, output: Path) -> None:
     Policy(load_model(base), LORA, 0).save(output / f"untrained-{ranks.rank}", untrained)
 
 
-def second_process(_: int, base: Path, output: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "1"
-    train_as_a_rank(base, output)
-
-
 @pytest.fixture(scope="module")
 def two_processes(base_folder, tmp_path_factory):
     """The output folder of two gloo processes, this one and a spawned one, that trained a full and a LoRA policy."""
     output = tmp_path_factory.mktemp("two-processes")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    other_hashes = {"PYTHONHASHSEED": 7}  # sets have another order in the other process, as they have by chance
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (group | other_hashes).items():
-            patch.setenv(name, str(value))
-        patch.setattr(distributed, "TIMEOUT", timedelta(minutes=3))
-        other = torch.multiprocessing.spawn(second_process, (base_folder, output), nprocs=1, join=False)
-        train_as_a_rank(base_folder, output)
-        while not other.join():
-            pass
+    # Sets have another order in the other process, as they have by chance.
+    as_two_ranks(train_as_a_rank, base_folder, output, PYTHONHASHSEED="7")
     return output
 
 

@@ -1,0 +1,38 @@
+"""Secrets have no place in a recipe: it becomes parameters, a file in MLflow, a page of the report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from ebbflow.recipe.base import RecipeError, dotted
+
+USER_AND_PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#@:]*:[^\s/?#]*@")
+USER_OF_THE_WEB = re.compile(r"(https?://)[^\s/?#@]+@")
+"""Without a password, what comes before the @ is a token."""
+QUERY = re.compile(r"([?&][\w.-]*(?:token|secret|passw|key|sig|credential|auth)[\w.-]*=)[^&\s'\"]+", re.IGNORECASE)
+
+
+def cleaned(text: str) -> str:
+    """A text without the passwords and tokens of the URIs in it."""
+    for secret in (USER_AND_PASSWORD, USER_OF_THE_WEB):
+        text = secret.sub(r"\1***@", text)
+    return QUERY.sub(r"\1***", text)
+
+
+def require_no_secrets(values: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
+    """Check the texts of a recipe, given as (place, value).
+
+    Raises:
+        RecipeError: a URI among them holds a password or a token; says where, and not what.
+    """
+    lines = [
+        f"{dotted(place)} = {cleaned(value)!r}: a URI with a password or a token in it would end up in logs and reports; take it "
+        "out and keep it in the environment (for MLflow MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, for a reward the "
+        "variable that token_variable names, for a store of files the cloud's own)"
+        for place, value in values
+        if isinstance(value, str) and cleaned(value) != value
+    ]
+    if lines:
+        raise RecipeError("\n".join(lines))

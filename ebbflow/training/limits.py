@@ -1,0 +1,143 @@
+"""What ends a stage before its last step: its machine is taken away, or its budget is spent.
+
+A stage asks after every step. When the machine goes (SIGTERM, or the time in ``EBBFLOW_EXPIRES_AT`` comes near), it saves where
+it stands and raises ``Preempted``: another attempt goes on from there. When the budget of the recipe is spent, it ends with what
+was learnt so far.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from enum import IntEnum
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from ebbflow.recipe.stages import Stage
+from ebbflow.training.update import TrainingError
+
+EXPIRES = "EBBFLOW_EXPIRES_AT"
+TO_SAVE = 60.0
+"""Seconds that are left for saving at least, where a machine expires."""
+
+
+class Preempted(RuntimeError):
+    """The stage was stopped and saved: names the reason, the step and the way on."""
+
+
+class Stop(IntEnum):
+    """Whether to go on; the larger goes before, where processes disagree."""
+
+    NO = 0
+    SPENT = 1
+    """The budget is: the stage is over."""
+    LEAVE = 2
+    """The machine: save, and go on elsewhere."""
+
+
+class Limits:
+    """The clock of an attempt at a stage. No step is begun that would end too late, if it took as long as the longest so far.
+
+    Args:
+        gpus: of the whole stage, whose hours ``max_gpu_hours`` counts.
+        spent: seconds of earlier attempts, as far as they were saved.
+
+    Raises:
+        TrainingError: ``EBBFLOW_EXPIRES_AT`` is no time with a zone, or is past; GPU hours are to be counted without a GPU.
+    """
+
+    def __init__(self, config: Stage, gpus: float, spent: float = 0.0) -> None:
+        self.config, self.gpus, self.spent = config, gpus, spent
+        self.expires = _expiry(os.environ.get(EXPIRES))
+        self.told = False
+        self.reason = "another process was told to end"
+        self.begun = self.stepped = time.monotonic()
+        self.longest = 0.0
+        if config.max_gpu_hours and not gpus:
+            raise TrainingError(f"max_gpu_hours = {config.max_gpu_hours:g} and the stage has no GPU; use max_hours")
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of this attempt and of those before it."""
+        return self.spent + time.monotonic() - self.begun
+
+    def after_step(self) -> Stop:
+        """Whether the stage goes on after this step; all processes of a group ask together, and get the same answer."""
+        now = time.monotonic()
+        self.longest, self.stepped = max(self.longest, now - self.stepped), now
+        return Stop(_largest(self._own()))
+
+    def farewell(self, stage: str, step: int, steps: int, saved: bool) -> str:
+        """What to say when the machine is left."""
+        way_on = (
+            "they are saved: start it again, and it goes on from there"
+            if saved
+            else "they are lost: no checkpoints were asked for"
+        )
+        return f"{stage} was told to end ({self.reason}) and has done {step} of {steps} steps; {way_on}"
+
+    def epitaph(self, step: int, steps: int) -> str:
+        """What to say of a stage whose budget is spent."""
+        return f"ended after {step} of {steps} steps: {self.reason}"
+
+    def _own(self) -> Stop:
+        if self.told:
+            self.reason = "SIGTERM"
+            return Stop.LEAVE
+        if self.expires and time.time() + max(TO_SAVE, 2 * self.longest) > self.expires:
+            self.reason = f"{EXPIRES} = {os.environ[EXPIRES]}"
+            return Stop.LEAVE
+        hours = (self.elapsed + self.longest) / 3600
+        for key, used in (("max_hours", hours), ("max_gpu_hours", hours * self.gpus)):
+            if (most := getattr(self.config, key)) is not None and used > most:
+                self.reason = f"{key} = {most:g}"
+                return Stop.SPENT
+        return Stop.NO
+
+    @contextmanager
+    def listening(self) -> Iterator[Limits]:
+        """Take a SIGTERM as a word to end after the step, once; a second one ends the process as ever."""
+
+        def told(number: int, frame: FrameType | None) -> None:
+            self.told = True
+            signal.signal(signal.SIGTERM, before)
+
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # only the main thread hears signals
+            return
+        before = signal.signal(signal.SIGTERM, told)
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _expiry(text: str | None) -> float | None:
+    """Seconds since 1970."""
+    if not text:
+        return None
+    try:
+        expires = datetime.fromisoformat(text)
+    except ValueError:
+        expires = datetime.min
+    if expires.tzinfo is None:
+        raise TrainingError(f"{EXPIRES} = {text!r} is no time with a zone; write it like 2026-01-31T18:00:00+00:00")
+    if expires.timestamp() < time.time():
+        raise TrainingError(f"{EXPIRES} = {text} is past: this machine is no longer ours; set it anew, or leave it out")
+    return expires.timestamp()
+
+
+def _largest(own: int) -> int:
+    if not dist.is_initialized():
+        return own
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    largest = torch.tensor(own, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)

@@ -1,0 +1,65 @@
+"""Machines that are taken away: what a task says so that Flyte starts it again, and a training group that ends by itself."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.extend import TaskPlugins
+from flytekitplugins.kfpytorch import Elastic
+from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
+
+
+@contextmanager
+def started_again_after(*errors: type[Exception]) -> Iterator[None]:
+    """Flyte starts a task again after no error but its own recoverable one."""
+    try:
+        yield
+    except errors as error:
+        raise FlyteRecoverableException(str(error)) from error
+
+
+@dataclass
+class Group(Elastic):
+    """Processes under torch's elastic launcher that hear of a SIGTERM and are left the time to save.
+
+    By itself the launcher gives them 30 seconds, and the task then ends as if it had succeeded without outputs.
+    """
+
+
+class GroupTask(PytorchElasticFunctionTask):
+    """Passes a SIGTERM on to the processes; they agree, save and raise, all of them."""
+
+    told = False
+
+    def execute(self, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return super().execute(**kwargs)  # only the main thread hears signals
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
+        before = signal.signal(signal.SIGTERM, self._pass_on)
+        try:
+            return super().execute(**kwargs)
+        except FlyteRecoverableException:
+            raise
+        except Exception as error:
+            if self.told:  # it came before they could save, while they were loading
+                raise FlyteRecoverableException(f"{self.name} was told to end before it had begun") from error
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.told = True
+        for process in multiprocessing.active_children():
+            process.terminate()
+
+
+TaskPlugins.register_pythontask_plugin(Group, GroupTask)

@@ -1,0 +1,25 @@
+"""Makes a registered policy champion, after the gate and, where the recipe asks for it, a person said so."""
+
+from __future__ import annotations
+
+from flytekit import current_context, task
+
+from ebbflow.records import Registration, TrackedRun
+from tasks.cache import ONCE_PER_RUN
+from tasks.resources import light
+from tasks.types import ChampionPolicy
+
+
+@task(cache=ONCE_PER_RUN, **light())
+def promote_policy(run: TrackedRun, champion: ChampionPolicy, registration: Registration, approved: str = "") -> Registration:
+    """The champion moves once, however many attempts; ``approved`` is what a person said yes to, if one was asked."""
+    from ebbflow.tracking.registry import promote
+    from ebbflow.tracking.runs import node_run
+
+    execution = current_context().execution_id
+    name = execution.name if execution else "local"
+    tags = {"promoted_in": name} | ({"approved_in": name, "approved": approved} if approved else {})
+    with node_run(run, "promotion") as node:
+        promoted = promote(run, registration, tags, expected_champion=champion.version)
+        node.log_params(promoted.model_dump())
+    return promoted

@@ -1,0 +1,255 @@
+"""A rollout shard is read as it was written or is refused: damaged, of another stage, or with latents that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import strategies as st
+from plain_cases import assert_readable, cases, damage, only_speaks_plainly
+
+from ebbflow.data.prompts import write_prompts
+from ebbflow.data.schema import PROMPTS, rollout_schema
+from ebbflow.data.tables import TableError, about_table, read_batches, read_table, write_table
+from ebbflow.evaluation.evaluate import evaluate
+from ebbflow.models import load_model
+from ebbflow.offline.shards import generate_shard, made_for, read_latents, require_shard, score_shard
+from ebbflow.offline.training import train_offline_folder
+from ebbflow.rewards.combine import NO_PICTURE, RewardError
+from ebbflow.stage import Kept, Place
+from ebbflow.training.policy import Policy, write_base_policy
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, base_folder, make_recipe, make_prompts):
+    """A place, its prompts and the bytes of a shard of it."""
+    place, path = Place(make_recipe(), 0, 1), tmp_path_factory.mktemp("shard") / "rollouts.parquet"
+    model = load_model(base_folder)
+    policy = Policy(model, place.recipe.policy, 0)
+    policy.ensure("old")
+    generate_shard(place, model, policy, 7, make_prompts(6), 0, path)
+    return place, make_prompts(6), path.read_bytes()
+
+
+@pytest.fixture
+def shard(made, tmp_path):
+    (tmp_path / "rollouts.parquet").write_bytes(made[2])
+    return tmp_path / "rollouts.parquet"
+
+
+@pytest.fixture
+def score(made, scorer, tmp_path):
+    place, prompts, _ = made
+
+    def score(path: Path) -> pa.Table:
+        score_shard(place, scorer, prompts, path, tmp_path / "scores.parquet")
+        return read_table(tmp_path / "scores.parquet")
+
+    return score
+
+
+@cases(250, go_wrong=damage())
+def test_a_damaged_shard_is_refused_or_reads_as_before(made, tmp_path, go_wrong):
+    place, prompts, content = made
+    good, path = tmp_path / "good.parquet", tmp_path / "rollouts.parquet"
+    good.write_bytes(content)
+    path.write_bytes(go_wrong(content))
+
+    def everything():
+        require_shard(place, path, prompts)
+        return read_table(path), read_latents(path), about_table(path), pa.Table.from_batches(read_batches(path, 3))
+
+    read = only_speaks_plainly(everything, TableError, str(path))
+    if read is not None:
+        table, latents, about, batches = read
+        expected = read_table(good)
+        assert table.equals(expected)
+        assert batches.equals(expected)
+        assert torch.equal(latents, read_latents(good))
+        assert about == about_table(good)
+
+
+@cases(40, go_wrong=damage())
+def test_a_damaged_shard_leaves_no_scores(made, tmp_path, scorer, go_wrong):
+    place, prompts, content = made
+    path, scores = tmp_path / "rollouts.parquet", tmp_path / "scores.parquet"
+    path.write_bytes(go_wrong(content))
+    scores.unlink(missing_ok=True)
+    only_speaks_plainly(lambda: score_shard(place, scorer, prompts, path, scores), TableError, str(path))
+    assert {file.name for file in tmp_path.iterdir()} - {"rollouts.parquet"} <= {"scores.parquet"}
+
+
+def rewritten(path: Path, about=None, columns=None, schema=None, **changed) -> Path:
+    """The shard with other columns, or said to be something else."""
+    table = read_table(path)
+    schema = schema or table.schema.remove_metadata()
+    values = {name: table[name].combine_chunks() for name in table.schema.names} | changed
+    batch = pa.record_batch([values[name] for name in schema.names], schema=schema)
+    write_table(path, schema, [batch], {**about_table(path), **(about or {})})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("recipe_digest", "f" * 64), ("stage", "2.1 offline"), ("seed", 5), ("seed", None), ("stage", {"a": []})]
+)
+def test_a_shard_of_another_stage_is_refused_with_both(made, shard, score, key, value):
+    with pytest.raises(TableError) as error:
+        score(rewritten(shard, about={key: value}))
+    assert_readable(str(error.value), str(shard), f"{key} = {value!r}", repr(made_for(made[0])[key]), "generate it")
+    assert not (shard.parent / "scores.parquet").exists()
+
+
+def test_training_refuses_it_too(made, shard, base_folder, tmp_path):
+    place, prompts, _ = made
+    rows = [{**vars(prompt)} for prompt in prompts]
+    write_prompts(pa.Table.from_pylist(rows, schema=PROMPTS), tmp_path / "prompts.parquet")
+    write_base_policy(tmp_path / "policy", "base", "recipe", place.recipe.policy)
+    rewritten(shard, about={"stage": "1.1 offline"})
+    arguments = (place, base_folder, tmp_path / "policy", tmp_path / "prompts.parquet", [shard], tmp_path / "none.parquet")
+    with pytest.raises(TableError, match=r"stage = '1\.1 offline' \(this stage's: '1\.2 offline'\)"):
+        train_offline_folder(*arguments, tmp_path / "trained", Kept())
+    assert not (tmp_path / "trained").exists()
+
+
+def without(schema: pa.Schema, name: str) -> pa.Schema:
+    return schema.remove(schema.get_field_index(name))
+
+
+@pytest.mark.parametrize("name", rollout_schema((1, 16, 32)).names)
+def test_a_column_that_is_missing_is_named(shard, score, name):
+    schema = without(read_table(shard).schema.remove_metadata(), name)
+    with pytest.raises(TableError, match=r"should have\n.*" + name) as error:
+        score(rewritten(shard, schema=schema))
+    assert_readable(str(error.value), str(shard))
+
+
+def test_latents_of_another_shape_are_refused_with_both(made, shard):
+    place, prompts, _ = made
+    with pytest.raises(TableError) as error:
+        require_shard(place, shard, prompts, (4, 8, 8))
+    assert_readable(str(error.value), str(shard), "shape=[4,8,8]", "shape=[1,16,32]")
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.binary(), pa.float32()])
+def test_latents_that_are_no_tensors_are_refused(shard, score, kind):
+    schema = read_table(shard).schema.remove_metadata()
+    schema = schema.set(schema.get_field_index("latent"), pa.field("latent", kind, nullable=False))
+    value = {pa.list_(pa.float32()): [0.5], pa.binary(): b"x", pa.float32(): 0.5}[kind]
+    with pytest.raises(TableError, match="has the columns"):
+        score(rewritten(shard, schema=schema, latent=pa.array([value] * 8, kind)))
+
+
+def test_a_prompt_that_the_run_has_not_is_named(shard, score):
+    ids = pa.array([99, *read_table(shard)["prompt_id"].to_pylist()[1:]], pa.int64())
+    with pytest.raises(TableError, match=r"prompt_id = 99, and the run's prompts have none"):
+        score(rewritten(shard, prompt_id=ids))
+
+
+@pytest.mark.parametrize("image", [b"", b"no picture", b"\x89PNG\r\n\x1a\n"])
+def test_an_image_that_is_none_is_named(shard, score, image):
+    images = pa.array([image, *read_table(shard)["image"].to_pylist()[1:]], pa.binary())
+    with pytest.raises(TableError) as error:
+        score(rewritten(shard, image=images))
+    assert_readable(str(error.value), str(shard), "cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({}, "does not say what it is"),
+        ({"ebbflow": "{}"}, "does not fit its sha256"),
+        ({"ebbflow": "{", "ebbflow.sha256": "0" * 64}, "does not fit its sha256"),
+    ],
+)
+def test_metadata_that_was_tampered_with(shard, score, metadata, says):
+    table = read_table(shard)
+    with pq.ParquetWriter(shard, table.schema.remove_metadata()) as writer:
+        writer.write_table(table.replace_schema_metadata(None))
+        writer.add_key_value_metadata(metadata)
+    with pytest.raises(TableError, match=says):
+        score(shard)
+
+
+# What a model that gives no numbers leaves behind.
+
+
+def spoilt(shard: Path, rows: list[int], value: float) -> Path:
+    latents = read_latents(shard).numpy()
+    for row in rows:
+        latents[row].flat[row] = value
+    return rewritten(shard, latent=pa.FixedShapeTensorArray.from_numpy_ndarray(latents))
+
+
+@cases(25, rows=st.lists(st.integers(0, 7), unique=True, max_size=7), value=st.sampled_from([np.nan, np.inf, -np.inf]))
+def test_a_latent_that_is_not_finite_is_masked_and_counted(made, scorer, make_recipe, tmp_path, rows, value):
+    place, prompts, content = made
+    (tmp_path / "rollouts.parquet").write_bytes(content)
+    score_shard(place, scorer, prompts, tmp_path / "rollouts.parquet", tmp_path / "good.parquet")
+    shard, good = spoilt(tmp_path / "rollouts.parquet", rows, value), read_table(tmp_path / "good.parquet").to_pylist()
+    lenient = place.recipe.model_copy(update={"rewards": place.recipe.rewards.model_copy(update={"max_failed_share": 0.99})})
+    rewritten(shard, about=made_for(Place(lenient, 0, 1)))
+    score_shard(Place(lenient, 0, 1), scorer, prompts, shard, tmp_path / "scores.parquet")
+    for index, (row, before) in enumerate(zip(read_table(tmp_path / "scores.parquet").to_pylist(), good, strict=True)):
+        if index in rows:
+            assert (row["reward"], row["darkness"], row["brightness"], row["failure"]) == (None, None, None, NO_PICTURE)
+        else:
+            assert row == before
+
+
+def test_too_many_of_them_stop_the_stage(shard, score):
+    with pytest.raises(RewardError, match=rf"1 of 8 images .*max_failed_share = 5\.0% .*: {NO_PICTURE}"):
+        score(spoilt(shard, [3], np.nan))
+
+
+@pytest.fixture
+def blind(model, monkeypatch):
+    """The model, whose network gives NaN for every sample that is not the first of its batch."""
+    velocity = model.velocity
+
+    def broken(latents, sigma, conditioning):
+        found = velocity(latents, sigma, conditioning).clone()
+        found[1:] = np.nan
+        return found
+
+    monkeypatch.setattr(model, "velocity", broken)
+    return model
+
+
+def test_a_network_that_gives_nan_is_never_scored_as_if_it_drew(made, blind, scorer, tmp_path):
+    place, prompts, _ = made
+    policy = Policy(blind, place.recipe.policy, 0)
+    policy.ensure("old")
+    generate_shard(place, blind, policy, 7, prompts, 0, tmp_path / "rollouts.parquet")
+    with pytest.raises(RewardError, match=f"7 of 8 images .*{NO_PICTURE}"):
+        score_shard(place, scorer, prompts, tmp_path / "rollouts.parquet", tmp_path / "scores.parquet")
+    assert not (tmp_path / "scores.parquet").exists()
+
+
+def test_nor_is_it_in_an_evaluation(made, blind, scorer, make_prompts, tmp_path):
+    recipe, prompts = made[0].recipe, [*make_prompts(2, "validation"), *make_prompts(4, "held_out")]
+    policy = Policy(blind, recipe.policy, 0)
+    found = evaluate(recipe, blind, policy, 0, scorer, prompts, "blind", tmp_path / "samples.parquet")
+    rows = read_table(tmp_path / "samples.parquet").to_pylist()
+    assert [row["failure"] for row in rows] == [None] + [NO_PICTURE] * 5
+    assert found.coverage == 0
+    assert "reward" not in found.held_out
+    json.loads(found.model_dump_json())
+
+
+def test_a_table_that_fails_in_the_middle_leaves_no_file(tmp_path, made):
+    schema = rollout_schema((1, 16, 32))
+
+    def batches():
+        (tmp_path / "seen").touch()
+        yield pa.RecordBatch.from_pylist([], schema)
+        assert not (tmp_path / "rollouts.parquet").exists()
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        write_table(tmp_path / "rollouts.parquet", schema, batches(), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["seen"]

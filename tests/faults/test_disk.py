@@ -1,0 +1,228 @@
+"""A full disk: an error that names the place, nothing that looks whole is left, and the next attempt succeeds."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from ebbflow import artifacts
+from ebbflow.artifacts import new_folder, verify
+from ebbflow.data.tables import about_table, row_count, write_table
+from ebbflow.disk import DiskFullError
+from ebbflow.offline.shards import generate_shard, score_shard
+from ebbflow.stage import Place
+from ebbflow.tracking import report
+from ebbflow.training.checkpoint import write_part
+from ebbflow.training.policy import Policy, PolicyCard
+from ebbflow.training.update import Learner
+
+
+@contextmanager
+def no_file_above(size: int) -> Iterator[None]:
+    """In the block a write past ``size`` bytes of a file fails in this process, in every library and language."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def require_refused_then_written(place: Path, write: Callable[[], None], size: int) -> None:
+    """``write`` finds no room and says so, leaves what was there before, and succeeds once there is room."""
+    before = sorted(place.parent.rglob("*"))
+    with no_file_above(size), pytest.raises(DiskFullError, match=f"^{place} could not be written: the disk is full.*MiB free"):
+        write()
+    assert sorted(place.parent.rglob("*")) == before
+    write()
+    assert place.exists()
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_a_policy_folder(model, make_recipe, tmp_path, train):
+    recipe = make_recipe(policy={"train": train})
+    policy = Policy(model, recipe.policy, 0)
+    policy.ensure("old")
+    card = PolicyCard(base_digest="b", recipe_digest="r", config=recipe.policy, version=1, copies=("old",))
+    folder = tmp_path / "policy"
+    require_refused_then_written(folder, partial(policy.save, folder, card), size=40_000)
+    digest = verify(folder)
+    require_refused_then_written(folder, partial(policy.save, folder, card.model_copy(update={"version": 2})), size=40_000)
+    assert verify(folder) != digest
+
+
+def test_a_checkpoint(model, make_recipe, tmp_path):
+    recipe = make_recipe()
+    learner = Learner(Policy(model, recipe.policy, 0), recipe.stages[0])
+    folder = tmp_path / "step-00002"
+
+    def write() -> None:
+        with new_folder(folder) as unfinished:
+            write_part(unfinished, learner)
+
+    require_refused_then_written(folder, write, size=40_000)
+    verify(folder)
+
+
+def test_rollouts_and_scores(model, make_recipe, make_prompts, scorer, tmp_path):
+    place, prompts = Place(make_recipe(), 0, 1), make_prompts(4)
+    policy = Policy(model, place.recipe.policy, 0)
+    policy.ensure("old")
+    rollouts, scores = tmp_path / "rollouts.parquet", tmp_path / "scores.parquet"
+    generate = partial(generate_shard, place, model, policy, 0, prompts, 0, rollouts)
+    require_refused_then_written(rollouts, generate, size=4_000)
+    require_refused_then_written(scores, partial(score_shard, place, scorer, prompts, rollouts, scores), size=500)
+    assert row_count(scores) == row_count(rollouts) == 8
+
+
+def test_a_report(tmp_path):
+    path = tmp_path / "report.html"
+    path.write_text("the report of the attempt before")
+    with no_file_above(1000), pytest.raises(DiskFullError, match="report.html could not be written"):
+        report._write(path, "x" * 2000)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"report.html": "the report of the attempt before"}
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["over another", "new"])
+def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
+    """At the n-th call that changes the disk, for every n: what stands there is the old folder or the new one, whole."""
+    folder = tmp_path / "artifact"
+
+    def write(text: str) -> None:
+        with new_folder(folder) as unfinished:
+            (unfinished / "a").write_text(text)
+            (unfinished / "b").write_text(text)
+
+    class Full:
+        def __init__(self, calls: int) -> None:
+            self.left = calls
+
+        def instead_of(self, call: Callable[..., object]) -> Callable[..., object]:
+            def counted(*arguments: object, **named: object) -> object:
+                self.left -= 1
+                if self.left == 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return call(*arguments, **named)
+
+            return counted
+
+    if there:
+        write("old")
+    expected = {"old"} if there else set()
+    for calls in range(1, 100):
+        with monkeypatch.context() as patched:
+            full = Full(calls)
+            for owner, name in ((Path, "write_text"), (Path, "mkdir"), (Path, "rename"), (artifacts, "_to_disk")):
+                patched.setattr(owner, name, full.instead_of(getattr(owner, name)))
+            try:
+                write("new")
+            except DiskFullError:
+                found = {path.read_text() for path in folder.glob("[ab]")}
+                assert found in (expected, {"new"}), f"after {calls} calls"
+                assert found == expected or full.left == 0
+                if folder.exists():
+                    verify(folder)
+                assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+                if found == {"new"}:
+                    expected = found  # it already stood there when the parent folder could not be synchronised
+            else:
+                break
+    assert calls > 8
+    verify(folder)
+    assert {path.read_text() for path in folder.glob("[ab]")} == {"new"}
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from ebbflow.artifacts import new_folder
+with new_folder(Path(sys.argv[1])) as unfinished:
+    (unfinished / "weights").write_bytes(bytes(1000))
+    print("writing", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+    folder = tmp_path / "step-00010"
+    with subprocess.Popen([sys.executable, "-c", WRITER, folder], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        try:
+            with new_folder(folder) as unfinished:
+                (unfinished / "weights").write_text("of another")
+            assert (tmp_path / f".step-00010.unfinished-{writer.pid}" / "weights").is_file()
+        finally:
+            writer.send_signal(signal.SIGKILL)
+    assert len(list(tmp_path.iterdir())) == 2
+    with new_folder(folder) as unfinished:
+        (unfinished / "weights").write_text("of the next attempt")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00010"]
+    assert (folder / "weights").read_text() == "of the next attempt"
+
+
+ON_A_SMALL_DISK = """
+import os, sys
+from pathlib import Path
+import pyarrow as pa
+from ebbflow.artifacts import new_folder, verify
+from ebbflow.data.tables import write_table
+from ebbflow.disk import DiskFullError
+from safetensors.torch import save_file
+import torch
+
+disk, schema = Path(sys.argv[1]), pa.schema([("bytes", pa.binary())])
+
+def weights(megabytes):
+    with new_folder(disk / "policy") as unfinished:
+        save_file({"w": torch.ones(megabytes, 2**18)}, unfinished / "parameters.safetensors")
+
+def table(megabytes):
+    write_table(disk / "t.parquet", schema, (pa.record_batch([[os.urandom(2**20)]], schema) for _ in range(megabytes)), {})
+
+for write in (weights, table):
+    try:
+        write(20)
+    except DiskFullError as error:
+        assert "the disk is full" in str(error), error
+    else:
+        raise AssertionError("it was written")
+    assert not list(disk.iterdir()), list(disk.iterdir())
+weights(3)
+table(3)
+verify(disk / "policy")
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    mounted = f"mount -t tmpfs -o size=8m tmpfs {tmp_path}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mounted], capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    run = f'{mounted} && exec "$0" -c "$1" {tmp_path}'
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", run, sys.executable, ON_A_SMALL_DISK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_errors_of_other_kinds_stay_what_they_are(tmp_path):
+    schema = pa.schema([("number", pa.int64())])
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield pa.record_batch([[1]], schema)
+        raise PermissionError("not yours")
+
+    with pytest.raises(PermissionError, match="not yours"):
+        write_table(tmp_path / "t.parquet", schema, batches(), {})
+    write_table(tmp_path / "t.parquet", schema, [], {"seconds": time.time() * 0})
+    assert about_table(tmp_path / "t.parquet") == {"seconds": 0}

@@ -1,0 +1,219 @@
+"""Which run a second start goes on with, and that two never work in one folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flytekit import FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
+from flytekit.types.directory import FlyteDirectory
+
+from ebbflow import identity
+from ebbflow.hold import FolderInUse, held
+from ebbflow.identity import code_digest, inputs_digest
+from ebbflow.recipe import Recipe
+from ebbflow.records import TrackedRun
+from ebbflow.tracking.runs import connect, finish_run, node_run
+from tasks.start_run import start_run
+from tasks.types import BaseModelArtifact
+
+HOLDER = "\n".join(
+    [
+        "import sys",
+        "from pathlib import Path",
+        "from ebbflow.hold import held",
+        "with held(Path(sys.argv[1])):",
+        "    print('has it', flush=True)",
+        "    input()",
+    ]
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_store_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store for all tests, which tell their runs apart by the recipe's name."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def make(output: Path, request: pytest.FixtureRequest) -> Callable[..., Recipe]:
+    name = request.node.originalname.replace("_", "-")
+    return lambda **changes: Recipe.model_validate({"name": name, "output": str(output)} | changes)
+
+
+def test_a_run_that_was_killed_goes_on(make: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+    stopped = start_run(recipe=make())
+    assert "going on" not in capsys.readouterr().out
+    assert start_run(recipe=make()) == stopped
+    assert f"going on with the run that was stopped (MLflow run {stopped.run_id})" in (printed := capsys.readouterr().out)
+    assert f"to begin anew, delete {stopped.folder}" in printed
+
+
+def test_a_run_that_failed_goes_on(make: Callable[..., Recipe]) -> None:
+    failed = start_run(recipe=make())
+    with pytest.raises(RuntimeError, match="disk"), node_run(failed, "prompts"):
+        raise RuntimeError("disk")
+    client = connect(failed.tracking_uri)
+    assert client.get_run(failed.run_id).info.status == "FAILED"
+    assert start_run(recipe=make()) == failed
+    assert client.get_run(failed.run_id).info.status == "RUNNING"
+
+
+def _finish(run: TrackedRun) -> None:
+    finish_run(run, "FINISHED")
+
+
+def _delete_folder(run: TrackedRun) -> None:
+    shutil.rmtree(run.folder)
+
+
+def _delete_run(run: TrackedRun) -> None:
+    connect(run.tracking_uri).delete_run(run.run_id)
+
+
+@pytest.mark.parametrize("end", [_finish, _delete_folder, _delete_run])
+def test_a_run_that_is_over_does_not_go_on(make: Callable[..., Recipe], end: Callable[[TrackedRun], None]) -> None:
+    before = start_run(recipe=make(seed=len(end.__name__)))
+    end(before)
+    after = start_run(recipe=make(seed=len(end.__name__)))
+    assert after.run_id != before.run_id
+    assert after.folder != before.folder
+
+
+def test_another_recipe_begins_anew(make: Callable[..., Recipe]) -> None:
+    assert start_run(recipe=make()).run_id != start_run(recipe=make(seed=1)).run_id
+
+
+def test_changed_code_begins_anew(make: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = start_run(recipe=make())
+    monkeypatch.setattr(identity, "code_digest", lambda *places: "changed")
+    assert start_run(recipe=make()).run_id != before.run_id
+
+
+def test_changed_prompts_begin_anew(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    source = tmp_path / "prompts.txt"
+    source.write_text('"ONE"\n"TWO"\n')
+    recipe = make(prompts={"source": str(source)})
+    before = start_run(recipe=recipe)
+    assert start_run(recipe=recipe) == before
+    source.write_text('"ONE"\n"TWA"\n')
+    assert start_run(recipe=recipe).run_id != before.run_id
+
+
+def _elsewhere(folder: Path | str) -> subprocess.Popen[str]:
+    """Another process that has the folder until it is told, or killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "has it\n"
+    return process
+
+
+def test_a_second_start_is_refused_while_the_first_lives(make: Callable[..., Recipe]) -> None:
+    run = start_run(recipe=make())
+    with (
+        pytest.raises(FolderInUse, match=f"{run.folder} is in use by process {os.getpid()} on .*; wait until"),
+        held(Path(run.folder)),
+    ):
+        pass
+    start_run(recipe=make(seed=1))  # this process turns to another run
+    first = _elsewhere(run.folder)
+    try:
+        with pytest.raises(FolderInUse, match=rf"is in use by process {first.pid} on .*another 'output'"):
+            start_run(recipe=make())
+    finally:
+        first.kill()
+        first.communicate()
+    assert start_run(recipe=make()) == run
+
+
+def test_a_folder_is_free_once_its_holder_was_killed(tmp_path: Path) -> None:
+    holder = _elsewhere(tmp_path / "new")
+    with pytest.raises(FolderInUse), held(tmp_path / "new"):
+        pass
+    holder.kill()
+    holder.communicate()
+    for _ in range(2):
+        with held(tmp_path / "new"):
+            pass
+
+
+def test_the_code_digest_follows_every_source_and_no_place(tmp_path: Path) -> None:
+    def copied(name: str, **changes: str) -> str:
+        folder = tmp_path / name
+        for path, text in ({"a.py": "1", "b/c.html": "2", "notes.md": "3"} | changes).items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+        return code_digest(folder)
+
+    same = copied("one")
+    assert copied("two") == same
+    assert copied("three", **{"notes.md": "4"}) == same
+    assert len({same, copied("four", **{"a.py": "2"}), copied("five", **{"b/c.html": "3"}), copied("six", **{"b/d.py": ""})}) == 4
+
+
+def test_the_code_digest_follows_the_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = code_digest(tmp_path)
+    installed = identity.version
+    monkeypatch.setattr(identity, "version", lambda name: "0.0" if name == "torch" else installed(name))
+    assert code_digest(tmp_path) != before
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_inputs_in_a_folder(tmp_path: Path, committed: bool) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "weights").write_text("one")
+    if committed:
+        (folder / "COMMIT").write_text("digest")
+    recipe = Recipe.model_validate({"model": {"path": str(folder)}})
+    before = inputs_digest(recipe)
+    assert inputs_digest(recipe) == before
+    (folder / ("COMMIT" if committed else "weights")).write_text("another")
+    assert inputs_digest(recipe) != before
+
+
+def test_inputs_of_ones_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "own_rewards"
+    package.mkdir()
+    for name in ("__init__", "used", "helper"):
+        (package / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = Recipe.model_validate({"rewards": {"terms": ["own_rewards.used:Reward"]}})
+    before = inputs_digest(recipe)
+    (package / "helper.py").write_text("changed = True")
+    assert inputs_digest(recipe) != before
+
+
+@pytest.mark.parametrize(
+    "named", [{}, {"model": {"path": "owner/name", "revision": "0" * 40}}, {"policy": {"start": {"path": "s3://bucket/policy"}}}]
+)
+def test_what_is_elsewhere_is_taken_as_unchanged(named: dict[str, Any]) -> None:
+    assert inputs_digest(Recipe.model_validate(named)) == inputs_digest(Recipe.model_validate(named))
+
+
+def test_a_base_model_that_flytes_cache_outlived(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    context, kept = (
+        FlyteContextManager.current_context(),
+        BaseModelArtifact(folder=FlyteDirectory(str(folder)), seconds=1.0, finished_at=2.0),
+    )
+    literal = TypeEngine.to_literal(context, kept, BaseModelArtifact, TypeEngine.to_literal_type(BaseModelArtifact))
+    found = TypeEngine.to_python_value(context, literal, BaseModelArtifact)
+    shutil.rmtree(found.folder.path)
+    with pytest.raises(ValueError, match=rf"{found.folder.path} is gone, .*run `pyflyte local-cache clear` and start again"):
+        TypeEngine.to_python_value(context, literal, BaseModelArtifact)

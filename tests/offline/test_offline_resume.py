@@ -1,0 +1,172 @@
+"""Offline training that goes on from a checkpoint ends with the same bytes as training that never stopped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from safetensors.torch import load_file
+
+from ebbflow.artifacts import verify
+from ebbflow.data.prompts import read_prompts, write_prompts
+from ebbflow.data.schema import PROMPTS
+from ebbflow.models import load_model
+from ebbflow.offline.shards import generate_shard, score_shard
+from ebbflow.offline.training import train_offline_folder, write_advantages
+from ebbflow.recipe import Recipe
+from ebbflow.stage import Kept, Place
+from ebbflow.training.checkpoint import CheckpointError, Checkpoints
+from ebbflow.training.distributed import process_group
+from ebbflow.training.limits import Preempted
+from ebbflow.training.policy import Policy, read_card, write_base_policy
+from ebbflow.training.update import Learner
+from tests.two_processes import as_two_ranks
+
+TIMED = ("seconds", "ms_per")
+UPDATES = 8
+
+
+class Killed(Exception):
+    """What the test ends a stage with."""
+
+
+@pytest.fixture
+def world(make_prompts, make_recipe, base_folder, scorer, tmp_path):
+    """``world(**recipe)``: the folder of a stage with its rollouts, advantages, prompts and starting policy; its recipe."""
+
+    def prepared(offline=None, policy=None):
+        stage = {"prompts": 8, "epochs": 2, "batch_size": 8, "checkpoints": {"every": 2}}
+        recipe = make_recipe(offline=stage | (offline or {}), policy=policy or {})
+        place, table, start = Place(recipe, 0, 1), tmp_path / "prompts.parquet", tmp_path / "start"
+        write_prompts(pa.Table.from_pylist([vars(p) for p in make_prompts(8)], PROMPTS), table)
+        write_base_policy(start, verify(base_folder), recipe.digest, recipe.policy)
+        model = load_model(base_folder)
+        untouched, prompts, scores = Policy(model, recipe.policy, 0), read_prompts(table, "train"), []
+        untouched.ensure("old")
+        for shard in range(2):
+            generate_shard(place, model, untouched, 0, prompts, shard, tmp_path / f"rollouts-{shard}.parquet")
+            scores.append(tmp_path / f"scores-{shard}.parquet")
+            score_shard(place, scorer, prompts, tmp_path / f"rollouts-{shard}.parquet", scores[-1])
+        write_advantages(place, scores, tmp_path / "advantages.parquet")
+        return tmp_path, recipe.model_dump(mode="json"), base_folder
+
+    return prepared
+
+
+def train(world: tuple[Path, Any, Path], name: str, at: int | None = None, happens: str = "") -> Kept:
+    """One attempt at the stage called ``name``; as optimiser step ``at`` begins, it is killed, or told to end."""
+    folder, recipe, base = world
+    place, journal, update = Place(Recipe.model_validate(recipe), 0, 1), Kept(), Learner.update
+
+    def doomed(learner: Learner, *arguments: Any) -> dict[str, float]:
+        if learner.updates == at and happens == "killed":
+            raise Killed
+        if learner.updates == at and happens == "told to end":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(learner, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, process_group(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(Learner, "update", doomed)
+        rollouts, (prompts, advantages) = (
+            sorted(folder.glob("rollouts-*")),
+            [folder / f"{table}.parquet" for table in ("prompts", "advantages")],
+        )
+        checkpoints = Checkpoints(place, folder / f"kept-{name}")
+        train_offline_folder(place, base, folder / "start", prompts, rollouts, advantages, folder / name, journal, checkpoints)
+    return journal
+
+
+def rows(journal):
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in journal.metrics]
+
+
+def kept(folder, name):
+    return sorted(path.name for path in (folder / f"kept-{name}").glob("step-*"))
+
+
+CASES = {
+    "nft": ({}, {}),
+    "average of lora": ({}, {"train": "lora", "rank": 2, "ema": {"slope": 0.5, "most": 0.5}}),
+    "groups": ({"algorithm": {"name": "dgpo"}, "reference": {"weight": 0.1}}, {}),
+    "adamw": ({"algorithm": {"name": "awm"}, "optimizer": {"weight_decay": 0.1}}, {"ema": {"slope": 0.5, "most": 0.5}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_a_killed_stage_ends_with_the_same_bytes(world, case, at):
+    stage = world(*CASES[case])
+    whole = train(stage, "whole")
+    assert [row["step"] for row in whole.metrics] == list(range(UPDATES))
+    with pytest.raises(Killed):
+        train(stage, "again", at, "killed")
+    again = train(stage, "again")
+    assert verify(stage[0] / "again") == verify(stage[0] / "whole")
+    assert rows(again) == rows(whole)
+    assert kept(stage[0], "again") == ["step-00004", "step-00006"]
+
+
+@pytest.mark.parametrize("at", [0, 4, 6])
+def test_a_stage_that_is_told_to_end_saves_after_the_step(world, at):
+    stage = world()
+    whole = train(stage, "whole")
+    with pytest.raises(Preempted, match=rf"1.2 offline was told to end \(SIGTERM\) and has done {at + 1} of 8 steps; they are"):
+        train(stage, "again", at, "told to end")
+    assert kept(stage[0], "again")[-1] == f"step-{at + 1:05d}"
+    again = train(stage, "again")
+    assert verify(stage[0] / "again") == verify(stage[0] / "whole")
+    assert rows(again) == rows(whole)
+
+
+def test_told_to_end_in_the_last_step_it_is_over(world):
+    stage = world()
+    assert rows(train(stage, "told", UPDATES - 1, "told to end")) == rows(train(stage, "whole"))
+    assert verify(stage[0] / "told") == verify(stage[0] / "whole")
+
+
+def test_a_spent_budget_ends_it_with_what_was_learnt(world):
+    stage = world(offline={"max_hours": 1e-9})
+    assert len(train(stage, "short").metrics) == 1
+    assert read_card(stage[0] / "short").version == 1
+
+
+def as_a_rank(stage: tuple[Path, Any, Path], name: str, at: int | None, happens: str) -> None:
+    try:
+        train(stage, name, at, happens)
+    except (Killed, Preempted) as error:
+        (stage[0] / f"said-{os.environ['RANK']}").write_text(f"{type(error).__name__} {error}")
+
+
+@pytest.mark.parametrize("policy", [{}, {"train": "lora", "rank": 2}], ids=["full", "lora"])
+def test_two_processes_save_their_parts_and_any_number_goes_on(world, policy):
+    stage = world(policy={**policy, "ema": {"slope": 0.5, "most": 0.5}})
+    folder = stage[0]
+    as_two_ranks(as_a_rank, stage, "whole", None, "")
+    as_two_ranks(as_a_rank, stage, "again", 3, "told to end")
+    for rank in range(2):
+        assert (folder / f"said-{rank}").read_text().startswith("Preempted 1.2 offline was told to end (SIGTERM)")
+    parts = {path.name for path in (folder / "kept-again" / "step-00004").glob("*.safetensors")}
+    assert parts >= {f"{kind}-0000{rank}-of-00002.safetensors" for kind in ("parameters", "ema", "optimizer") for rank in (0, 1)}
+    shutil.copytree(folder / "kept-again", folder / "kept-alone")
+    as_two_ranks(as_a_rank, stage, "again", None, "")
+    assert verify(folder / "again") == verify(folder / "whole")
+    train(stage, "alone")
+    for path in (folder / "whole").rglob("*.safetensors"):
+        found, expected = load_file(folder / "alone" / path.relative_to(folder / "whole")), load_file(path)
+        assert max(float((found[key] - value).abs().max()) for key, value in expected.items()) < 1e-5
+
+
+def test_another_number_of_steps_is_refused(world):
+    stage = world()
+    with pytest.raises(Killed):
+        train(stage, "again", 3, "killed")
+    (stage[0] / "rollouts-1.parquet").unlink()
+    with pytest.raises(CheckpointError, match=r"is of training in 8 steps and with 1 processes it has 4; .*or remove it"):
+        train(stage, "again")

@@ -1,0 +1,61 @@
+"""A sample that the model gives no numbers for is masked and counted, and never scored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ebbflow.models import load_model
+from ebbflow.online.loop import in_process, run_online_stage
+from ebbflow.rewards.combine import NO_PICTURE, RewardError
+from ebbflow.rollouts.engine import Diffusers
+from ebbflow.stage import Kept, Place
+from ebbflow.training.policy import Policy
+from ebbflow.training.update import Learner
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """One sample of every part has a latent that is not finite."""
+    whole = Diffusers.generate
+
+    def generate(engine, *arguments):
+        rollouts, images = whole(engine, *arguments)
+        latents = rollouts.latents.clone()
+        latents[1].flatten()[3] = float("nan")
+        return replace(rollouts, latents=latents), images
+
+    monkeypatch.setattr(Diffusers, "generate", generate)
+
+
+@pytest.fixture
+def run(make_recipe, make_prompts, base_folder, scorer):
+    def train(**rewards):
+        place = Place(make_recipe(online={"dumps": {"every": 1, "samples": 8}}, rewards=rewards), 0, 0)
+        learner, journal = Learner(Policy(load_model(base_folder), place.recipe.policy, 0), place.online), Files()
+        run_online_stage(place, in_process(place, learner, scorer), make_prompts(6), journal)
+        return journal
+
+    return train
+
+
+class Files(Kept):
+    def log_file(self, path, content):
+        if path.endswith("samples.jsonl"):
+            self.dumped = content.decode()
+
+
+@pytest.mark.usefixtures("broken")
+def test_it_is_masked_and_counted(run):
+    journal = run(max_failed_share=0.2)
+    assert journal.dumped.count(NO_PICTURE) == 1
+    assert journal.dumped.count('"failure": null') == 7
+    assert all(np.isfinite(row["loss"]) for row in journal.metrics)
+
+
+@pytest.mark.usefixtures("broken")
+def test_too_many_end_the_stage(run):
+    with pytest.raises(RewardError, match=f"1 of 8 images .*{NO_PICTURE}"):
+        run(max_failed_share=0.1)

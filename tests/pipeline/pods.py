@@ -1,0 +1,299 @@
+"""A miniature of Flyte's engine: it runs a packaged workflow node by node, as a cluster would.
+
+Every task is the command line of its container in a process of its own. What it shares with other tasks is an object store, where
+its inputs and outputs lie serialised, and what ``Cluster.environment`` leads to. Home, temporary folder and working directory are
+new for every pod and gone after it. Nodes run one after the other, each once those that it waits for are done. Nothing comes out of
+a cache. Left out, because the pipeline uses none of it: conditionals, sleeping, launch plans as nodes, pods that are not made of a
+pod template.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
+from flyteidl.admin.task_pb2 import TaskSpec
+from flyteidl.admin.workflow_pb2 import WorkflowSpec
+from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
+from flyteidl.core.errors_pb2 import ContainerError, ErrorDocument
+from flyteidl.core.identifier_pb2 import Identifier
+from flyteidl.core.literals_pb2 import Binary, Binding, BindingData, Literal, LiteralCollection, LiteralMap, Scalar
+from flyteidl.core.tasks_pb2 import TaskTemplate
+from flyteidl.core.types_pb2 import PromiseAttribute
+from flyteidl.core.workflow_pb2 import ArrayNode, Node, WorkflowTemplate
+from fsspec import AbstractFileSystem
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from tests.pipeline.conftest import PYFLYTE, ROOT
+
+M = TypeVar("M", bound=Message)
+Values = Mapping[str, Literal]
+Outputs = dict[str, Values]
+"""The outputs of nodes by their ids; under the empty id, the inputs of the workflow."""
+
+
+class PodFailed(Exception):
+    """A pod left no outputs: says which one, and what it said last."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """Tasks and workflows by name."""
+
+    tasks: dict[str, TaskTemplate]
+    workflows: dict[str, WorkflowTemplate]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where pods run, and what an execution does to them."""
+
+    store: AbstractFileSystem
+    bucket: str
+    """The URI below which the engine and the tasks leave their data."""
+    environment: Mapping[str, str]
+    """Of every pod: how it reaches the store and MLflow. It has no other variables than these, Flyte's and its container's."""
+    homes: Path
+    """Where the folders of pods are made and removed."""
+    approves: Callable[[str], bool] = lambda signal: True
+    """A person's answer to the gate with this name."""
+    lost: Collection[str] = ()
+    """Modules of tasks whose machine is lost right after the first attempt: Flyte hears nothing of it and starts a second."""
+    pods: list[str] = field(default_factory=list)
+    """The place of every attempt so far and its task."""
+
+
+def package(folder: Path) -> Package:
+    """What ``pyflyte package`` makes of the workflows."""
+    output = folder / "flyte.tgz"
+    options = ["--image", "ebbflow:test", "--source", ".", "--output", str(output), "-f"]
+    command = [str(PYFLYTE), "--pkgs", "workflows", "package", *options]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=900)
+    with tarfile.open(output) as archive:
+        files = {member.name: archive.extractfile(member) for member in archive.getmembers()}
+        contents = {name: file.read() for name, file in files.items() if file}
+    # The name ends in the number of the kind in flyteidl.core.ResourceType.
+    tasks = [TaskSpec.FromString(content).template for name, content in contents.items() if name.endswith("_1.pb")]
+    specs = [WorkflowSpec.FromString(content) for name, content in contents.items() if name.endswith("_2.pb")]
+    return _by_name(tasks, [workflow for spec in specs for workflow in (spec.template, *spec.sub_workflows)])
+
+
+def execute(cluster: Cluster, package: Package, workflow: str, inputs: Values, execution: str) -> Values:
+    """The outputs of a workflow.
+
+    Args:
+        execution: its name, unique in the bucket.
+
+    Raises:
+        PodFailed: a task failed, or a person did not approve.
+    """
+    return _run_workflow(_Engine(cluster, execution, package), package.workflows[workflow], inputs, "")
+
+
+@dataclass(frozen=True)
+class _Engine:
+    cluster: Cluster
+    execution: str
+    package: Package
+
+
+# ------------------------------------------------------------------------------------------------------------------- nodes
+
+
+def _run_workflow(engine: _Engine, workflow: WorkflowTemplate, inputs: Values, place: str) -> Values:
+    return _bind(workflow.outputs, _run_nodes(engine, workflow.nodes, {"": inputs}, place))
+
+
+def _run_nodes(engine: _Engine, nodes: Iterable[Node], outputs: Outputs, place: str) -> Outputs:
+    """``outputs`` with those of all nodes; each starts when the nodes upstream are done."""
+    waiting = {node.id: node for node in nodes}
+    while waiting:
+        node = next(node for node in waiting.values() if not set(node.upstream_node_ids) & waiting.keys())
+        outputs = outputs | {node.id: _run_node(engine, node, _bind(node.inputs, outputs), f"{place}/{node.id}")}
+        del waiting[node.id]
+    return outputs
+
+
+def _run_node(engine: _Engine, node: Node, inputs: Values, place: str) -> Values:
+    kind = node.WhichOneof("target")
+    if kind == "task_node":
+        return _run_task(engine, engine.package.tasks[node.task_node.reference_id.name], inputs, place)
+    if kind == "array_node":
+        return _run_array(engine, node.array_node, inputs, place)
+    if kind == "gate_node" and node.gate_node.HasField("approve"):
+        if engine.cluster.approves(node.gate_node.approve.signal_id):
+            return inputs
+        raise PodFailed(f"{place}: {node.gate_node.approve.signal_id} was not approved")
+    if kind == "workflow_node" and node.workflow_node.HasField("sub_workflow_ref"):
+        return _run_workflow(engine, engine.package.workflows[node.workflow_node.sub_workflow_ref.name], inputs, place)
+    raise NotImplementedError(f"{place} is a {kind}, which this engine does not run")
+
+
+def _run_task(engine: _Engine, task: TaskTemplate, inputs: Values, place: str) -> Values:
+    """A task's outputs; where it is dynamic, those of the nodes that it compiled in its pod."""
+    prefix = _attempts(engine, task, inputs, place)
+    futures = _read(engine, f"{prefix}/futures.pb", DynamicJobSpec)
+    if futures is None:
+        return _outputs(engine, prefix)
+    # Its nodes may name nothing but what came along.
+    inner = _Engine(engine.cluster, engine.execution, _by_name(futures.tasks, futures.subworkflows))
+    return _bind(futures.outputs, _run_nodes(inner, futures.nodes, {"": inputs}, place))
+
+
+def _run_array(engine: _Engine, array: ArrayNode, inputs: Values, place: str) -> Values:
+    """A mapped task: every pod gets all inputs and picks its own by the index in its environment."""
+    task = engine.package.tasks[array.node.task_node.reference_id.name]
+    lengths = {len(value.collection.literals) for name, value in inputs.items() if name not in array.bound_inputs}
+    if len(lengths) != 1 or array.is_original_sub_node_interface.value:
+        raise NotImplementedError(f"{place} maps over inputs of lengths {lengths}, or over single inputs")
+    prefixes = [_attempts(engine, task, inputs, f"{place}/{index}", index) for index in range(*lengths)]
+    parts = [_outputs(engine, prefix) for prefix in prefixes]
+    return {name: Literal(collection=LiteralCollection(literals=[part[name] for part in parts])) for name in parts[0]}
+
+
+def _by_name(tasks: Iterable[TaskTemplate], workflows: Iterable[WorkflowTemplate]) -> Package:
+    return Package({task.id.name: task for task in tasks}, {workflow.id.name: workflow for workflow in workflows})
+
+
+# ------------------------------------------------------------------------------------------------------------------ values
+
+
+def _bind(bindings: Iterable[Binding], outputs: Outputs) -> Values:
+    return {binding.var: _bound(binding.binding, outputs) for binding in bindings}
+
+
+def _bound(data: BindingData, outputs: Outputs) -> Literal:
+    kind = data.WhichOneof("value")
+    if kind == "promise":
+        return _attribute(outputs[data.promise.node_id][data.promise.var], data.promise.attr_path)
+    if kind == "collection":
+        literals = [_bound(item, outputs) for item in data.collection.bindings]
+        return Literal(collection=LiteralCollection(literals=literals))
+    if kind == "map":
+        return Literal(map=LiteralMap(literals={key: _bound(item, outputs) for key, item in data.map.bindings.items()}))
+    return Literal(scalar=data.scalar)
+
+
+def _attribute(value: Literal, path: Sequence[PromiseAttribute]) -> Literal:
+    """What a path leads to: through lists and mappings of Flyte, then through a pydantic model, which is MessagePack."""
+    if not path:
+        return value
+    keys = [getattr(step, step.WhichOneof("value") or "") for step in path]
+    if value.HasField("collection"):
+        return _attribute(value.collection.literals[keys[0]], path[1:])
+    if value.HasField("map"):
+        return _attribute(value.map.literals[keys[0]], path[1:])
+    found = msgpack.unpackb(value.scalar.binary.value, strict_map_key=False)
+    for key in keys:
+        found = found[key]
+    return Literal(scalar=Scalar(binary=Binary(value=msgpack.packb(found), tag="msgpack")))
+
+
+def _outputs(engine: _Engine, prefix: str) -> Values:
+    outputs = _read(engine, f"{prefix}/outputs.pb", LiteralMap)
+    if outputs is None:
+        raise PodFailed(f"{prefix}: the task ended without outputs and without an error")
+    return dict(outputs.literals)
+
+
+def _read(engine: _Engine, uri: str, kind: type[M]) -> M | None:
+    store = engine.cluster.store
+    return kind.FromString(store.cat_file(uri)) if store.exists(uri) else None
+
+
+# -------------------------------------------------------------------------------------------------------------------- pods
+
+
+def _attempts(engine: _Engine, task: TaskTemplate, inputs: Values, place: str, index: int | None = None) -> str:
+    """Where the first attempt left its outputs that neither was lost nor failed in a way that Flyte retries."""
+    cluster, retries = engine.cluster, task.metadata.retries.retries
+    here = f"{cluster.bucket}/metadata/{engine.execution}{place}"
+    cluster.store.pipe_file(f"{here}/inputs.pb", LiteralMap(literals=inputs).SerializeToString())
+    lost = _module(task) in cluster.lost
+    for attempt in range(1 + lost + retries):
+        cluster.pods.append(f"{place}/{attempt} {task.id.name}")
+        said = _run_pod(engine, task, place, attempt, index)
+        document = _read(engine, f"{here}/{attempt}/error.pb", ErrorDocument)
+        if document is None and not (lost and attempt == 0):
+            return f"{here}/{attempt}"
+        if document and (document.error.kind == ContainerError.NON_RECOVERABLE or attempt == lost + retries):
+            raise PodFailed(f"{cluster.pods[-1]}:\n{document.error.message}\n{said}")
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _run_pod(engine: _Engine, task: TaskTemplate, place: str, attempt: int, index: int | None) -> str:
+    """Run the container of one attempt to its end; what it printed."""
+    cluster, container = engine.cluster, _container(task)
+    command = [_filled(argument, engine, place, attempt) for argument in container["args"]]
+    with tempfile.TemporaryDirectory(dir=cluster.homes) as home:
+        environment = (
+            {"PATH": f"{PYFLYTE.parent}{os.pathsep}{os.defpath}", "HOME": home, "TMPDIR": home}
+            | {variable["name"]: variable["value"] for variable in container.get("env", ())}
+            | _identity(engine.execution, task.id, attempt)
+            | ({} if index is None else _array_index(index))
+            | dict(cluster.environment)
+        )
+        done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=900)
+    said = (done.stdout + done.stderr)[-5000:]
+    if done.returncode:
+        raise PodFailed(f"{cluster.pods[-1]} ended with {done.returncode}:\n{said}")
+    _require_no_trace(engine, f"{cluster.bucket}/metadata/{engine.execution}{place}/{attempt}", home)
+    return said
+
+
+def _container(task: TaskTemplate) -> dict[str, Any]:
+    """The container of the pod template in which the task runs."""
+    containers = MessageToDict(task.k8s_pod.pod_spec)["containers"]
+    (container,) = [one for one in containers if one["name"] == task.config["primary_container_name"]]
+    return container
+
+
+def _filled(argument: str, engine: _Engine, place: str, attempt: int) -> str:
+    """An argument with the template variables that Flyte fills in when a pod starts."""
+    metadata = f"{engine.cluster.bucket}/metadata/{engine.execution}{place}"
+    raw = f"{engine.cluster.bucket}/raw/{engine.execution}{place}"
+    values = {
+        "{{.input}}": f"{metadata}/inputs.pb",
+        "{{.outputPrefix}}": f"{metadata}/{attempt}",
+        "{{.rawOutputDataPrefix}}": f"{raw}/{attempt}",
+        "{{.checkpointOutputPrefix}}": f"{raw}/{attempt}/_flytecheckpoints",
+        "{{.prevCheckpointPrefix}}": f"{raw}/{attempt - 1}/_flytecheckpoints" if attempt else "",
+    }
+    return re.sub(r"\{\{.*?\}\}", lambda variable: values[variable[0]], argument)
+
+
+def _identity(execution: str, task: Identifier, attempt: int) -> dict[str, str]:
+    return {
+        "FLYTE_INTERNAL_EXECUTION_PROJECT": "flytesnacks",
+        "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
+        "FLYTE_INTERNAL_EXECUTION_ID": execution,
+        "FLYTE_INTERNAL_TASK_PROJECT": "flytesnacks",
+        "FLYTE_INTERNAL_TASK_DOMAIN": "development",
+        "FLYTE_INTERNAL_TASK_NAME": task.name,
+        "FLYTE_INTERNAL_TASK_VERSION": task.version,
+        "FLYTE_ATTEMPT_NUMBER": str(attempt),
+    }
+
+
+def _array_index(index: int) -> dict[str, str]:
+    return {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "FLYTE_K8S_ARRAY_INDEX", "FLYTE_K8S_ARRAY_INDEX": str(index)}
+
+
+def _require_no_trace(engine: _Engine, prefix: str, home: str) -> None:
+    """A path of the pod among its outputs leads nowhere; here it has a name, in the task that reads it only an error."""
+    for uri in engine.cluster.store.glob(f"{prefix}/*.pb"):
+        if not uri.endswith("/error.pb") and home.encode() in engine.cluster.store.cat_file(uri):
+            raise PodFailed(f"{engine.cluster.pods[-1]}: {Path(uri).name} names a path below {home}, which is gone with the pod")
+
+
+def _module(task: TaskTemplate) -> str:
+    return task.id.name.rpartition(".")[0]

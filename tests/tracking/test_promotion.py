@@ -1,0 +1,377 @@
+"""Promotion and rollback: one winner of a race, nothing half done, and a retry that ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import promotion_cases as cases
+import pytest
+import yaml
+from click.testing import CliRunner
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from ebbflow.artifacts import new_folder
+from ebbflow.cli import main
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.records import Registration, TrackedRun
+from ebbflow.tracking import claim, registry
+from ebbflow.tracking.claim import CLAIM, ClaimError
+from ebbflow.tracking.registry import ROLLED_BACK, RegistryError, find_champion, promote, rollback
+from ebbflow.tracking.runs import connect, resolve_tracking_uri, start_run
+from ebbflow.training.policy import PolicyCard
+
+processes = multiprocessing.get_context("forkserver")
+# a process then takes milliseconds, not the seconds of importing MLflow
+processes.set_forkserver_preload(["ebbflow.tracking.registry", "mlflow.store.model_registry.sqlalchemy_store"])
+
+
+@pytest.fixture
+def uri(recipe: Recipe) -> str:
+    return resolve_tracking_uri(recipe)
+
+
+@pytest.fixture
+def client(uri: str) -> MlflowClient:
+    return connect(uri)
+
+
+@pytest.fixture
+def model(client: MlflowClient) -> Callable[..., str]:
+    """``model(3, champion=2, previous=1)``: a registered model with so many versions, which are names without files."""
+
+    def make(versions: int, **aliases: int) -> str:
+        name = f"model-{uuid.uuid4().hex[:8]}"
+        client.create_registered_model(name)
+        for _ in range(versions):
+            client.create_model_version(name, "file:///nowhere", tags={"ebbflow.run_id": "a run"})
+        for alias, version in aliases.items():
+            client.set_registered_model_alias(name, alias, str(version))
+        return name
+
+    return make
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    folder = tmp_path / "policy"
+    card = PolicyCard(base_digest="b" * 64, recipe_digest="r" * 64, config=PolicyConfig(), version=7)
+    with new_folder(folder) as unfinished:
+        (unfinished / "policy.json").write_text(card.model_dump_json())
+        (unfinished / "weights.safetensors").write_bytes(b"\0" * 64)
+    return folder
+
+
+def aliases(client: MlflowClient, name: str) -> dict[str, str]:
+    return {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()}
+
+
+def tags(client: MlflowClient, name: str, version: int) -> dict[str, str]:
+    return client.get_model_version(name, str(version)).tags
+
+
+def run_all(target: Callable[..., None], arguments: list[tuple[Any, ...]]) -> None:
+    started = [processes.Process(target=target, args=some) for some in arguments]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(240)
+        assert process.exitcode == 0
+
+
+def dies(target: Callable[..., None], *arguments: object) -> bool:
+    """Whether the process was killed before it came to its end."""
+    process: ForkServerProcess = processes.Process(target=target, args=arguments)
+    process.start()
+    process.join(120)
+    assert process.exitcode in (0, -9)
+    return process.exitcode == -9
+
+
+# --- races
+
+
+def outcomes(results: Any, racers: int, rounds: int) -> dict[int, list[tuple[int, str]]]:
+    by_round: dict[int, list[tuple[int, str]]] = {}
+    for _ in range(racers * rounds):
+        number, version, what = results.get()
+        by_round.setdefault(number, []).append((version, what))
+    return by_round
+
+
+def assert_one_winner(raced: list[tuple[int, str]]) -> int:
+    (winner,) = [version for version, what in raced if what == "won"]
+    for version, what in raced:
+        if version != winner:
+            assert f"version {version} was compared with champion (none), but the champion is now {winner};" in what
+    return winner
+
+
+def test_of_promotions_that_race_exactly_one_wins(tmp_path: Path) -> None:
+    racers, rounds, file = 3, 100, tmp_path / "registry.db"
+    store = cases.SmallRegistry(file)
+    store.database.execute("PRAGMA journal_mode = WAL")
+    start, results = processes.Barrier(racers), processes.SimpleQueue()
+    run_all(cases.race, [(file, version, rounds, start, results) for version in range(1, racers + 1)])
+    winners = [assert_one_winner(raced) for raced in outcomes(results, racers, rounds).values()]
+    assert len(winners) == rounds
+    assert len(Counter(winners)) > 1, "one always wins: they did not race"
+    assert store.search_model_versions("name = 'm0'") == []
+    assert all(store.get_model_version_by_alias(f"m{n}", "champion").version == str(w) for n, w in enumerate(winners))
+
+
+def test_of_promotions_that_race_in_mlflow_exactly_one_wins(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
+    names = [model(2) for _ in range(10)]
+    start, results = processes.Barrier(2), processes.SimpleQueue()
+    run_all(cases.race_in_mlflow, [(uri, names, version, start, results) for version in (1, 2)])
+    for number, raced in outcomes(results, 2, len(names)).items():
+        assert aliases(client, names[number]) == {"champion": str(assert_one_winner(raced))}
+
+
+# --- leftovers
+
+
+def leave_a_claim(client: MlflowClient, name: str, version: int) -> None:
+    client.set_model_version_tag(name, str(version), CLAIM, "against 1, left behind by a killed process")
+
+
+@pytest.mark.parametrize(("dead", "waiting"), [(2, 3), (3, 2)], ids=["lower", "higher"])
+def test_a_claim_that_a_killed_process_left_is_named_and_its_retry_takes_it_over(
+    client: MlflowClient, uri: str, model: Callable[..., str], monkeypatch: pytest.MonkeyPatch, dead: int, waiting: int
+) -> None:
+    name = model(3, champion=1)
+    leave_a_claim(client, name, dead)
+    monkeypatch.setattr(claim, "PATIENCE", 0.05)
+    with pytest.raises(
+        ClaimError, match=rf"waited 0 s for version {dead}, .*delete the tag 'ebbflow.promoting' of version {dead}"
+    ):
+        promote(cases.tracked(uri=uri), cases.challenger(name, waiting), {}, expected_champion="1")
+    assert aliases(client, name) == {"champion": "1"}
+    assert CLAIM not in tags(client, name, waiting)
+    assert promote(cases.tracked(uri=uri), cases.challenger(name, dead), {}, expected_champion="1").champion
+    with pytest.raises(RegistryError, match=f"the champion is now {dead}"):
+        promote(cases.tracked(uri=uri), cases.challenger(name, waiting), {}, expected_champion="1")
+    assert CLAIM not in tags(client, name, dead)
+
+
+def test_a_claim_of_the_champion_is_over(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
+    name = model(2, champion=1)
+    leave_a_claim(client, name, 1)
+    assert promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1").previous == "1"
+    assert CLAIM not in tags(client, name, 1)
+
+
+def test_an_attempt_that_was_believed_dead_moves_nothing(
+    client: MlflowClient, uri: str, model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had read the champion when its retry came, promoted, and another version followed."""
+    name, calls = model(3, champion=1), iter(("get_model_version_by_alias",))
+
+    def meanwhile(method: str) -> None:
+        if method == "get_model_version" and next(calls, None):
+            monkeypatch.setattr(registry, "connect", lambda uri: client)
+            promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+            promote(cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="2")
+
+    monkeypatch.setattr(registry, "connect", lambda uri: cases.Watched(client, meanwhile))
+    with pytest.raises(ClaimError, match="another attempt took over making"):
+        promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+    assert aliases(client, name) == {"champion": "3", "previous": "2"}
+
+
+# --- killed
+
+
+def test_killed_before_any_write_a_promotion_is_completed_by_its_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "registry.db"
+    store = cases.SmallRegistry(file)
+    monkeypatch.setattr(registry, "connect", lambda uri: store)
+    ends = []
+    for write in itertools.count(1):
+        name = f"m{write}"
+        store.set_registered_model_alias(name, "champion", "1")
+        killed = dies(cases.killed_promotion, file, name, write)
+        assert store.get_model_version_by_alias(name, "champion").version in "12"
+        again = promote(cases.tracked(), cases.challenger(name, 2), {"promoted_in": "it"}, expected_champion="1")
+        assert again == Registration(model_name=name, version="2", champion=True, previous="1")
+        found = [store.get_model_version_by_alias(name, alias).version for alias in ("champion", "previous")]
+        ends.append((found, store.get_model_version(name, "2").tags, store.get_model_version(name, "1").tags))
+        if not killed:
+            break
+    assert write > 6
+    assert all(end == ends[-1] for end in ends)
+
+
+def first_champion(client: MlflowClient, recipe: Recipe, model: Callable[..., str]) -> tuple[TrackedRun, str]:
+    return start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}"), model(1, champion=1, challenger=1)
+
+
+def test_killed_before_any_write_a_registration_is_completed_by_its_retry(
+    recipe: Recipe, client: MlflowClient, model: Callable[..., str], policy: Path
+) -> None:
+    run, name = first_champion(client, recipe, model)
+    cases.register_and_promote(run, policy, name)
+    undisturbed = cases.state(client, run, name)
+    assert undisturbed["aliases"] == {"champion": "2", "challenger": "2", "previous": "1"}
+    assert (len(undisturbed["models"]), undisturbed["outputs"]) == (1, 1)
+    for write in itertools.count(2):  # the first is the one that finds the model there already
+        run, name = first_champion(client, recipe, model)
+        killed = dies(cases.killed_registration, run, policy, name, write)
+        cases.register_and_promote(run, policy, name)
+        assert cases.state(client, run, name) == undisturbed, f"killed before write {write}"
+        if not killed:
+            break
+    assert write > 8
+    run, name = first_champion(client, recipe, model)
+    assert dies(cases.killed_upload, run, policy, name)
+    cases.register_and_promote(run, policy, name)
+    assert cases.state(client, run, name) == undisturbed
+
+
+# --- a store that is away
+
+
+def test_when_mlflow_goes_away_at_any_call_nothing_is_half_promoted(
+    client: MlflowClient, uri: str, model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: list[str] = []
+    said: set[str] = set()
+    for call in itertools.count(1):
+        name, left = model(2, champion=1), iter(range(1, call))
+
+        def away(method: str, left: Any = left) -> None:
+            if next(left, None) is None:
+                raise MlflowException("the server is away")
+
+        monkeypatch.setattr(registry, "connect", lambda uri, away=away: cases.Watched(client, away))
+        try:
+            promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+        except RegistryError as error:
+            said.add(str(error).replace(name, "NAME"))
+            assert aliases(client, name)["champion"] == "1"
+            outcomes.append("failed")
+        else:
+            assert aliases(client, name) == {"champion": "2", "previous": "1"}
+            outcomes.append("promoted")
+        monkeypatch.setattr(registry, "connect", lambda uri: client)
+        again = promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+        assert again == Registration(model_name=name, version="2", champion=True, previous="1")
+        assert aliases(client, name) == {"champion": "2", "previous": "1"}
+        assert CLAIM not in tags(client, name, 2)
+        if next(left, None) is not None:
+            break  # this time there were calls left: nothing failed
+    (message,) = said
+    assert "the server is away. Run the task again" in message
+    assert outcomes.count("failed") > 7
+    assert outcomes == sorted(outcomes), "once the champion has moved, nothing calls the promotion failed"
+
+
+# --- rollback
+
+
+def test_rollback_brings_the_previous_champion_back(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
+    name = model(3, champion=1)
+    promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+    assert rollback(uri, name) == Registration(model_name=name, version="1", champion=True, previous="2")
+    assert aliases(client, name) == {"champion": "1", "previous": "2"}
+    assert tags(client, name, 1)["ebbflow.replaces"] == "2"
+    assert tags(client, name, 2)[ROLLED_BACK].startswith("to version 1, 20")
+    assert CLAIM not in tags(client, name, 1)
+    # the gate of the next run
+    champion = find_champion(uri, name)
+    assert champion is not None
+    assert champion.version == "1"
+    assert promote(cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="1").previous == "1"
+
+
+def test_a_second_rollback_takes_the_first_one_back(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
+    name = model(2, champion=2, previous=1)
+    rollback(uri, name)
+    assert rollback(uri, name).version == "2"
+    assert aliases(client, name) == {"champion": "2", "previous": "1"}
+
+
+def test_a_run_that_compared_with_the_version_rolled_back_is_refused(uri: str, model: Callable[..., str]) -> None:
+    name = model(3, champion=2, previous=1)
+    rollback(uri, name)
+    with pytest.raises(RegistryError, match="compared with champion 2, but the champion is now 1"):
+        promote(cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="2")
+
+
+def test_a_retry_does_not_bring_back_what_was_rolled_back(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
+    name = model(2, champion=1)
+    promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+    rollback(uri, name)
+    with pytest.raises(RegistryError, match="has been rolled back .*--to 2"):
+        promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+    assert aliases(client, name) == {"champion": "1", "previous": "2"}
+    assert rollback(uri, name, "2").champion
+
+
+def test_rollback_after_a_promotion_that_was_cut_short(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
+    name = model(3, champion=1)
+    promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+    client.set_registered_model_alias(name, "previous", "2")  # what a promotion of version 3 writes before the champion
+    assert rollback(uri, name).version == "1"
+
+
+@pytest.mark.parametrize(
+    ("aliases_before", "to", "reason"),
+    [
+        ({}, None, "has no champion"),
+        ({"champion": 1}, None, "version 1 is champion and replaced none"),
+        ({"champion": 2, "previous": 1}, "9", "has no version 9; the newest are 1, 2, 3"),
+        ({"champion": 2, "previous": 1}, "2", "version 2 is the champion already"),
+    ],
+)
+def test_a_rollback_to_nowhere_changes_nothing(
+    client: MlflowClient, uri: str, model: Callable[..., str], aliases_before: dict[str, int], to: str | None, reason: str
+) -> None:
+    name = model(3, **aliases_before)
+    with pytest.raises(RegistryError, match=reason):
+        rollback(uri, name, to)
+    assert aliases(client, name) == {alias: str(version) for alias, version in aliases_before.items()}
+
+
+def test_a_champion_that_moves_during_a_rollback_stays(
+    client: MlflowClient, uri: str, model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = model(3, champion=2, previous=1)
+
+    def meanwhile(method: str) -> None:
+        if method == "set_model_version_tag":
+            client.set_registered_model_alias(name, "champion", "3")
+
+    monkeypatch.setattr(registry, "connect", lambda uri: cases.Watched(client, meanwhile))
+    with pytest.raises(RegistryError, match="was 2 and is now 3; nothing was rolled back"):
+        rollback(uri, name)
+    assert aliases(client, name) == {"champion": "3", "previous": "1"}
+
+
+def test_the_command_rolls_back_where_the_recipe_says(
+    recipe: Recipe, client: MlflowClient, model: Callable[..., str], tmp_path: Path
+) -> None:
+    name, file = model(2, champion=2, previous=1), tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"output": recipe.output, "promotion": {"model_name": name}}))
+    done = CliRunner().invoke(main, ["rollback", str(file)])
+    assert (done.exit_code, done.output.splitlines()[0]) == (0, f"{name}: version 1 is champion again, in place of version 2")
+    assert aliases(client, name) == {"champion": "1", "previous": "2"}
+    done = CliRunner().invoke(main, ["rollback", str(file), "--to", "1"])
+    assert (done.exit_code, done.output) == (1, f"'{name}' version 1 is the champion already; nothing was changed\n")
+
+
+def test_the_command_makes_no_store(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"output": str(tmp_path / "runs")}))
+    done = CliRunner().invoke(main, ["rollback", str(file)])
+    assert done.exit_code == 1
+    assert "there is no MLflow store at" in done.output
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,129 @@
+"""A stage hears of its machine's end and of its budget's in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ebbflow.recipe.stages import OnlineStage
+from ebbflow.training import limits
+from ebbflow.training.distributed import process_group
+from ebbflow.training.limits import EXPIRES, Limits, Stop
+from ebbflow.training.update import TrainingError
+from tests.two_processes import as_two_ranks
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """``clock.pass_(seconds)``: both clocks of the module move when a test says so."""
+
+    class Clock:
+        now = 1_800_000_000.0
+
+        def pass_(self, seconds):
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(limits.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(limits.time, "time", lambda: clock.now)
+    return clock
+
+
+def after_steps(limit, clock, *seconds):
+    """What is said after steps that take so long."""
+    said = []
+    for each in seconds:
+        clock.pass_(each)
+        said.append(limit.after_step())
+    return said
+
+
+def test_without_limits_it_goes_on(clock):
+    assert after_steps(Limits(OnlineStage(), gpus=0), clock, 1, 1e6) == [Stop.NO, Stop.NO]
+
+
+def test_no_step_is_begun_that_the_budget_would_not_see_the_end_of(clock):
+    limit = Limits(OnlineStage(max_hours=1), gpus=0)
+    assert after_steps(limit, clock, 1000, 1600, 1) == [Stop.NO, Stop.SPENT, Stop.SPENT]
+    assert limit.epitaph(2, 9) == "ended after 2 of 9 steps: max_hours = 1"
+
+
+def test_the_hours_of_earlier_attempts_and_of_every_gpu_count(clock):
+    assert after_steps(Limits(OnlineStage(max_hours=1), gpus=0, spent=3000), clock, 100, 300) == [Stop.NO, Stop.SPENT]
+    limit = Limits(OnlineStage(max_gpu_hours=4), gpus=8)
+    assert after_steps(limit, clock, 800, 300) == [Stop.NO, Stop.SPENT]
+    assert limit.reason == "max_gpu_hours = 4"
+
+
+def test_gpu_hours_need_gpus():
+    with pytest.raises(TrainingError, match=r"max_gpu_hours = 2 and the stage has no GPU; use max_hours"):
+        Limits(OnlineStage(max_gpu_hours=2), gpus=0)
+
+
+def expire(monkeypatch, clock, seconds, zone=UTC):
+    monkeypatch.setenv(EXPIRES, datetime.fromtimestamp(clock.now + seconds, zone).isoformat())
+
+
+def test_a_machine_is_left_while_there_is_time_for_a_step_and_to_save(clock, monkeypatch):
+    expire(monkeypatch, clock, 1000, timezone(timedelta(hours=-7)))
+    limit = Limits(OnlineStage(), gpus=0)
+    assert after_steps(limit, clock, 200, 200, 250) == [Stop.NO, Stop.NO, Stop.LEAVE]
+    assert EXPIRES in limit.farewell("1.1 online", 3, 9, saved=True)
+    expire(monkeypatch, clock, 100)
+    assert after_steps(Limits(OnlineStage(), gpus=0), clock, 1, 40) == [Stop.NO, Stop.LEAVE]
+
+
+@pytest.mark.parametrize(("text", "says"), [("tomorrow", "no time with a zone"), ("2026-01-31T18:00:00", "with a zone")])
+def test_a_time_of_expiry_that_is_none(monkeypatch, text, says):
+    monkeypatch.setenv(EXPIRES, text)
+    with pytest.raises(TrainingError, match=rf"{EXPIRES} = '{text}' .*{says}"):
+        Limits(OnlineStage(), gpus=0)
+
+
+def test_a_machine_that_has_expired_is_not_begun_on(clock, monkeypatch):
+    expire(monkeypatch, clock, -1)
+    with pytest.raises(TrainingError, match="is past"):
+        Limits(OnlineStage(), gpus=0)
+
+
+def test_the_first_sigterm_is_a_word_and_what_was_there_before_comes_back():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with Limits(OnlineStage(), gpus=0).listening() as limit:
+            assert limit.after_step() is Stop.NO
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert limit.after_step() is Stop.LEAVE
+            assert heard == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0)
+            assert heard == [signal.SIGTERM]
+        assert "(SIGTERM) and has done 3 of 9 steps" in limit.farewell("1.1 online", 3, 9, saved=True)
+        assert "lost" in limit.farewell("1.1 online", 3, 9, saved=False)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def heard_by_one(folder: Path) -> None:
+    """Rank 1 alone hears; both say what they then do."""
+    with process_group() as ranks:
+        limit = Limits(OnlineStage(), gpus=0)
+        first = limit.after_step()
+        limit.told = ranks.rank == 1
+        second = limit.after_step()
+        (folder / f"{ranks.rank}").write_text(f"{first.name} {second.name} {limit.farewell('s', 1, 2, saved=True)}")
+
+
+def test_all_processes_leave_when_one_hears(tmp_path):
+    as_two_ranks(heard_by_one, tmp_path)
+    said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    assert [text.split()[:2] for text in said] == [["NO", "LEAVE"]] * 2
+    assert "another process was told to end" in said[0]
+    assert "SIGTERM" in said[1]
+    assert not dist.is_initialized()

@@ -1,0 +1,43 @@
+"""A function run by two processes that train together, this one and a spawned one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from ebbflow.training import distributed
+
+
+def as_two_ranks(work: Callable[..., object], *arguments: Any, **environment: str) -> None:
+    """``work(*arguments)`` as rank 0 here and as rank 1 in another process, each told of the group as by an elastic launcher.
+
+    ``work`` is a function of a module, which joins with ``process_group()``; ``environment`` is for both processes.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (group | environment).items():
+            patch.setenv(name, value)
+        patch.setattr(distributed, "TIMEOUT", timedelta(minutes=3))
+        other = torch.multiprocessing.spawn(_second, (work, arguments), nprocs=1, join=False)
+        try:
+            work(*arguments)
+        except Exception:
+            other.join(timeout=60)  # raises what the other one raised, if it did: then this one only lost its partner
+            raise
+        while not other.join():
+            pass
+
+
+def _second(_: int, work: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "1"
+    work(*arguments)
