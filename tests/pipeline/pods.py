@@ -1,10 +1,10 @@
 """A miniature of Flyte's engine: it runs a packaged workflow node by node, as a cluster would.
 
-Every task is the command line of its container in a process of its own. What it shares with other tasks is an object store, where
-its inputs and outputs lie serialised, and what ``Cluster.environment`` leads to. Home, temporary folder and working directory are
-new for every pod and gone after it. Nodes run one after the other, each once those that it waits for are done. Nothing comes out of
-a cache. Left out, because the pipeline uses none of it: conditionals, sleeping, launch plans as nodes, pods that are not made of a
-pod template.
+Every task is the command line of its container in a process of its own. What it shares with other tasks is an object store,
+where its inputs and outputs lie serialised, and what ``Cluster.environment`` leads to. Home, temporary folder and working
+directory are new for every pod and gone after it. Nodes run one after the other, each once those that it waits for are done.
+Nothing comes out of a cache. Left out, because the pipeline uses none of it: conditionals, sleeping, launch plans as nodes,
+pods that are not made of a pod template.
 """
 
 from __future__ import annotations
