@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -43,10 +43,10 @@ class GroupTask(PytorchElasticFunctionTask):
     def execute(self, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             return super().execute(**kwargs)  # only the main thread hears signals
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
         before = signal.signal(signal.SIGTERM, self._pass_on)
         try:
-            return super().execute(**kwargs)
+            with _launcher_that_leaves_sigterm():
+                return super().execute(**kwargs)
         except FlyteRecoverableException:
             raise
         except Exception as error:
@@ -60,6 +60,19 @@ class GroupTask(PytorchElasticFunctionTask):
         self.told = True
         for process in multiprocessing.active_children():
             process.terminate()
+
+
+@contextmanager
+def _launcher_that_leaves_sigterm() -> Iterator[None]:
+    """Flyte makes the launcher's configuration itself and has no key for the signals that the launcher takes."""
+    from torch.distributed.launcher import api
+
+    config = api.LaunchConfig
+    api.LaunchConfig = partial(config, signals_to_handle="SIGINT,SIGHUP,SIGQUIT")  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        api.LaunchConfig = config  # type: ignore[misc]
 
 
 TaskPlugins.register_pythontask_plugin(Group, GroupTask)

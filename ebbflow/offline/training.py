@@ -33,7 +33,7 @@ from ebbflow.timing import Clock
 from ebbflow.training.batches import Units, deal, forward_batch, share, shared_passes
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, write_part
 from ebbflow.training.distributed import Ranks
-from ebbflow.training.limits import Limits, Preempted, Stop
+from ebbflow.training.limits import Limits, Preempted, Stop, listening
 from ebbflow.training.update import Learner, TrainingError
 
 
@@ -120,7 +120,7 @@ def train_epochs(
     name, quiet = f"{place.label} {config.algorithm_name}", None if ranks.rank == 0 else True
     parts = islice(_schedule(place, model, prompts, shards, ranks), learner.updates, None)
     schedule = tqdm(parts, name, updates, initial=learner.updates, unit="step", disable=quiet)
-    with limits.listening():
+    with listening():
         for step, part in enumerate(schedule, learner.updates):
             before = clock.seconds["training"]
             with clock.phase("training"):
@@ -167,17 +167,18 @@ def train_offline_folder(
     checkpoints: Checkpoints | None = None,
 ) -> StageRecord:
     """``train_epochs`` from a policy folder to a new one; shards the model over the process group where there is one."""
-    ranks = Ranks.current()
-    model = open_model(place.recipe, base)
-    policy, card = open_policy(place, model, folder, shard=ranks.world > 1)
-    learner = Learner(policy, place.offline, card)
-    trained_on = read_prompts(prompts, "train")
-    for path in rollouts:
-        require_shard(place, path, trained_on, model.latent_shape)
-    record = train_epochs(place, model, learner, trained_on, rollouts, advantages, journal, checkpoints)
-    if place.algorithm.generates == "old":
-        policy.snapshot("old")  # the next stage generates with what this one learnt
-    save_policy(place, learner, card, record, trained, write=ranks.rank == 0)
+    with listening():
+        ranks = Ranks.current()
+        model = open_model(place.recipe, base)
+        policy, card = open_policy(place, model, folder, shard=ranks.world > 1)
+        learner = Learner(policy, place.offline, card)
+        trained_on = read_prompts(prompts, "train")
+        for path in rollouts:
+            require_shard(place, path, trained_on, model.latent_shape)
+        record = train_epochs(place, model, learner, trained_on, rollouts, advantages, journal, checkpoints)
+        if place.algorithm.generates == "old":
+            policy.snapshot("old")  # the next stage generates with what this one learnt
+        save_policy(place, learner, card, record, trained, write=ranks.rank == 0)
     return record
 
 

@@ -40,7 +40,7 @@ from ebbflow.rollouts.vllm_omni import VllmOmni
 from ebbflow.stage import Kept, Place, open_model, open_policy, read_history
 from ebbflow.timing import Clock
 from ebbflow.training.checkpoint import Checkpoints
-from ebbflow.training.limits import Limits, Preempted, Stop
+from ebbflow.training.limits import Limits, Preempted, Stop, listening
 from ebbflow.training.policy import read_card
 from ebbflow.training.update import Learner
 
@@ -72,7 +72,7 @@ def train_online_folder(
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
     validation, training = validation_prompts(place, prompts), read_prompts(prompts, "train")
-    with closing(_placement(place, base, folder, teacher, actors)) as placement:
+    with listening(), closing(_placement(place, base, folder, teacher, actors)) as placement:
         standing = Standing(read_history(place, read_card(folder), folder))
         record = run_online_stage(place, placement, training, journal, standing, validation, checkpoints)
         placement.write(trained, "save", record, standing.history)
@@ -136,7 +136,7 @@ def run_online_stage(
         read_under_way(newest[0], ahead)
     limits = Limits(config, _gpus(place), standing.elapsed)
     progress = tqdm(range(first, config.steps), f"{place.label} {config.algorithm_name}", unit="step", disable=None)
-    with limits.listening(), Observer(place, placement, ahead, journal, validation, watched) as watch:
+    with listening(), Observer(place, placement, ahead, journal, validation, watched) as watch:
         for number in progress:
             start = time.time()
             pushed = _push(placement, ahead, number) | check_engine(place, placement, ahead, number, first)

@@ -57,7 +57,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         secret = problem["type"] == "extra_forbidden" and SECRET.search(str(problem["loc"][-1]))
         shown = "" if isinstance(given, (dict, BaseModel)) or secret else f" = {short(given)}"
         place = dotted(problem["loc"]) if problem["loc"] else model.__name__.lower()
-        lines.append(f"{place}{shown}: {printable(_reason(problem, model))}")
+        reason = "\n".join(map(printable, _reason(problem, model).splitlines()))
+        lines.append(f"{place}{shown}: {reason}")
         if len(lines) == MOST_PROBLEMS < len(problems):
             return "\n".join([*lines, f"... and more, {len(problems)} in all"])
     return "\n".join(lines)

@@ -28,6 +28,10 @@ TO_SAVE = 60.0
 """Seconds that are left for saving at least, where a machine expires."""
 
 
+_TOLD = threading.Event()
+"""A SIGTERM came; signals belong to the process."""
+
+
 class Preempted(RuntimeError):
     """The stage was stopped and saved: names the reason, the step and the way on."""
 
@@ -56,7 +60,6 @@ class Limits:
     def __init__(self, config: Stage, gpus: float, spent: float = 0.0) -> None:
         self.config, self.gpus, self.spent = config, gpus, spent
         self.expires = _expiry(os.environ.get(EXPIRES))
-        self.told = False
         self.reason = "another process was told to end"
         self.begun = self.stepped = time.monotonic()
         self.longest = 0.0
@@ -88,7 +91,7 @@ class Limits:
         return f"ended after {step} of {steps} steps: {self.reason}"
 
     def _own(self) -> Stop:
-        if self.told:
+        if _TOLD.is_set():
             self.reason = "SIGTERM"
             return Stop.LEAVE
         if self.expires and time.time() + max(TO_SAVE, 2 * self.longest) > self.expires:
@@ -101,22 +104,29 @@ class Limits:
                 return Stop.SPENT
         return Stop.NO
 
-    @contextmanager
-    def listening(self) -> Iterator[Limits]:
-        """Take a SIGTERM as a word to end after the step, once; a second one ends the process as ever."""
 
-        def told(number: int, frame: FrameType | None) -> None:
-            self.told = True
-            signal.signal(signal.SIGTERM, before)
+@contextmanager
+def listening() -> Iterator[None]:
+    """Take a SIGTERM as a word to end after the step, once; a second one does what it did before.
 
-        if threading.current_thread() is not threading.main_thread():
-            yield self  # only the main thread hears signals
-            return
-        before = signal.signal(signal.SIGTERM, told)
-        try:
-            yield self
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    A stage listens from before it loads its models. Only the main thread hears signals; a block inside another does nothing.
+    """
+    heard_already = getattr(signal.getsignal(signal.SIGTERM), "is_heard", False)
+    if heard_already or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        _TOLD.set()
+        signal.signal(signal.SIGTERM, before)
+
+    hear.is_heard = True  # type: ignore[attr-defined]
+    before = signal.signal(signal.SIGTERM, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _TOLD.clear()
 
 
 def _expiry(text: str | None) -> float | None:

@@ -115,14 +115,18 @@ def same_as_never_killed(stages, stage, name):
     assert left == []
 
 
+def turn_of(stage, index):
+    """The point whose turn it is; a stage that never comes by it draws another."""
+    return list(POINTS)[(list(STAGES).index(stage) * A_STAGE + index) % len(POINTS)]
+
+
 @pytest.mark.parametrize("index", range(A_STAGE))
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_anywhere_it_ends_with_the_same_bytes(stages, stage, index):
     calls, draws = stages.whole(stage)["calls"], random.Random(f"{SEED} {stage} {index}")
-    here = [point for point in POINTS if point in calls]
-    # Every kind of point has its turn in one stage or another, then chance decides.
-    turn = list(STAGES).index(stage) * A_STAGE + index
-    point = here[turn % len(here)] if turn < 2 * len(POINTS) else draws.choice(here)
+    point = turn_of(stage, index)
+    if point not in calls:
+        point = draws.choice(sorted(calls))
     death = Death(point, draws.randint(1, calls[point]), draws.random() < 0.5)
     name = f"killed-{index}"
     assert stages.run(stage, name, death) == -9, death
@@ -158,11 +162,6 @@ def test_without_any_checkpoint_it_begins_again(stages):
 
 def test_every_kind_of_point_has_its_turn(stages):
     """What is drawn covers them all, and more than 25 in all."""
-    drawn = set()
-    for stage in STAGES:
-        here = [point for point in POINTS if point in stages.whole(stage)["calls"]]
-        for index in range(A_STAGE):
-            turn = list(STAGES).index(stage) * A_STAGE + index
-            drawn.add(here[turn % len(here)])
-    assert drawn == set(POINTS)
+    turns = [(stage, turn_of(stage, index)) for stage in STAGES for index in range(A_STAGE)]
+    assert {point for stage, point in turns if point in stages.whole(stage)["calls"]} == set(POINTS)
     assert len(STAGES) * A_STAGE > 25

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ebbflow.recipe.stages import OnlineStage
 from ebbflow.training import limits
 from ebbflow.training.distributed import process_group
-from ebbflow.training.limits import EXPIRES, Limits, Stop
+from ebbflow.training.limits import EXPIRES, Limits, Stop, listening
 from ebbflow.training.update import TrainingError
 from tests.two_processes import as_two_ranks
 
@@ -96,7 +96,8 @@ def test_the_first_sigterm_is_a_word_and_what_was_there_before_comes_back():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        with Limits(OnlineStage(), gpus=0).listening() as limit:
+        limit = Limits(OnlineStage(), gpus=0)
+        with listening(), listening():
             assert limit.after_step() is Stop.NO
             os.kill(os.getpid(), signal.SIGTERM)
             assert limit.after_step() is Stop.LEAVE
@@ -115,7 +116,8 @@ def heard_by_one(folder: Path) -> None:
     with process_group() as ranks:
         limit = Limits(OnlineStage(), gpus=0)
         first = limit.after_step()
-        limit.told = ranks.rank == 1
+        if ranks.rank == 1:
+            limits._TOLD.set()
         second = limit.after_step()
         (folder / f"{ranks.rank}").write_text(f"{first.name} {second.name} {limit.farewell('s', 1, 2, saved=True)}")
 
