@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import numpy as np
 import pyarrow as pa
@@ -502,3 +503,15 @@ def test_a_stage_hands_on_the_average_and_what_to_go_on_from(make_recipe, base_f
     served.load(trained)
     assert all(torch.equal(value, served.parameters[name]) for name, value in policy.copies["ema"].items())
     assert changed(policy, policy.copies["ema"])
+
+
+@pytest.mark.parametrize(("stage", "alarms"), [({}, 1), ({"correction": {"mode": "decoupled"}}, 0)])
+def test_a_first_ratio_that_is_not_one_is_an_alarm(make_recipe, stage, alarms):
+    """Unless something else is known to make rollouts differ from what training computes again."""
+    place = Place(make_recipe(online=stage), 0, 0)
+    assert loop._first_ratio(place, {"ratio/first_deviation": loop.FIRST_RATIO}) == []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        said = loop._first_ratio(place, {"ratio/first_deviation": 2e-4})
+    assert len(said) == len(warned) == alarms
+    assert all("the first ratio is off 1 by 0.0002" in text and "micro_batch" in text for text in said)
