@@ -27,6 +27,16 @@ def run_pipeline(folder: Path, changes: dict[str, Any], recipe: str = "tiny") ->
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
 
 
+def package(folder: Path) -> Path:
+    """What ``pyflyte package`` makes of the workflows, as an archive."""
+    archive = folder / "flyte.tgz"
+    options = ["--image", "ebbflow:test", "--source", ".", "--output", str(archive), "--force"]
+    command = [str(PYFLYTE), "--pkgs", "workflows", "package", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return archive
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose runs share Flyte's cache and one MLflow store; a new one for every file, so that their order is free."""

@@ -33,7 +33,7 @@ from fsspec import AbstractFileSystem
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from tests.pipeline.conftest import PYFLYTE, ROOT
+from tests.pipeline.conftest import PYFLYTE
 
 M = TypeVar("M", bound=Message)
 Values = Mapping[str, Literal]
@@ -72,14 +72,10 @@ class Cluster:
     """The place of every attempt so far and its task."""
 
 
-def package(folder: Path) -> Package:
-    """What ``pyflyte package`` makes of the workflows."""
-    output = folder / "flyte.tgz"
-    options = ["--image", "ebbflow:test", "--source", ".", "--output", str(output), "-f"]
-    command = [str(PYFLYTE), "--pkgs", "workflows", "package", *options]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=900)
-    with tarfile.open(output) as archive:
-        files = {member.name: archive.extractfile(member) for member in archive.getmembers()}
+def decoded(archive: Path) -> Package:
+    """What is in an archive of packaged workflows."""
+    with tarfile.open(archive) as opened:
+        files = {member.name: opened.extractfile(member) for member in opened.getmembers()}
         contents = {name: file.read() for name, file in files.items() if file}
     # The name ends in the number of the kind in flyteidl.core.ResourceType.
     tasks = [TaskSpec.FromString(content).template for name, content in contents.items() if name.endswith("_1.pb")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import tarfile
 from contextlib import nullcontext
 from datetime import timedelta
@@ -30,7 +29,7 @@ from tasks.request_approval import ApprovalError, request_approval
 from tasks.start_run import start_run
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, TrainedPolicy
 from tasks.write_report import Report, write_report
-from tests.pipeline.conftest import PYFLYTE, ROOT
+from tests.pipeline.conftest import ROOT, package
 from workflows import launch_plans
 from workflows.post_training import conclude
 
@@ -42,22 +41,7 @@ GLYPH = load_recipe(ROOT / "workflows" / "recipes" / "glyph.yaml")
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, launch_plan_pb2.LaunchPlan]:
-    output = tmp_path_factory.mktemp("package") / "flyte.tgz"
-    command = [
-        str(PYFLYTE),
-        "--pkgs",
-        "workflows",
-        "package",
-        "--image",
-        "ebbflow:test",
-        "--source",
-        ".",
-        "--output",
-        str(output),
-    ]
-    done = subprocess.run([*command, "-f"], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with tarfile.open(output) as archive:
+    with tarfile.open(package(tmp_path_factory.mktemp("package"))) as archive:
         files = [archive.extractfile(member) for member in archive if member.name.endswith("_3.pb")]
         decoded = [launch_plan_pb2.LaunchPlan.FromString(file.read()) for file in files if file]
     return {plan.id.name: plan for plan in decoded}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,51 +11,35 @@ from flyteidl.admin import launch_plan_pb2, task_pb2, workflow_pb2
 from flyteidl.core import interface_pb2, types_pb2
 from flyteidl.core.tasks_pb2 import TaskTemplate
 
-from tests.pipeline.conftest import PYFLYTE, ROOT
+from tests.pipeline.conftest import package
 
 NAMES = Path(__file__).with_name("entities.txt")
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("package") / "flyte.tgz"
-    command = [
-        str(PYFLYTE),
-        "--pkgs",
-        "workflows",
-        "package",
-        "--image",
-        "ebbflow:test",
-        "--source",
-        ".",
-        "--output",
-        str(output),
-        "-f",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return output
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return package(tmp_path_factory.mktemp("package"))
 
 
-def _files(package: Path) -> Iterator[tuple[str, bytes]]:
-    with tarfile.open(package) as archive:
-        for member in archive.getmembers():
-            content = archive.extractfile(member)
+def _files(archive: Path) -> Iterator[tuple[str, bytes]]:
+    with tarfile.open(archive) as opened:
+        for member in opened.getmembers():
+            content = opened.extractfile(member)
             if content is not None and member.name.endswith(".pb"):
                 yield member.name, content.read()
 
 
-def _tasks(package: Path) -> Iterator[TaskTemplate]:
-    for name, data in _files(package):
+def _tasks(archive: Path) -> Iterator[TaskTemplate]:
+    for name, data in _files(archive):
         if name.endswith("_1.pb"):
             yield task_pb2.TaskSpec.FromString(data).template
 
 
-def _entities(package: Path) -> Iterator[tuple[str, interface_pb2.TypedInterface]]:
+def _entities(archive: Path) -> Iterator[tuple[str, interface_pb2.TypedInterface]]:
     """(kind and name, interface) of every packaged entity."""
-    for task in _tasks(package):
+    for task in _tasks(archive):
         yield f"task {task.id.name}", task.interface
-    for name, data in _files(package):
+    for name, data in _files(archive):
         if name.endswith("_2.pb"):
             workflow = workflow_pb2.WorkflowSpec.FromString(data).template
             yield f"workflow {workflow.id.name}", workflow.interface
@@ -65,15 +48,15 @@ def _entities(package: Path) -> Iterator[tuple[str, interface_pb2.TypedInterface
             yield f"launch plan {plan.id.name}", interface_pb2.TypedInterface()
 
 
-def test_names_are_the_committed_ones(package: Path) -> None:
+def test_names_are_the_committed_ones(archive: Path) -> None:
     # Names are public API: renaming one orphans its history and its cache.
-    assert sorted(name for name, _ in _entities(package)) == NAMES.read_text().split("\n")[:-1]
+    assert sorted(name for name, _ in _entities(archive)) == NAMES.read_text().split("\n")[:-1]
 
 
-def test_what_is_computed_is_cached_for_its_run_alone(package: Path) -> None:
+def test_what_is_computed_is_cached_for_its_run_alone(archive: Path) -> None:
     shared = {"tasks.train_base_model.train_base_model", "tasks.download_base_model.download_base_model"}
     never = {f"tasks.{name}.{name}" for name in ("start_run", "plan_run", "request_approval", "write_report")}
-    for task in _tasks(package):
+    for task in _tasks(archive):
         name, about = task.id.name, task.metadata
         ignored = list(about.cache_ignore_input_vars)
         assert about.discoverable == (name.startswith("tasks.") and name not in never), name
@@ -83,9 +66,9 @@ def test_what_is_computed_is_cached_for_its_run_alone(package: Path) -> None:
             assert ignored == (["run"] if name in shared else []), name
 
 
-def test_interfaces_hold_no_pickle_and_no_untyped_structure(package: Path) -> None:
+def test_interfaces_hold_no_pickle_and_no_untyped_structure(archive: Path) -> None:
     checked = 0
-    for name, interface in _entities(package):
+    for name, interface in _entities(archive):
         for variable, described in [*interface.inputs.variables.items(), *interface.outputs.variables.items()]:
             for kind in _leaves(described.type):
                 checked += 1

@@ -34,8 +34,8 @@ from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
 from ebbflow.recipe import Recipe, load_recipe
-from tests.pipeline.conftest import PYFLYTE, ROOT
-from tests.pipeline.pods import Cluster, Package, PodFailed, Values, execute, package
+from tests.pipeline.conftest import PYFLYTE, ROOT, package
+from tests.pipeline.pods import Cluster, Package, PodFailed, Values, decoded, execute
 
 BUCKET, MODEL = "s3://flyte", "ebbflow-tiny"
 LOST = {
@@ -161,7 +161,7 @@ def outputs(cluster: Cluster, recipe: Path, machine: Machine, tmp_path_factory: 
     """Of the workflow, run as pods."""
     context, kind = FlyteContextManager.current_context(), TypeEngine.to_literal_type(Recipe)
     given = {"recipe": TypeEngine.to_literal(context, load_recipe(recipe), Recipe, kind).to_flyte_idl()}
-    packaged = package(tmp_path_factory.mktemp("package"))
+    packaged = decoded(package(tmp_path_factory.mktemp("package")))
     return execute(cluster, packaged, "workflows.post_training.post_train", given, "a6f1")
 
 
