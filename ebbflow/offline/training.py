@@ -122,13 +122,8 @@ def train_epochs(
     schedule = tqdm(parts, name, updates, initial=learner.updates, unit="step", disable=quiet)
     with listening():
         for step, part in enumerate(schedule, learner.updates):
-            before = clock.seconds["training"]
-            with clock.phase("training"):
-                metrics = _update(place, learner, part, ranks)
-            seconds = clock.seconds["training"] - before
-            images = sum(map(len, part.units))
-            speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / images}
-            journal.log_metrics(metrics | speed | {"epoch": part.epoch}, step)
+            metrics = _timed_update(place, learner, part, ranks, clock)
+            journal.log_metrics(metrics, step)
             schedule.set_postfix(loss=f"{metrics['loss']:.4f}")
             stop, done = limits.after_step(), step + 1
             if done == updates:
@@ -141,16 +136,13 @@ def train_epochs(
             if stop is Stop.SPENT:
                 learner.alarms.append(limits.epitaph(done, updates))
                 break
+    trained = {"training": spent["training"] + clock.seconds["training"]}
     return StageRecord(
         label=place.label,
         algorithm=config.algorithm_name,
         samples=sum(row_count(path) for path in rollouts),
         optimizer_steps=learner.updates,
-        seconds={
-            **_seconds(rollouts, "rollout"),
-            **about_table(advantages)["seconds"],
-            "training": spent["training"] + clock.seconds["training"],
-        },
+        seconds=_seconds(rollouts, "rollout") | about_table(advantages)["seconds"] | trained,
         alarms=learner.alarms,
     )
 
@@ -215,6 +207,16 @@ def _keep(checkpoints: Checkpoints, learner: Learner, ranks: Ranks, step: int, s
 def _move(parts: Path, folder: Path) -> None:
     for path in parts.iterdir():
         path.replace(folder / path.name)
+
+
+def _timed_update(place: Place, learner: Learner, part: Part, ranks: Ranks, clock: Clock) -> dict[str, float]:
+    """The metrics of an optimiser step, and how long it took."""
+    before = clock.seconds["training"]
+    with clock.phase("training"):
+        metrics = _update(place, learner, part, ranks)
+    seconds, images = clock.seconds["training"] - before, sum(map(len, part.units))
+    speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / images}
+    return metrics | speed | {"epoch": part.epoch}
 
 
 def _update(place: Place, learner: Learner, part: Part, ranks: Ranks) -> dict[str, float]:

@@ -130,7 +130,7 @@ def run_online_stage(
         embeddings = placement.encode(_all_prompts(place, prompts))
         # Apart: prompts are padded to the longest of those encoded together, and what is only watched must not be felt.
         watched = placement.encode(validation) if validation else None
-    first, spent = standing.step, standing.seconds
+    first, before = standing.step, standing.seconds
     ahead = Ahead(place, placement, prompts, embeddings, first)
     if newest:
         read_under_way(newest[0], ahead)
@@ -146,14 +146,8 @@ def run_online_stage(
             metrics = _step(place, placement, ahead, watch, standing, number, start)
             journal.log_metrics(metrics | pushed, number)
             progress.set_postfix(reward=f"{metrics.get('reward/mean', float('nan')):.3f}")
-            standing.elapsed, standing.seconds = limits.elapsed, _sum(spent, clock.seconds, watch.timeline.seconds)
-            stop = limits.after_step()
-            if stop is Stop.LEAVE:
-                if checkpoints:
-                    _keep(checkpoints, ahead, standing, journal)
-                raise Preempted(limits.farewell(place.label, standing.step, config.steps, saved=checkpoints is not None))
-            if stop is Stop.SPENT and standing.step < config.steps:
-                standing.alarms.append(limits.epitaph(standing.step, config.steps))
+            standing.elapsed, standing.seconds = limits.elapsed, _sum(before, clock.seconds, watch.timeline.seconds)
+            if _ends_early(limits, checkpoints, ahead, standing, journal):
                 break
         if watch.validates(standing.step, last=True):
             _push(placement, ahead, standing.step)
@@ -165,7 +159,7 @@ def run_online_stage(
         algorithm=config.algorithm_name,
         samples=standing.samples,
         optimizer_steps=standing.updates,
-        seconds=_sum(spent, clock.seconds, watch.timeline.seconds),
+        seconds=_sum(before, clock.seconds, watch.timeline.seconds),
         alarms=[*standing.training_alarms, *standing.alarms],
     )
 
@@ -187,6 +181,19 @@ def _keep(checkpoints: Checkpoints, ahead: Ahead, standing: Standing, journal: K
 
     checkpoints.save(standing.step, write, {"standing": standing.state(), "rows": journal.metrics}, score)
     return time.time() - start
+
+
+def _ends_early(limits: Limits, checkpoints: Checkpoints | None, ahead: Ahead, standing: Standing, journal: Kept) -> bool:
+    """Whether the budget is spent, which becomes an alarm; when the machine goes, it saves and raises ``Preempted``."""
+    stop, label, steps = limits.after_step(), ahead.place.label, ahead.place.online.steps
+    if stop is Stop.LEAVE:
+        if checkpoints:
+            _keep(checkpoints, ahead, standing, journal)
+        raise Preempted(limits.farewell(label, standing.step, steps, saved=checkpoints is not None))
+    if stop is Stop.NO or standing.step == steps:
+        return False
+    standing.alarms.append(limits.epitaph(standing.step, steps))
+    return True
 
 
 def _go_back_to_best(placement: Placement, checkpoints: Checkpoints, journal: Kept, step: int, score: float | None) -> None:

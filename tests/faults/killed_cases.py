@@ -32,7 +32,7 @@ POINTS = {
     "before the optimiser's step": "torch.optim.adamw:AdamW.step",
     "mid-update": "ebbflow.training.policy:Policy.blend",
     "metrics": "ebbflow.stage:Kept.log_metrics",
-    "before shards": "ebbflow.training.checkpoint:write_part",
+    "before shards": "ebbflow.training.checkpoint:Checkpoints.save",
     "mid-shard": "ebbflow.training.checkpoint:save_file",
     "before the manifest": "ebbflow.artifacts:commit",
     "after the manifest": "ebbflow.artifacts:_to_disk",

@@ -10,7 +10,11 @@ import pytest
 from flyteidl.admin import launch_plan_pb2, task_pb2, workflow_pb2
 from flyteidl.core import interface_pb2, types_pb2
 from flyteidl.core.tasks_pb2 import TaskTemplate
+from flytekit.core.type_engine import TypeEngine
+from flytekit.extras.pydantic_transformer.transformer import PydanticTransformer
 
+import tasks  # noqa: F401
+from ebbflow.recipe import Recipe
 from tests.pipeline.conftest import package
 
 NAMES = Path(__file__).with_name("entities.txt")
@@ -89,3 +93,9 @@ def _leaves(kind: types_pb2.LiteralType) -> Iterator[types_pb2.LiteralType]:
             yield from _leaves(variant)
     else:
         yield kind
+
+
+def test_a_type_is_described_once_and_as_flytekit_does_it():
+    described = TypeEngine.to_literal_type(Recipe)
+    assert TypeEngine.to_literal_type(Recipe) is described
+    assert PydanticTransformer().get_literal_type(Recipe).to_flyte_idl() == described.to_flyte_idl()
