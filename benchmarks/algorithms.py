@@ -40,7 +40,8 @@ from ebbflow.recipe.rewards import reward
 from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer, load_scorer
 from ebbflow.stage import Kept, Place, open_model, open_policy, save_policy
-from ebbflow.training.policy import Policy, PolicyCard, write_base_policy
+from ebbflow.training.card import PolicyCard, write_base_policy
+from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner, TrainingError
 
 ROOT = Path(__file__).parents[1]

@@ -87,8 +87,8 @@ def export(policy: Path, target: Path, base: Path) -> None:
     """Write POLICY, a policy folder, into TARGET as a pipeline folder for diffusers, LoRA merged in."""
     from ebbflow.artifacts import ArtifactError
     from ebbflow.models import ModelError  # brings torch along
+    from ebbflow.training.card import PolicyError
     from ebbflow.training.export import export_pipeline
-    from ebbflow.training.policy import PolicyError
 
     try:
         export_pipeline(base, policy, target)
@@ -103,7 +103,7 @@ def export(policy: Path, target: Path, base: Path) -> None:
 def rollback(recipe: Path, to: int | None) -> None:
     """Make the previous champion of the model that RECIPE promotes champion again."""
     from ebbflow.tracking import registry  # brings MLflow along
-    from ebbflow.tracking.runs import TrackingError, resolve_tracking_uri
+    from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 
     try:
         resolved = load_recipe(recipe)

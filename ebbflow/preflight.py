@@ -105,7 +105,7 @@ def _check_teacher(algorithm: str, stage: Stage, on_cluster: bool) -> None:
     key = f"{algorithm}.{'options.' * isinstance(stage.algorithm, Custom)}teacher = {teacher!r}"
     if on_cluster:
         raise RecipeError(f"{key} {ON_ONE_MACHINE}")
-    from ebbflow.training.policy import PolicyError, read_card  # brings torch along
+    from ebbflow.training.card import PolicyError, read_card  # brings torch along
 
     try:
         read_card(Path(teacher))

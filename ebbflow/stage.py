@@ -21,7 +21,8 @@ from ebbflow.recipe.base import printable
 from ebbflow.recipe.stages import OfflineStage, OnlineStage
 from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import SampleKeys
-from ebbflow.training.policy import AGAIN, ITERATE, STATISTICS, Policy, PolicyCard, PolicyError, read_card
+from ebbflow.training.card import AGAIN, ITERATE, STATISTICS, PolicyCard, PolicyError, read_card
+from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Journal(Protocol):
-    """Takes what a stage shows of itself; ``ebbflow.tracking.runs.Node`` is one."""
+    """Takes what a stage shows of itself; ``ebbflow.tracking.child_run.Node`` is one."""
 
     def log_metrics(self, values: Mapping[str, float], step: int) -> None:
         """The metrics of a training step, or some of them."""

@@ -14,7 +14,7 @@ from tasks.types import EvaluatedPolicy
 @task(cache=ONCE_PER_RUN, **light())
 def choose_candidate(run: TrackedRun, history: list[EvaluatedPolicy]) -> EvaluatedPolicy:
     """The best of everything trained; the held-out prompts have no say, so that they can judge it."""
-    from ebbflow.tracking.runs import node_run
+    from ebbflow.tracking.child_run import node_run
 
     with node_run(run, "candidate") as node:
         chosen = history[best([evaluated.evaluation for evaluated in history])]

@@ -17,7 +17,7 @@ def compute_advantages(recipe: Recipe, run: TrackedRun, round: int, stage: int, 
     """The advantage of every sample worth training on (``ADVANTAGES``)."""
     from ebbflow.offline.training import write_advantages
     from ebbflow.stage import Place
-    from ebbflow.tracking.runs import node_run
+    from ebbflow.tracking.child_run import node_run
 
     place, path = Place(recipe, round, stage), scratch("advantages.parquet", run)
     with node_run(run, f"{place.label} advantages") as node:

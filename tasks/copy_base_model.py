@@ -19,7 +19,7 @@ from tasks.types import BaseModelArtifact
 def copy_base_model(model: Model, run: TrackedRun) -> BaseModelArtifact:
     """A committed copy of the folder (or URI) that the recipe's model section names."""
     from ebbflow.models.prepare import copy_base
-    from ebbflow.tracking.runs import node_run
+    from ebbflow.tracking.child_run import node_run
 
     started, folder = time.time(), scratch("base", run)
     assert model.path

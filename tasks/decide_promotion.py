@@ -17,8 +17,8 @@ def decide_promotion(recipe: Recipe, run: TrackedRun, candidate: EvaluatedPolicy
     """The decision with its reasons; changes nothing."""
     from ebbflow.data.tables import read_table
     from ebbflow.evaluation.gate import decide
+    from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_verdict
-    from ebbflow.tracking.runs import node_run
 
     with node_run(run, "gate") as node:
         verdict = decide(

@@ -18,7 +18,7 @@ from tasks.types import BaseModelArtifact
 def download_base_model(repository: str, revision: str, run: TrackedRun) -> BaseModelArtifact:
     """A committed copy of the pipeline in ``repository`` at the commit ``revision``."""
     from ebbflow.models.prepare import download_base
-    from ebbflow.tracking.runs import node_run
+    from ebbflow.tracking.child_run import node_run
 
     started, folder = time.time(), scratch("base")
     with node_run(run, "base model"):

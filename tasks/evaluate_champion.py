@@ -20,9 +20,9 @@ def evaluate_champion(
 ) -> ChampionPolicy:
     """The champion with its evaluation; ``before``, the base model's, where there is no champion yet."""
     from ebbflow.evaluation.evaluate import evaluate_folder, require_same_pictures
+    from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_evaluation
     from ebbflow.tracking.registry import champion_folders, find_champion
-    from ebbflow.tracking.runs import node_run
 
     champion = find_champion(run.tracking_uri, recipe.promotion.model_name)
     if champion is None:

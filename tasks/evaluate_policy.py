@@ -19,8 +19,8 @@ def evaluate_policy(
 ) -> EvaluatedPolicy:
     """The policy together with its evaluation and samples; means, table and sample grid go to MLflow."""
     from ebbflow.evaluation.evaluate import evaluate_folder
+    from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_evaluation
-    from ebbflow.tracking.runs import node_run
 
     samples = scratch("samples.parquet", run)
     with node_run(run, f"{label} evaluation") as node:

@@ -27,8 +27,8 @@ def generate_rollouts(
     """A rollout shard (``rollout_schema``)."""
     from ebbflow.offline.shards import generate_shard_from_folders
     from ebbflow.stage import Place
+    from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_table_about
-    from ebbflow.tracking.runs import node_run
 
     place, path = Place(recipe, round, stage), scratch(f"rollouts-{shard}.parquet", run)
     with node_run(run, f"{place.label} rollout {shard}") as node:

@@ -31,7 +31,7 @@ def import_pairs(
     from ebbflow.data.tables import read_table
     from ebbflow.offline.pairs import import_pairs_from_folder
     from ebbflow.stage import Place
-    from ebbflow.tracking.runs import node_run
+    from ebbflow.tracking.child_run import node_run
 
     place = Place(recipe, round, stage)
     pairs = place.offline.pairs

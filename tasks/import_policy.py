@@ -18,7 +18,7 @@ from tasks.types import BaseModelArtifact, TrainedPolicy
 def import_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
     """The policy folder, version 0, of what ``policy.start`` names."""
     from ebbflow.models.hub import pretrained_folder
-    from ebbflow.tracking.runs import node_run
+    from ebbflow.tracking.child_run import node_run
     from ebbflow.training.start import write_start
 
     start, folder = recipe.policy.start, scratch("policy", run)

@@ -17,7 +17,7 @@ def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
     """Write the prompt table (schema ``PROMPTS``) and log it as the run's dataset."""
     from ebbflow.data.prepare import prepare
     from ebbflow.data.prompts import write_prompts
-    from ebbflow.tracking.runs import node_run
+    from ebbflow.tracking.child_run import node_run
 
     with node_run(run, "prompts") as node:
         source = fetch(FlyteFile(recipe.prompts.source)) if recipe.prompts.source else None

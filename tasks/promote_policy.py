@@ -13,8 +13,8 @@ from tasks.types import ChampionPolicy
 @task(cache=ONCE_PER_RUN, **light())
 def promote_policy(run: TrackedRun, champion: ChampionPolicy, registration: Registration, approved: str = "") -> Registration:
     """The champion moves once, however many attempts; ``approved`` is what a person said yes to, if one was asked."""
+    from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.registry import promote
-    from ebbflow.tracking.runs import node_run
 
     execution = current_context().execution_id
     name = execution.name if execution else "local"

@@ -23,8 +23,8 @@ def register_policy(
 ) -> Registration:
     """One version per run, however many attempts."""
     from ebbflow.artifacts import verify
+    from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.registry import register
-    from ebbflow.tracking.runs import node_run
 
     execution = current_context().execution_id
     base_folder = fetch(base.folder)

@@ -22,7 +22,8 @@ class ApprovalError(Exception):
 @task(**light())
 def request_approval(recipe: Recipe, run: TrackedRun, verdict: Verdict, registration: Registration, report: FlyteFile) -> str:
     """What the gate node asks. The report comes first, as it is what a person decides by."""
-    from ebbflow.tracking.runs import node_run, open_run
+    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.parent_run import open_run
 
     target = verdict.target
     question = (

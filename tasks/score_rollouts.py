@@ -20,8 +20,8 @@ def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: i
     from ebbflow.offline.shards import score_shard
     from ebbflow.rewards.combine import load_scorer
     from ebbflow.stage import Place
+    from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_table_about
-    from ebbflow.tracking.runs import node_run
 
     place, path, shard = Place(recipe, round, stage), scratch("scores.parquet", run), fetch(rollouts)
     with node_run(run, f"{place.label} scoring {about_table(shard)['shard']}") as node:

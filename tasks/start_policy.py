@@ -17,8 +17,8 @@ from tasks.types import BaseModelArtifact, TrainedPolicy
 def start_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
     """The policy folder of the untouched base model, version 0."""
     from ebbflow.artifacts import verify
-    from ebbflow.tracking.runs import node_run
-    from ebbflow.training.policy import write_base_policy
+    from ebbflow.tracking.child_run import node_run
+    from ebbflow.training.card import write_base_policy
 
     folder = scratch("policy", run)
     with node_run(run, "start"):

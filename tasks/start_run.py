@@ -20,13 +20,14 @@ _HELD = ExitStack()
 def start_run(recipe: Recipe) -> TrackedRun:
     """Open the parent run; a retry of the same execution finds it again, and so does a local run that is started again."""
     from ebbflow.preflight import check_recipe
-    from ebbflow.tracking import runs
+    from ebbflow.tracking import parent_run
+    from ebbflow.tracking.store import resolve_tracking_uri
 
     execution = current_context().execution_id
     # Every local run is called "local".
     name = execution.name if execution and execution.name != "local" else None
-    check_recipe(recipe, tracking_uri=runs.resolve_tracking_uri(recipe), on_cluster=name is not None)
-    return runs.start_run(recipe, name) if name else _start_here(recipe)
+    check_recipe(recipe, tracking_uri=resolve_tracking_uri(recipe), on_cluster=name is not None)
+    return parent_run.start_run(recipe, name) if name else _start_here(recipe)
 
 
 def _start_here(recipe: Recipe) -> TrackedRun:
@@ -36,13 +37,13 @@ def _start_here(recipe: Recipe) -> TrackedRun:
     """
     from ebbflow.hold import held
     from ebbflow.identity import code_digest, inputs_digest
-    from ebbflow.tracking import runs
+    from ebbflow.tracking import parent_run
 
     here = Path(__file__).parent
     code = code_digest(Path(ebbflow.__file__).parent, here, here.parent / "workflows")
     tags = {"ebbflow.code_digest": code, "ebbflow.inputs_digest": inputs_digest(recipe)}
-    stopped = runs.stopped_run(recipe, tags)
-    run = stopped or runs.start_run(recipe, None, tags)
+    stopped = parent_run.stopped_run(recipe, tags)
+    run = stopped or parent_run.start_run(recipe, None, tags)
     if "://" in run.folder:
         return run
     _HELD.close()  # the run before, in a process that runs several
@@ -51,5 +52,5 @@ def _start_here(recipe: Recipe) -> TrackedRun:
     )
     if stopped:
         print(f"going on with the run that was stopped (MLflow run {run.run_id}); to begin anew, delete {run.folder}")
-        runs.open_run(recipe, run)
+        parent_run.open_run(recipe, run)
     return run

@@ -19,7 +19,7 @@ from tasks.types import BaseModelArtifact
 def train_base_model(training: GlyphTraining, threads: int, run: TrackedRun) -> BaseModelArtifact:
     """A committed base-model folder in the Hugging Face layout."""
     from ebbflow.models.prepare import train_base
-    from ebbflow.tracking.runs import node_run
+    from ebbflow.tracking.child_run import node_run
 
     started, folder = time.time(), scratch("base")
     with node_run(run, "base model"):

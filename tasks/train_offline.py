@@ -32,8 +32,8 @@ def train_offline(
     """The policy folder after the stage; every rank runs this body, what rank 0 writes and returns counts."""
     from ebbflow.offline.training import train_offline_folder
     from ebbflow.stage import Kept, Place
+    from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_stage
-    from ebbflow.tracking.runs import node_run
     from ebbflow.training.distributed import process_group
     from ebbflow.training.limits import Preempted
 

@@ -46,8 +46,8 @@ def train_stage(
     """The stage with its node of the run; with ``actors`` nothing is read at ``base`` and ``teacher``, they find it there."""
     from ebbflow.online.loop import train_online_folder
     from ebbflow.stage import Kept
+    from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_stage
-    from ebbflow.tracking.runs import node_run
     from ebbflow.training.limits import Preempted
 
     trained, metrics = scratch("policy", run), scratch("metrics.json", run)

@@ -35,7 +35,9 @@ def write_report(
     import json
 
     from ebbflow.tracking import report
-    from ebbflow.tracking.runs import close_run, node_run, settle
+    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.outage import settle
+    from ebbflow.tracking.parent_run import close_run
 
     page, numbers = scratch("report.html", run), scratch("summary.json", run)
     with node_run(run, "report"):

@@ -35,7 +35,8 @@ from ebbflow.recipe.stages import OnlineStage
 from ebbflow.rewards.combine import RewardError, load_scorer
 from ebbflow.rollouts.generate import SampleKeys, generate
 from ebbflow.stage import Kept, Place
-from ebbflow.training.policy import Policy, write_base_policy
+from ebbflow.training.card import write_base_policy
+from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import Distillation, TrajectoryConfig
 from ebbflow.recipe.recipe import Policy
-from ebbflow.training.policy import write_base_policy
+from ebbflow.training.card import write_base_policy
 
 SERVER = "https://mlflow.example"
 

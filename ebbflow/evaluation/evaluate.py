@@ -24,7 +24,8 @@ from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
 from ebbflow.rollouts.generate import SampleKeys, finite_rows, generate
 from ebbflow.rollouts.images import encode_png
 from ebbflow.timing import Clock
-from ebbflow.training.policy import Policy, read_card
+from ebbflow.training.card import read_card
+from ebbflow.training.policy import Policy
 
 DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
 

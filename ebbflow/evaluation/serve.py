@@ -11,7 +11,8 @@ from ebbflow.models.encoding import encode_once
 from ebbflow.recipe.choices import Sampler
 from ebbflow.rollouts.generate import SampleKeys, generate
 from ebbflow.rollouts.images import encode_png
-from ebbflow.training.policy import Policy, read_card
+from ebbflow.training.card import read_card
+from ebbflow.training.policy import Policy
 
 
 def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list[int]) -> list[bytes]:

@@ -39,9 +39,9 @@ from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.vllm_omni import VllmOmni
 from ebbflow.stage import Kept, Place, open_model, open_policy, read_history
 from ebbflow.timing import Clock
+from ebbflow.training.card import read_card
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.limits import Limits, Preempted, Stop, listening
-from ebbflow.training.policy import read_card
 from ebbflow.training.update import Learner
 
 if TYPE_CHECKING:

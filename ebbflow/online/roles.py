@@ -26,8 +26,8 @@ from ebbflow.rollouts.generate import Rollouts, join
 from ebbflow.rollouts.parity import measured
 from ebbflow.rollouts.weights import Tensors, TransferError, Weights, checksum, in_buckets
 from ebbflow.stage import Place, save_policy
+from ebbflow.training.card import PolicyCard
 from ebbflow.training.checkpoint import restore, write_part
-from ebbflow.training.policy import PolicyCard
 from ebbflow.training.update import Learner
 
 KEPT = 2

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -56,14 +55,13 @@ def read_under_way(folder: Path, ahead: Ahead) -> None:
 
 def _tensors(ahead: Ahead, harvest: Harvest) -> dict[str, Tensor]:
     rollouts: Rollouts = ahead.placement.fetch(harvest.rollouts)
-    tensors = {
-        "latents": rollouts.latents,
-        "images": torch.from_numpy(np.ascontiguousarray(ahead.placement.fetch(harvest.images))),
-    }
+    scores = {f"metrics/{name}": values for name, values in harvest.scores.metrics.items()} | {"reward": harvest.scores.reward}
+    arrays = {"images": ahead.placement.fetch(harvest.images)} | scores
+    # Copies, as what comes out of Ray's store cannot be written.
+    tensors = {"latents": rollouts.latents} | {name: torch.tensor(values) for name, values in arrays.items()}
     if rollouts.trajectory is not None:
         tensors |= {f"trajectory/{name}": values for name, values in vars(rollouts.trajectory).items()}
-    tensors |= {f"metrics/{name}": torch.from_numpy(values) for name, values in harvest.scores.metrics.items()}
-    return {name: values.contiguous() for name, values in (tensors | {"reward": torch.from_numpy(harvest.scores.reward)}).items()}
+    return {name: values.contiguous() for name, values in tensors.items()}
 
 
 def _harvest(ahead: Ahead, part: Part, tensors: dict[str, Tensor], said: dict[str, Any]) -> Harvest:

@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from ebbflow.tracking.runs import TrackingError
+from ebbflow.tracking.store import TrackingError
 
 CHAMPION = "champion"
 CLAIM = "ebbflow.promoting"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from ebbflow.data.tables import about_table, read_table, row_count
 from ebbflow.records import Evaluation, StageRecord, Verdict
+from ebbflow.tracking.child_run import Node
+from ebbflow.tracking.delivery import flatten
 from ebbflow.tracking.pictures import PICTURED, caption, image_grid
-from ebbflow.tracking.runs import Node, flatten
 
 
 def log_evaluation(node: Node, evaluation: Evaluation, samples: Path) -> None:

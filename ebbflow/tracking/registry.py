@@ -31,8 +31,8 @@ from ebbflow.artifacts import COMMIT, MANIFEST, new_folder, verify
 from ebbflow.recipe.secrets import cleaned
 from ebbflow.records import Champion, Registration, TrackedRun, Verdict
 from ebbflow.tracking.claim import CHAMPION, alias_of, claimed
-from ebbflow.tracking.runs import DIGEST, EXECUTION, TrackingError, connect
-from ebbflow.training.policy import CARD, STATISTICS, read_card
+from ebbflow.tracking.store import DIGEST, EXECUTION, TrackingError, connect
+from ebbflow.training.card import CARD, STATISTICS, read_card
 
 CHALLENGER, PREVIOUS = "challenger", "previous"
 RUN, REPLACES, ROLLED_BACK = "ebbflow.run_id", "ebbflow.replaces", "ebbflow.rolled_back"

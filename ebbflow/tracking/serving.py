@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.tracking.runs import TrackingError
+from ebbflow.tracking.store import TrackingError
 
 
 class ServedPolicy:
@@ -47,7 +47,7 @@ def _load_pyfunc(data_path: str) -> ServedPolicy:
 def _referenced_base(data_path: str, policy: Path) -> Path:
     """The base model that a version only refers to, from the hub's cache or from the hub."""
     from ebbflow.models.prepare import fetch_pipeline
-    from ebbflow.training.policy import read_card
+    from ebbflow.training.card import read_card
 
     model = read_card(policy).model
     if not model.on_hub:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ebbflow.artifacts import new_folder
 from ebbflow.models import load_model
-from ebbflow.training.policy import ADAPTER, Policy, read_card
+from ebbflow.training.card import read_card
+from ebbflow.training.policy import ADAPTER, Policy
 
 
 def export_pipeline(base: Path, folder: Path, target: Path) -> None:

@@ -14,7 +14,8 @@ from ebbflow.models import Model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.stage import open_model
-from ebbflow.training.policy import ADAPTER, CARD, Policy, PolicyCard, PolicyError, read_card
+from ebbflow.training.card import CARD, PolicyCard, PolicyError, read_card
+from ebbflow.training.policy import ADAPTER, Policy
 
 PUBLISHED = "published"
 

@@ -20,7 +20,8 @@ from ebbflow.models.base import predict
 from ebbflow.recipe.choices import Optimizer as OptimizerConfig
 from ebbflow.recipe.stages import Stage
 from ebbflow.training.batches import Points, TermBatch, parts
-from ebbflow.training.policy import Policy, PolicyCard, Progress, progress_of
+from ebbflow.training.card import PolicyCard, Progress, progress_of
+from ebbflow.training.policy import Policy
 
 
 class TrainingError(Exception):

@@ -19,7 +19,8 @@ from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.images import decode_png
-from ebbflow.training.policy import Policy, write_base_policy
+from ebbflow.training.card import write_base_policy
+from ebbflow.training.policy import Policy
 
 
 @pytest.fixture

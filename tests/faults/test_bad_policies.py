@@ -18,7 +18,8 @@ from ebbflow.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folde
 from ebbflow.models import ModelError, load_model
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.stage import Place, read_history
-from ebbflow.training.policy import ITERATE, STATISTICS, Policy, PolicyCard, PolicyError, read_card
+from ebbflow.training.card import ITERATE, STATISTICS, PolicyCard, PolicyError, read_card
+from ebbflow.training.policy import Policy
 
 CONFIGS = {"full": PolicyConfig(), "lora": PolicyConfig(train="lora", rank=2, alpha=2)}
 WEIGHTS = {"full": "transformer/diffusion_pytorch_model.safetensors", "lora": "pytorch_lora_weights.safetensors"}

@@ -22,7 +22,8 @@ from ebbflow.offline.shards import generate_shard, made_for, read_latents, requi
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
 from ebbflow.stage import Kept, Place
-from ebbflow.training.policy import Policy, write_base_policy
+from ebbflow.training.card import write_base_policy
+from ebbflow.training.policy import Policy
 
 
 @pytest.fixture(scope="module")

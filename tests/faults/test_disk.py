@@ -24,8 +24,9 @@ from ebbflow.disk import DiskFullError
 from ebbflow.offline.shards import generate_shard, score_shard
 from ebbflow.stage import Place
 from ebbflow.tracking import report
+from ebbflow.training.card import PolicyCard
 from ebbflow.training.checkpoint import write_part
-from ebbflow.training.policy import Policy, PolicyCard
+from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 
 

@@ -20,7 +20,9 @@ from ebbflow.hold import FolderInUse, held
 from ebbflow.identity import code_digest, inputs_digest
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
-from ebbflow.tracking.runs import connect, finish_run, node_run
+from ebbflow.tracking.child_run import node_run
+from ebbflow.tracking.parent_run import finish_run
+from ebbflow.tracking.store import connect
 from tasks.start_run import start_run
 from tasks.types import BaseModelArtifact
 

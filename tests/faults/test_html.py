@@ -23,9 +23,11 @@ from ebbflow.recipe.base import RecipeError
 from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun
 from ebbflow.rollouts.images import encode_png
 from ebbflow.tracking import charts
+from ebbflow.tracking.child_run import node_run
+from ebbflow.tracking.parent_run import _parent_tags, start_run
 from ebbflow.tracking.pictures import caption, image_grid
 from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report
-from ebbflow.tracking.runs import _parent_tags, connect, node_run, start_run
+from ebbflow.tracking.store import connect
 
 pytestmark = pytest.mark.filterwarnings("ignore:Glyph")
 PLANT = "PLANTED"

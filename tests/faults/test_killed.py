@@ -22,7 +22,7 @@ from ebbflow.artifacts import verify
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.recipe import load_recipe
-from ebbflow.training.policy import write_base_policy
+from ebbflow.training.card import write_base_policy
 
 SEED = int(os.environ.get("EBBFLOW_FAULT_SEED", "1"))
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")

@@ -23,7 +23,10 @@ from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
 from ebbflow.stage import Kept
 from ebbflow.tracking import waiting
-from ebbflow.tracking.runs import Node, close_run, connect, node_run, settle, start_run
+from ebbflow.tracking.child_run import Node, node_run
+from ebbflow.tracking.outage import settle
+from ebbflow.tracking.parent_run import close_run, start_run
+from ebbflow.tracking.store import connect
 
 FAST = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60", "MLFLOW_TRACKING_URI": ""}
 

@@ -27,8 +27,9 @@ from ebbflow.models.prepare import copy_base, download_base
 from ebbflow.recipe.recipe import RecipeError, load_recipe
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rewards.network import read_weights
+from ebbflow.training.card import PolicyCard
 from ebbflow.training.checkpoint import CheckpointError, restore
-from ebbflow.training.policy import Policy, PolicyCard
+from ebbflow.training.policy import Policy
 from ebbflow.training.start import write_start
 from ebbflow.training.update import Learner
 

@@ -29,7 +29,7 @@ from ebbflow.records import TrackedRun
 from ebbflow.rollouts.images import encode_png
 from ebbflow.stage import Place
 from ebbflow.tracking import waiting
-from ebbflow.tracking.runs import Node
+from ebbflow.tracking.child_run import Node
 
 OUTSIDE = [
     "../x",

@@ -197,7 +197,7 @@ def test_what_has_no_secret_stays_as_it_is():
 
 def test_the_environments_tracking_uri_with_a_password_is_refused(tmp_path, monkeypatch):
     from ebbflow.preflight import check_recipe
-    from ebbflow.tracking.runs import resolve_tracking_uri
+    from ebbflow.tracking.store import resolve_tracking_uri
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:SECRET@127.0.0.1:1")
     recipe = Recipe(output=str(tmp_path))

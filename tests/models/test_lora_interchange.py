@@ -13,8 +13,9 @@ from ebbflow.models import pipeline as pipelines
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.training import policy as policies
+from ebbflow.training.card import PolicyCard
 from ebbflow.training.export import export_pipeline
-from ebbflow.training.policy import Policy, PolicyCard
+from ebbflow.training.policy import Policy
 from ebbflow.training.start import lora_parameters
 
 LORA = PolicyConfig(train="lora", rank=4, alpha=12)

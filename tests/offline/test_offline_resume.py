@@ -21,10 +21,11 @@ from ebbflow.offline.shards import generate_shard, score_shard
 from ebbflow.offline.training import train_offline_folder, write_advantages
 from ebbflow.recipe import Recipe
 from ebbflow.stage import Kept, Place
+from ebbflow.training.card import read_card, write_base_policy
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.distributed import process_group
 from ebbflow.training.limits import Preempted
-from ebbflow.training.policy import Policy, read_card, write_base_policy
+from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 from tests.two_processes import as_two_ranks
 

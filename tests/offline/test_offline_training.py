@@ -25,8 +25,9 @@ from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.rollouts.generate import SampleKeys
 from ebbflow.stage import Kept, Place, open_policy
 from ebbflow.training.batches import forward_batch
+from ebbflow.training.card import Progress, read_card, write_base_policy
 from ebbflow.training.distributed import Ranks
-from ebbflow.training.policy import Policy, Progress, read_card, write_base_policy
+from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner, TrainingError
 
 NAN = float("nan")

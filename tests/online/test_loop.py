@@ -26,7 +26,8 @@ from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.generate import generate, join
 from ebbflow.stage import Kept, Place, open_policy
-from ebbflow.training.policy import Policy, PolicyCard, Progress, read_card, write_base_policy
+from ebbflow.training.card import PolicyCard, Progress, read_card, write_base_policy
+from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 
 NAMES = [config.model_fields["name"].default for config in BUILT_IN]

@@ -26,7 +26,8 @@ from ebbflow.online.ray_actor import Folders
 from ebbflow.online.roles import Trainer
 from ebbflow.rollouts.weights import TransferError, in_buckets
 from ebbflow.stage import Kept, Place
-from ebbflow.training.policy import Policy, write_base_policy
+from ebbflow.training.card import write_base_policy
+from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 
 TIMED = ("seconds/", "ms_per_image/", "images_per_second", "push/", "utilisation/", "workers/")

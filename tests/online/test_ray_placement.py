@@ -30,8 +30,8 @@ from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import TransferError, Weights
 from ebbflow.stage import Kept, Place
+from ebbflow.training.card import write_base_policy
 from ebbflow.training.checkpoint import Checkpoints
-from ebbflow.training.policy import write_base_policy
 
 CPUS = 2
 TIMED = ("seconds/", "ms_per_image/", "images_per_second", "push/", "utilisation/", "workers/")
@@ -205,6 +205,7 @@ class Flagging(Kept):
             self.flag.touch()
 
 
+@pytest.mark.filterwarnings("error:The given NumPy array is not writable")
 def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(place_of, train, start, prompts, base_folder, tmp_path):
     """The rank is killed in the last step, after two checkpoints; the next attempt makes that step alone."""
     keys = {"steps": 4, "checkpoints": {"every": 1}, "mode": "one_step_off"}

@@ -14,9 +14,9 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.online import loop, watch
 from ebbflow.online.loop import train_online_folder
 from ebbflow.stage import Kept, Place
+from ebbflow.training.card import write_base_policy
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.limits import Preempted
-from ebbflow.training.policy import write_base_policy
 
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")

@@ -11,7 +11,7 @@ import pytest
 from ebbflow.data.prompts import PromptError
 from ebbflow.models import ModelError
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.tracking.runs import TrackingError
+from ebbflow.tracking.store import TrackingError
 from tasks.prepare_prompts import prepare_prompts
 from tasks.start_run import start_run
 from tests.pipeline.conftest import run_pipeline

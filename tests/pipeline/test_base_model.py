@@ -12,7 +12,8 @@ from ebbflow.artifacts import ArtifactError, verify
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import Model
 from ebbflow.records import TrackedRun
-from ebbflow.tracking.runs import connect, start_run
+from ebbflow.tracking.parent_run import start_run
+from ebbflow.tracking.store import connect
 from tasks.copy_base_model import copy_base_model
 
 

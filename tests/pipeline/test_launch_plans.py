@@ -212,8 +212,8 @@ def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(promote_policy, "_task_function", promote)
     monkeypatch.setattr(write_report, "_task_function", report)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("ebbflow.tracking.runs.node_run", lambda run, node: nullcontext(MagicMock()))
-    monkeypatch.setattr("ebbflow.tracking.runs.open_run", lambda recipe, run: None)
+    monkeypatch.setattr("ebbflow.tracking.child_run.node_run", lambda run, node: nullcontext(MagicMock()))
+    monkeypatch.setattr("ebbflow.tracking.parent_run.open_run", lambda recipe, run: None)
     return done
 
 

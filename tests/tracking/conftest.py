@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from ebbflow.recipe import Recipe
-from ebbflow.tracking import runs
+from ebbflow.tracking.parent_run import start_run
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output folder that already holds an MLflow store."""
     output = tmp_path_factory.mktemp("output")
-    runs.start_run(Recipe(name="first", output=str(output)), None)
+    start_run(Recipe(name="first", output=str(output)), None)
     return output
 
 

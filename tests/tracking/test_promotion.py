@@ -25,9 +25,10 @@ from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.records import Registration, TrackedRun
 from ebbflow.tracking import claim, registry
 from ebbflow.tracking.claim import CLAIM, ClaimError
+from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.registry import ROLLED_BACK, RegistryError, find_champion, promote, rollback
-from ebbflow.tracking.runs import connect, resolve_tracking_uri, start_run
-from ebbflow.training.policy import PolicyCard
+from ebbflow.tracking.store import connect, resolve_tracking_uri
+from ebbflow.training.card import PolicyCard
 
 processes = multiprocessing.get_context("forkserver")
 # a process then takes milliseconds, not the seconds of importing MLflow

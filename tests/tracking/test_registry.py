@@ -19,8 +19,9 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.records import Comparison, Verdict
+from ebbflow.records import Comparison, TrackedRun, Verdict
 from ebbflow.tracking import registry
+from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.registry import (
     Registration,
     RegistryError,
@@ -31,8 +32,9 @@ from ebbflow.tracking.registry import (
     register,
     served_folder,
 )
-from ebbflow.tracking.runs import TrackedRun, connect, start_run
-from ebbflow.training.policy import ITERATE, STATISTICS, Policy, PolicyCard, read_card
+from ebbflow.tracking.store import connect
+from ebbflow.training.card import ITERATE, STATISTICS, PolicyCard, read_card
+from ebbflow.training.policy import Policy
 
 TARGET = Comparison(metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128)
 

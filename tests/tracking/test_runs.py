@@ -15,18 +15,11 @@ from mlflow import MlflowClient
 from PIL import Image
 
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.runs import (
-    LONGEST_PARAM,
-    TrackedRun,
-    TrackingError,
-    check_store,
-    connect,
-    finish_run,
-    flatten,
-    node_run,
-    resolve_tracking_uri,
-    start_run,
-)
+from ebbflow.records import TrackedRun
+from ebbflow.tracking.child_run import node_run
+from ebbflow.tracking.delivery import LONGEST_PARAM, flatten
+from ebbflow.tracking.parent_run import finish_run, start_run
+from ebbflow.tracking.store import TrackingError, check_store, connect, resolve_tracking_uri
 
 
 @pytest.fixture
@@ -184,7 +177,7 @@ def test_a_child_that_could_not_be_opened_is_opened_later(tracked: TrackedRun, m
 def test_what_is_too_much_to_keep_is_reported_as_lost(
     tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ebbflow.tracking.runs.MOST_WAITING", 3)
+    monkeypatch.setattr("ebbflow.tracking.child_run.MOST_WAITING", 3)
     monkeypatch.setattr(MlflowClient, "search_runs", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("refused")))
     with caplog.at_level(logging.WARNING), node_run(tracked, "lost") as node:
         for step in range(5):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from ebbflow.artifacts import ArtifactError, verify
 from ebbflow.models import load_model
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.training.policy import Policy, PolicyCard, PolicyError, read_card, write_base_policy
+from ebbflow.training.card import PolicyCard, PolicyError, read_card, write_base_policy
+from ebbflow.training.policy import Policy
 
 FULL, LORA = PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4, alpha=12)
 BOTH = pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])

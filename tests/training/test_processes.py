@@ -27,8 +27,9 @@ from ebbflow.algorithms import diffusion_nft
 from ebbflow.artifacts import verify
 from ebbflow.models import load_model
 from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.training.card import PolicyCard
 from ebbflow.training.distributed import Ranks, process_group
-from ebbflow.training.policy import Policy, PolicyCard
+from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner, TrainingError
 from tests.two_processes import as_two_ranks
 

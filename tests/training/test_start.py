@@ -12,8 +12,9 @@ from ebbflow.artifacts import verify
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.training.card import PolicyCard, PolicyError, read_card
 from ebbflow.training.export import export_pipeline
-from ebbflow.training.policy import Policy, PolicyCard, PolicyError, read_card
+from ebbflow.training.policy import Policy
 from ebbflow.training.start import write_start
 
 

@@ -13,7 +13,8 @@ from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.recipe.stages import OnlineStage
 from ebbflow.rollouts.generate import SampleKeys, generate
 from ebbflow.training.batches import Corrected, forward_batch, trajectory_batch
-from ebbflow.training.policy import Policy, PolicyCard
+from ebbflow.training.card import PolicyCard
+from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 
 FULL, LORA = PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4, alpha=8)

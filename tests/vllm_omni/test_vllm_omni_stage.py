@@ -19,7 +19,8 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.rewards import Rewards
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.stage import Kept, Place
-from ebbflow.training.policy import Policy, write_base_policy
+from ebbflow.training.card import write_base_policy
+from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 
 SMALL = {"group_size": 3, "prompts_per_step": 2, "micro_batch": 3, "updates_per_step": 1, "window": {"kind": "fixed", "size": 2}}

@@ -1,0 +1,82 @@
+"""How MLflow is told of parameters, pictures, tables, datasets and files: once, however often it is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, Param
+from PIL import Image
+
+PARAMS_PER_BATCH = 100
+LONGEST_PARAM = 6000
+
+
+def flatten(value: Any, place: str = "") -> dict[str, str]:
+    """Nested settings as ``{"stages.0.optimizer.lr": "0.0003"}``."""
+    if isinstance(value, Mapping):
+        items: list[tuple[Any, Any]] = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = list(enumerate(value))
+    else:
+        return {place: str(value)}
+    if not items:
+        return {place: "[]" if isinstance(value, (list, tuple)) else "{}"}
+    return {key: text for name, item in items for key, text in flatten(item, f"{place}.{name}" if place else str(name)).items()}
+
+
+def log_params(client: MlflowClient, run_id: str, params: Mapping[str, str]) -> None:
+    """Parameters are immutable in MLflow: writing the same ones again on a retry is a no-op, others are refused."""
+    entities = [Param(key, _cut(value)) for key, value in params.items()]
+    for start in range(0, len(entities), PARAMS_PER_BATCH):
+        client.log_batch(run_id, params=entities[start : start + PARAMS_PER_BATCH])
+
+
+def _cut(value: str) -> str:
+    if len(value) <= LONGEST_PARAM:
+        return value
+    note = f" … ({len(value)} characters)"
+    return value[: LONGEST_PARAM - len(note)] + note
+
+
+def _log_image(client: MlflowClient, run_id: str, key: str, content: bytes, step: int) -> None:
+    start = f"images/{re.sub('/', '~', key)}+step+{step}+"  # how MLflow names them
+    if not any(entry.path.startswith(start) for entry in client.list_artifacts(run_id, "images")):
+        client.log_image(run_id, Image.open(io.BytesIO(content)), key=key, step=step)
+
+
+def _log_file(client: MlflowClient, run_id: str, path: str, content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / Path(path).name
+        file.write_bytes(content)
+        client.log_artifact(run_id, str(file), None if Path(path).parent == Path() else Path(path).parent.as_posix())
+
+
+def _log_table(client: MlflowClient, run_id: str, file: str, text: str) -> None:
+    folder = str(Path(file).parent)
+    if any(entry.path == file for entry in client.list_artifacts(run_id, None if folder == "." else folder)):
+        client.log_text(run_id, text, file)  # log_table would append
+    else:
+        client.log_table(run_id, pd.DataFrame(**json.loads(text)), file)
+
+
+def _log_dataset(client: MlflowClient, run_id: str, dataset: dict[str, str], context: str) -> None:
+    client.log_inputs(run_id, datasets=[DatasetInput(Dataset(**dataset), [InputTag("mlflow.data.context", context)])])
+
+
+DELIVER: dict[str, Callable[..., object]] = {
+    "params": log_params,
+    "image": _log_image,
+    "table": _log_table,
+    "dataset": _log_dataset,
+    "file": _log_file,
+    "tag": lambda client, run_id, key, value: client.set_tag(run_id, key, value),
+}
+"""What tells MLflow of a ``Record``, by what it is."""

@@ -1,0 +1,47 @@
+"""After an outage of MLflow: what nodes had to keep is delivered, and the report is told."""
+
+from __future__ import annotations
+
+import json
+
+from ebbflow.recipe.secrets import cleaned
+from ebbflow.records import TrackedRun
+from ebbflow.tracking import waiting
+from ebbflow.tracking.child_run import Node
+from ebbflow.tracking.store import AWAY, NODE, PARENT, connect
+from ebbflow.tracking.waiting import Waiting
+
+
+def settle(tracked: TrackedRun) -> list[str]:
+    """Deliver what nodes that have ended had to keep. A sentence for every node to which MLflow was away, for the report.
+
+    One caller at a time, or metrics could be delivered twice: the tasks before the first node of a run and after its last.
+    """
+    try:
+        for name in waiting.nodes(tracked.folder):
+            kept = waiting.read(tracked.folder, name)
+            Node.taken_up(tracked, name).close("FAILED" if kept and kept.status == "FAILED" else "FINISHED")
+        still = [kept for name in waiting.nodes(tracked.folder) if (kept := waiting.read(tracked.folder, name))]
+    except Exception as error:  # as for a node
+        return [f"what waits for MLflow in {tracked.folder} cannot be read: {error}"]
+    return [*_outages(tracked), *(_not_delivered(tracked, kept) for kept in still)]
+
+
+def _outages(tracked: TrackedRun) -> list[str]:
+    try:
+        client = connect(tracked.tracking_uri)
+        children = client.search_runs([tracked.experiment_id], f"tags.`{PARENT}` = '{tracked.run_id}'")
+    except Exception as error:  # as for a node
+        return [f"MLflow cannot be asked which records came late: {cleaned(str(error))}"]
+    outages = [(child.data.tags[NODE], json.loads(child.data.tags[AWAY])) for child in children if AWAY in child.data.tags]
+    return [_late(node, **outage) for node, outage in sorted(outages, key=lambda outage: outage[0])]
+
+
+def _late(node: str, seconds: float, late: int, lost: int) -> str:
+    rest = f"; {lost} metrics were too many to keep and are lost" if lost else ""
+    return f"{node}: MLflow was away for {seconds:g} s; {late} records were delivered late{rest}"
+
+
+def _not_delivered(tracked: TrackedRun, kept: Waiting) -> str:
+    count = len(kept.metrics) + len(kept.records)
+    return f"{kept.node}: MLflow is away; {count} records wait in {tracked.folder}/{waiting.FOLDER} for the next start of the run"

@@ -1,0 +1,108 @@
+"""The MLflow store: which one it is, whether it can be used, and how runs are found in it.
+
+Everything goes through ``MlflowClient``; MLflow's process-wide "active run" is never touched.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import tempfile
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Literal
+
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.secrets import cleaned
+
+EXECUTION, NODE, PARENT = "flyte.execution_id", "ebbflow.node", "mlflow.parentRunId"
+ROLE, DIGEST = "ebbflow.role", "ebbflow.recipe_digest"
+AWAY = "ebbflow.mlflow_away"
+"""Tags that runs are found by, and the one that tells of an outage."""
+
+
+class TrackingError(RuntimeError):
+    """The tracking store cannot be used: names the store, the cause and the way out."""
+
+
+def resolve_tracking_uri(recipe: Recipe) -> str:
+    """The recipe's store, else ``MLFLOW_TRACKING_URI``, else a SQLite file in the output folder."""
+    if uri := recipe.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI"):
+        return uri
+    if "://" in recipe.output:
+        raise TrackingError(
+            f"output {recipe.output} is no local folder, so there is no place for a SQLite store; "
+            "set tracking.uri in the recipe or MLFLOW_TRACKING_URI to an MLflow server"
+        )
+    return f"sqlite:///{Path(recipe.output).absolute() / 'mlflow.db'}"
+
+
+def connect(uri: str) -> MlflowClient:
+    """A client whose requests end: without bounds one call to a silent server blocks for minutes."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"  # loading a pickle executes it
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def check_store(uri: str) -> None:
+    """Fail within seconds when nothing can be tracked at ``uri``.
+
+    Raises:
+        TrackingError: a SQLite file or its folder cannot be written, or a server does not answer.
+    """
+    if database := sqlite_file(uri):
+        _check_sqlite(database, uri)
+    else:
+        _check_server(uri)
+
+
+def sqlite_file(uri: str) -> Path | None:
+    return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+
+
+def _check_sqlite(database: Path, uri: str) -> None:
+    try:
+        database.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=database.parent):
+            pass  # SQLite writes its journal beside the file, so the folder must be writable too
+        if database.exists():
+            with closing(sqlite3.connect(database, timeout=5, isolation_level=None)) as connection:
+                # reads the header and takes the write lock: whatever cannot be written says so here
+                connection.execute("BEGIN IMMEDIATE")
+                connection.execute("ROLLBACK")
+    except (OSError, sqlite3.Error) as error:
+        raise TrackingError(
+            f"cannot write the MLflow store {uri}: {error}. Set 'output' to a writable folder, "
+            "or tracking.uri (or MLFLOW_TRACKING_URI) to another store"
+        ) from error
+
+
+def _check_server(uri: str) -> None:
+    try:
+        connect(uri).search_experiments(max_results=1)
+    except Exception as error:  # the client raises what its transport raises: requests, sqlalchemy, its own
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TrackingError(
+            f"the MLflow store {cleaned(uri)} does not answer: {cleaned(cause)}. "
+            "Start it, correct tracking.uri or MLFLOW_TRACKING_URI, or leave both out to track in a SQLite file in 'output'"
+        ) from error
+
+
+def find(
+    client: MlflowClient, experiment_id: str, tags: Mapping[str, str | None], order: Literal["ASC", "DESC"] = "ASC"
+) -> Run | None:
+    """The oldest run with these tags, on which two racing attempts agree; with ``DESC`` the newest."""
+    condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+    found = client.search_runs([experiment_id], condition, max_results=1, order_by=[f"attributes.start_time {order}"])
+    return found[0] if found else None
+
+
+def last_steps(client: MlflowClient, run: Run) -> dict[str, int]:
+    return {key: max(metric.step for metric in client.get_metric_history(run.info.run_id, key)) for key in run.data.metrics}
