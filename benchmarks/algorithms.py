@@ -31,16 +31,19 @@ from ebbflow.data.tables import write_table
 from ebbflow.evaluation.evaluate import evaluate
 from ebbflow.models import Model
 from ebbflow.models.prepare import train_base
-from ebbflow.offline.shards import generate_shard, score_shard
-from ebbflow.offline.training import train_epochs, write_advantages
+from ebbflow.offline.advantages import write_advantages
+from ebbflow.offline.rollouts import generate_shard
+from ebbflow.offline.scoring import score_shard
+from ebbflow.offline.training import train_epochs
 from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTraining
 from ebbflow.recipe.rewards import reward
 from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer, load_scorer
-from ebbflow.stage import Kept, Place, open_model, open_policy, save_policy
+from ebbflow.stage import Kept, Place
 from ebbflow.training.card import PolicyCard, write_base_policy
+from ebbflow.training.handover import open_model, open_policy, save_policy
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner, TrainingError
 

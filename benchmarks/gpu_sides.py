@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor
 
-from ebbflow.flow.noise import noise
+from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.flow.windows import plan
 from ebbflow.models.base import DTYPES, Conditioning
 from ebbflow.models.sd3 import SD3Model
@@ -18,7 +18,7 @@ from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.recipe.stages import OnlineStage
-from ebbflow.rollouts.generate import Rollouts, SampleKeys, generate
+from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.training.batches import Corrected, TrajectoryBatch, trajectory_batch
 
 STEPS = 10

@@ -27,7 +27,8 @@ from ebbflow.data.prompts import read_prompts
 from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.combine import load_scorer
-from ebbflow.stage import Kept, Place, open_model, open_policy
+from ebbflow.stage import Kept, Place
+from ebbflow.training.handover import open_model, open_policy
 from ebbflow.training.update import Learner
 
 RESULTS = Path(__file__).parent / "results" / "online_modes.json"

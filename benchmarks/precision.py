@@ -18,6 +18,8 @@ from tqdm import tqdm
 
 from benchmarks.machine import machine
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.transition import log_prob, transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning, Model, load_model
@@ -27,7 +29,7 @@ from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.rollouts.generate import SampleKeys, Trajectory, generate
+from ebbflow.rollouts.generate import generate
 from ebbflow.training.policy import Policy
 
 FAMILIES = {"sd3": 4.5, "qwen_image": 4.0, "flux": 3.5, "wan": 5.0}

@@ -15,7 +15,7 @@ from tasks.resources import light
 @task(cache=ONCE_PER_RUN, **light())
 def compute_advantages(recipe: Recipe, run: TrackedRun, round: int, stage: int, scores: list[FlyteFile]) -> FlyteFile:
     """The advantage of every sample worth training on (``ADVANTAGES``)."""
-    from ebbflow.offline.training import write_advantages
+    from ebbflow.offline.advantages import write_advantages
     from ebbflow.stage import Place
     from ebbflow.tracking.child_run import node_run
 

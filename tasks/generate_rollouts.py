@@ -25,7 +25,7 @@ def generate_rollouts(
     shard: int,
 ) -> FlyteFile:
     """A rollout shard (``rollout_schema``)."""
-    from ebbflow.offline.shards import generate_shard_from_folders
+    from ebbflow.offline.rollouts import generate_shard_from_folders
     from ebbflow.stage import Place
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_table_about

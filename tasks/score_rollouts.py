@@ -17,7 +17,7 @@ def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: i
     """The scores of a shard (``score_schema``)."""
     from ebbflow.data.prompts import read_prompts
     from ebbflow.data.tables import about_table
-    from ebbflow.offline.shards import score_shard
+    from ebbflow.offline.scoring import score_shard
     from ebbflow.rewards.combine import load_scorer
     from ebbflow.stage import Place
     from ebbflow.tracking.child_run import node_run

@@ -15,6 +15,7 @@ from hypothesis import settings
 
 from ebbflow.artifacts import new_folder
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model, load_model
 from ebbflow.models.glyph import new_glyph
 from ebbflow.models.tiny import build_tiny
@@ -23,7 +24,6 @@ from ebbflow.recipe.algorithms import BUILT_IN
 from ebbflow.recipe.model import GlyphTraining
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
-from ebbflow.rollouts.generate import SampleKeys
 from ebbflow.rollouts.parity import measured, probe
 
 os.environ["FLYTE_LOCAL_CACHE_ENABLED"] = "false"

@@ -31,8 +31,10 @@ from ebbflow.estimate import (
 )
 from ebbflow.models import ModelError, load_model
 from ebbflow.models.sizes import PUBLISHED, SizeError, Sizes, lora_parameters, sample_of, sizes_of
-from ebbflow.offline.shards import generate_shard, score_shard
-from ebbflow.offline.training import train_epochs, write_advantages
+from ebbflow.offline.advantages import write_advantages
+from ebbflow.offline.rollouts import generate_shard
+from ebbflow.offline.scoring import score_shard
+from ebbflow.offline.training import train_epochs
 from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.rewards.combine import Scorer

@@ -20,6 +20,7 @@ from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.data.prepare import prepare
 from ebbflow.data.prompts import Prompt, PromptError
 from ebbflow.evaluation.serve import generate_images
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
 from ebbflow.models.glyph import to_latents
 from ebbflow.models.prepare import copy_base
@@ -33,7 +34,7 @@ from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.recipe.rewards import reward
 from ebbflow.recipe.stages import OnlineStage
 from ebbflow.rewards.combine import RewardError, load_scorer
-from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.rollouts.generate import generate
 from ebbflow.stage import Kept, Place
 from ebbflow.training.card import write_base_policy
 from ebbflow.training.policy import Policy

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
+from ebbflow.data.images import encode_png
 from ebbflow.recipe.base import printable
-from ebbflow.rollouts.images import encode_png
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MOST_PIXELS = 64_000_000

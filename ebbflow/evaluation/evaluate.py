@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.data.tables import nullable, write_table
-from ebbflow.flow.noise import Stream, derive_seed, noise
+from ebbflow.flow.noise import SampleKeys, Stream, derive_seed, noise
 from ebbflow.models import Model, load_model, predict
 from ebbflow.models.encoding import Encode, encode_once
 from ebbflow.recipe import Recipe
@@ -21,8 +22,7 @@ from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.records import Evaluation
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
-from ebbflow.rollouts.generate import SampleKeys, finite_rows, generate
-from ebbflow.rollouts.images import encode_png
+from ebbflow.rollouts.generate import finite_rows, generate
 from ebbflow.timing import Clock
 from ebbflow.training.card import read_card
 from ebbflow.training.policy import Policy

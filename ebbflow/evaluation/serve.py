@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
+from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model, load_model
 from ebbflow.models.encoding import encode_once
 from ebbflow.recipe.choices import Sampler
-from ebbflow.rollouts.generate import SampleKeys, generate
-from ebbflow.rollouts.images import encode_png
+from ebbflow.rollouts.generate import generate
 from ebbflow.training.card import read_card
 from ebbflow.training.policy import Policy
 

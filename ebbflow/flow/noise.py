@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -25,6 +26,37 @@ class Stream(IntEnum):
     PROMPTS = 2
     WINDOWS = 3
     ORDER = 4
+
+
+@dataclass(frozen=True)
+class SampleKeys:
+    """Which samples to draw; with the seed they fix all noise.
+
+    Attributes:
+        seed: the noise seed of the stage (``derive_seed``).
+        prompt_ids: [N].
+        samples: [N], the number of the draw for its prompt.
+    """
+
+    seed: int
+    prompt_ids: Sequence[int]
+    samples: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    @staticmethod
+    def cat(parts: Sequence[SampleKeys]) -> SampleKeys:
+        """The keys of all parts, which share their seed."""
+        prompt_ids = [prompt_id for part in parts for prompt_id in part.prompt_ids]
+        return SampleKeys(parts[0].seed, prompt_ids, [sample for part in parts for sample in part.samples])
+
+    def rows(self, part: slice) -> SampleKeys:
+        return SampleKeys(self.seed, self.prompt_ids[part], self.samples[part])
+
+    def take(self, index: np.ndarray) -> SampleKeys:
+        """The keys at some positions."""
+        return SampleKeys(self.seed, [int(self.prompt_ids[i]) for i in index], [int(self.samples[i]) for i in index])
 
 
 def generator(seed: int, prompt_id: int, sample: int, step: int, stream: Stream = Stream.ROLLOUT) -> np.random.Generator:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ebbflow.data.images import encode_png
 from ebbflow.data.pairs import LATENTS, Pair, PairError, read_pair_prompts, read_pairs
 from ebbflow.data.prompts import read_prompts
 from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema
@@ -28,9 +29,9 @@ from ebbflow.data.tables import new_table, read_column, row_count, write_table
 from ebbflow.models import Model
 from ebbflow.models.base import default_device
 from ebbflow.offline.shards import made_for
-from ebbflow.rollouts.images import encode_png
-from ebbflow.stage import Place, open_model
+from ebbflow.stage import Place
 from ebbflow.timing import Clock
+from ebbflow.training.handover import open_model
 
 NOT_OURS = -1
 """The policy version of samples that no version of this policy generated."""

@@ -1,4 +1,4 @@
-"""The training of an offline stage: advantages once, then epochs over the stored rollouts."""
+"""The training of an offline stage: epochs over the stored rollouts."""
 
 from __future__ import annotations
 
@@ -17,41 +17,23 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ebbflow.algorithms.advantages import compute_advantages
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.schema import ADVANTAGES
-from ebbflow.data.tables import about_table, read_column, read_table, row_count, write_table
-from ebbflow.flow.noise import Stream, generator
+from ebbflow.data.tables import about_table, read_column, read_table, row_count
+from ebbflow.flow.noise import SampleKeys, Stream, generator
 from ebbflow.models import Conditioning, Model
 from ebbflow.models.encoding import Encode, encode_once
-from ebbflow.offline.shards import read_latents, require_shard
+from ebbflow.offline.shards import read_latents, require_shard, seconds_of
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.records import StageRecord
-from ebbflow.rollouts.generate import SampleKeys
-from ebbflow.stage import Kept, Place, open_model, open_policy, save_policy
+from ebbflow.stage import Kept, Place
 from ebbflow.timing import Clock
 from ebbflow.training.batches import Units, deal, forward_batch, share, shared_passes
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, write_part
 from ebbflow.training.distributed import Ranks
+from ebbflow.training.handover import open_model, open_policy, save_policy
 from ebbflow.training.limits import Limits, Preempted, Stop, listening
 from ebbflow.training.update import Learner, TrainingError
-
-
-def write_advantages(place: Place, scores: list[Path], path: Path) -> dict[str, float]:
-    """Advantages of every sample worth training on, over all shards; returns their statistics.
-
-    Samples without a score and groups without variance are left out and counted in the statistics.
-    """
-    weights = about_table(scores[0])["weights"]
-    table = pa.concat_tables([read_table(shard).select(["prompt_id", "sample", *weights]) for shard in scores])
-    prompt_ids = table["prompt_id"].to_numpy()
-    rewards = {name: table[name].to_numpy() for name in weights}
-    result = compute_advantages(rewards, weights, prompt_ids, place.config.advantages)
-    columns = [prompt_ids, table["sample"].to_numpy(), result.values]
-    batch = pa.record_batch([pa.array(column[result.keep]) for column in columns], schema=ADVANTAGES)
-    about = {"stage": place.label, "metrics": result.metrics, "seconds": _seconds(scores, "scoring")}
-    write_table(path, ADVANTAGES, [batch], about)
-    return result.metrics
 
 
 @dataclass(frozen=True)
@@ -142,7 +124,7 @@ def train_epochs(
         algorithm=config.algorithm_name,
         samples=sum(row_count(path) for path in rollouts),
         optimizer_steps=learner.updates,
-        seconds=_seconds(rollouts, "rollout") | about_table(advantages)["seconds"] | trained,
+        seconds=seconds_of(rollouts, "rollout") | about_table(advantages)["seconds"] | trained,
         alarms=learner.alarms,
     )
 
@@ -306,7 +288,3 @@ def _batches(units: Units, batch_size: int, world: int) -> list[Units]:
 
 def _order(seed: int, epoch: int, place: int, count: int) -> np.ndarray:
     return generator(seed, prompt_id=0, sample=epoch, step=place, stream=Stream.ORDER).permutation(count)
-
-
-def _seconds(tables: list[Path], phase: str) -> dict[str, float]:
-    return {phase: sum(about_table(path)["seconds"][phase] for path in tables)}

@@ -12,6 +12,7 @@ import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.sampling import prompt_batch
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan, plan
 from ebbflow.models import Conditioning
 from ebbflow.models.encoding import Embeddings
@@ -20,7 +21,6 @@ from ebbflow.online.pool import Desk, Job, Pool
 from ebbflow.online.work import Busy, Generated, Lesson, Part, Scored
 from ebbflow.recipe.stages import OnlineStage
 from ebbflow.rewards.combine import RewardError, ScoreTable
-from ebbflow.rollouts.generate import SampleKeys
 from ebbflow.rollouts.weights import Weights
 from ebbflow.stage import Place
 

@@ -37,10 +37,11 @@ from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer, require_scored
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.vllm_omni import VllmOmni
-from ebbflow.stage import Kept, Place, open_model, open_policy, read_history
+from ebbflow.stage import Kept, Place
 from ebbflow.timing import Clock
 from ebbflow.training.card import read_card
 from ebbflow.training.checkpoint import Checkpoints
+from ebbflow.training.handover import open_model, open_policy, read_history
 from ebbflow.training.limits import Limits, Preempted, Stop, listening
 from ebbflow.training.update import Learner
 

@@ -28,8 +28,9 @@ from ebbflow.rewards.combine import load_scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.vllm_omni import VllmOmni
 from ebbflow.rollouts.weights import Weights
-from ebbflow.stage import Place, open_model, open_policy
+from ebbflow.stage import Place
 from ebbflow.training import distributed
+from ebbflow.training.handover import open_model, open_policy
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 

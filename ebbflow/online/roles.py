@@ -25,9 +25,10 @@ from ebbflow.rollouts.engine import Engine
 from ebbflow.rollouts.generate import Rollouts, join
 from ebbflow.rollouts.parity import measured
 from ebbflow.rollouts.weights import Tensors, TransferError, Weights, checksum, in_buckets
-from ebbflow.stage import Place, save_policy
+from ebbflow.stage import Place
 from ebbflow.training.card import PolicyCard
 from ebbflow.training.checkpoint import restore, write_part
+from ebbflow.training.handover import save_policy
 from ebbflow.training.update import Learner
 
 KEPT = 2

@@ -14,10 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ebbflow.flow.trajectory import Trajectory
 from ebbflow.online.ahead import Ahead, Harvest
 from ebbflow.online.work import Generated, Part
 from ebbflow.rewards.combine import ScoreTable
-from ebbflow.rollouts.generate import Rollouts, Trajectory
+from ebbflow.rollouts.generate import Rollouts
 
 FILE, ABOUT = "under_way.safetensors", "about"
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import SamplingError
 from ebbflow.evaluation.evaluate import evaluation_keys, means
@@ -26,7 +27,6 @@ from ebbflow.online.timeline import Timeline
 from ebbflow.online.work import Busy, Part
 from ebbflow.recipe.choices import Sampler
 from ebbflow.rewards.combine import ScoreTable
-from ebbflow.rollouts.images import encode_png
 from ebbflow.stage import Journal, Place
 from ebbflow.tracking.pictures import PICTURED, caption, image_grid
 

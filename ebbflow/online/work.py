@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning
 from ebbflow.online.profiling import profiled
 from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.online import Role
 from ebbflow.rewards.combine import ScoreTable
-from ebbflow.rollouts.generate import SampleKeys
 
 
 @dataclass(frozen=True)

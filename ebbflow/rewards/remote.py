@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.rewards import Remote as RemoteConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.http import NoAnswer, ask, shown
 from ebbflow.rewards.protocol import HEALTH, SCORE, Health, PromptMessage, ScoreAnswer, ScoreRequest
-from ebbflow.rollouts.images import encode_png
 
 
 class Remote:

@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.rewards import VisionJudge as VisionJudgeConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.http import NoAnswer, ask, shown
 from ebbflow.rewards.text import NO_TARGET
-from ebbflow.rollouts.images import encode_png
 
 TOP_TOKENS = 20
 """Likeliest first tokens to ask for: as many as the usual servers give."""

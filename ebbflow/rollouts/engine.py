@@ -8,10 +8,11 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, device_of
 from ebbflow.recipe.choices import Sampler
-from ebbflow.rollouts.generate import Rollouts, SampleKeys, generate
+from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.stage import Place
 from ebbflow.training.policy import Policy
 

@@ -12,70 +12,14 @@ from torch import Tensor
 
 from ebbflow.flow import transition as flow
 from ebbflow.flow.dpm_solver import dpm_solver_step, shorter_schedule
-from ebbflow.flow.noise import noise
+from ebbflow.flow.noise import SampleKeys, noise
+from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, Sampler
 from ebbflow.recipe.model import Precision
 
 Solver = flow.SamplerName | Literal["dpm_solver"]
-
-
-@dataclass(frozen=True)
-class SampleKeys:
-    """Which samples to draw; with the seed they fix all noise.
-
-    Attributes:
-        seed: the noise seed of the stage (``ebbflow.flow.noise.derive_seed``).
-        prompt_ids: [N].
-        samples: [N], the number of the draw for its prompt.
-    """
-
-    seed: int
-    prompt_ids: Sequence[int]
-    samples: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids)
-
-    @staticmethod
-    def cat(parts: Sequence[SampleKeys]) -> SampleKeys:
-        """The keys of all parts, which share their seed."""
-        prompt_ids = [prompt_id for part in parts for prompt_id in part.prompt_ids]
-        return SampleKeys(parts[0].seed, prompt_ids, [sample for part in parts for sample in part.samples])
-
-    def rows(self, part: slice) -> SampleKeys:
-        return SampleKeys(self.seed, self.prompt_ids[part], self.samples[part])
-
-    def take(self, index: np.ndarray) -> SampleKeys:
-        """The keys at some positions."""
-        return SampleKeys(self.seed, [int(self.prompt_ids[i]) for i in index], [int(self.samples[i]) for i in index])
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """The trained steps of a rollout, all of them stochastic; everything in fp32.
-
-    Attributes:
-        sigmas: the whole schedule as it was used (a plan's tail shortens its end), [steps + 1].
-        steps: integer [W], the trained denoising steps, ascending.
-        latents: [N, W, ...], before each trained step.
-        next_latents: [N, W, ...], after it.
-        means: [N, W, ...], mu of the step under the policy that generated it.
-        log_probs: [N, W], under the policy that generated it.
-    """
-
-    sigmas: Tensor
-    steps: Tensor
-    latents: Tensor
-    next_latents: Tensor
-    means: Tensor
-    log_probs: Tensor
-
-    def take(self, samples: Tensor) -> Trajectory:
-        """Some of the samples, integer [S]."""
-        rows = {name: getattr(self, name)[samples] for name in ("latents", "next_latents", "means", "log_probs")}
-        return replace(self, **rows)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.flow.noise import noise
+from ebbflow.flow.noise import SampleKeys, noise
+from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.transition import Transition, log_prob, transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, predict
 from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, Sampler
 from ebbflow.recipe.online import Parity
-from ebbflow.rollouts.generate import SampleKeys, Trajectory
 from ebbflow.training.policy import Policy
 
 SIGMAS_APART = 1e-6

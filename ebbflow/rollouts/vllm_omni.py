@@ -20,11 +20,12 @@ import numpy as np
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.online import VLLM_OMNI
-from ebbflow.rollouts.generate import Rollouts, SampleKeys, join
+from ebbflow.rollouts.generate import Rollouts, join
 from ebbflow.rollouts.weights import checksum, in_buckets
 from ebbflow.rollouts.wire import Header, Task, Tensors, receive, send, unpack_rollouts
 from ebbflow.stage import Place

@@ -19,10 +19,12 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.choices import Sampler
-from ebbflow.rollouts.generate import Rollouts, SampleKeys, Trajectory
+from ebbflow.rollouts.generate import Rollouts
 
 LENGTHS = struct.Struct("<QQ")
 CPU = torch.device("cpu")

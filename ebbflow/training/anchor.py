@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ebbflow.algorithms.correction import correct, correction_metrics, diagnostics
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.flow.trajectory import Trajectory
 from ebbflow.models.base import Conditioning, predict
 from ebbflow.recipe.choices import Correction
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import OnlineStage, Stage
-from ebbflow.rollouts.generate import SampleKeys, Trajectory
 from ebbflow.training.batches import Corrected, trajectory_batch
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy

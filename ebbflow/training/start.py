@@ -13,8 +13,8 @@ from ebbflow.artifacts import verify
 from ebbflow.models import Model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.stage import open_model
 from ebbflow.training.card import CARD, PolicyCard, PolicyError, read_card
+from ebbflow.training.handover import open_model
 from ebbflow.training.policy import ADAPTER, Policy
 
 PUBLISHED = "published"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
+from ebbflow.data.images import encode_png
 from ebbflow.data.pairs import IMAGES, LATENTS, PairError, check_pairs, read_pair_prompts, read_pairs
-from ebbflow.rollouts.images import encode_png
 
 SIDES = np.random.default_rng(0).integers(0, 256, (6, 2, 4, 6, 3), dtype=np.uint8)
 PROMPTS = ["a", "b", " a ", "c d", "é", "a"]

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ebbflow.data.images import decode_png, encode_png
 from ebbflow.data.prepare import prepare
 from ebbflow.data.prompts import PromptError
 from ebbflow.recipe import Recipe
-from ebbflow.rollouts.images import decode_png, encode_png
 
 WORDS = Path(__file__).parents[2] / "datasets" / "words4" / "prompts.txt"
 

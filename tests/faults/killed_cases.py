@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ebbflow.data.prompts import read_prompts
-from ebbflow.offline.shards import generate_shard_from_folders, score_shard
-from ebbflow.offline.training import train_offline_folder, write_advantages
+from ebbflow.offline.advantages import write_advantages
+from ebbflow.offline.rollouts import generate_shard_from_folders
+from ebbflow.offline.scoring import score_shard
+from ebbflow.offline.training import train_offline_folder
 from ebbflow.online.loop import train_online_folder
 from ebbflow.recipe import load_recipe
 from ebbflow.rewards.combine import load_scorer

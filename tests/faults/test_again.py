@@ -26,7 +26,7 @@ RECIPE: dict[str, Any] = {
 DEATHS = [
     "ebbflow.evaluation.evaluate:evaluate_folder:1:after",
     "ebbflow.training.update:Learner.update:1:told",  # in the online stage, in pyflyte's own process
-    "ebbflow.offline.shards:generate_shard_from_folders:2",
+    "ebbflow.offline.rollouts:generate_shard_from_folders:2",
     "flytekit.core.local_cache:LocalTaskCache.set:2",  # between two nodes: Flyte does not know yet that shard 0 has been scored
     "ebbflow.training.update:Learner.update:1:told",  # in the offline stage, in the processes of its group
     "mlflow:MlflowClient.create_model_version:1",

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from plain_cases import anything, assert_readable, cases, damage, only_speaks_plainly
 
+from ebbflow.data.images import encode_png
 from ebbflow.data.pairs import IMAGES, LATENTS, PairError, check_pairs, read_pair_prompts, read_pairs
 from ebbflow.offline.pairs import import_pairs
-from ebbflow.rollouts.images import encode_png
 from ebbflow.stage import Place
 from tests.faults.test_bad_prompts import bomb
 

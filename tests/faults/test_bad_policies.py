@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from ebbflow.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, verify
 from ebbflow.models import ModelError, load_model
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.stage import Place, read_history
+from ebbflow.stage import Place
 from ebbflow.training.card import ITERATE, STATISTICS, PolicyCard, PolicyError, read_card
+from ebbflow.training.handover import read_history
 from ebbflow.training.policy import Policy
 
 CONFIGS = {"full": PolicyConfig(), "lora": PolicyConfig(train="lora", rank=2, alpha=2)}

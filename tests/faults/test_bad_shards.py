@@ -18,7 +18,9 @@ from ebbflow.data.schema import PROMPTS, rollout_schema
 from ebbflow.data.tables import TableError, about_table, read_batches, read_table, write_table
 from ebbflow.evaluation.evaluate import evaluate
 from ebbflow.models import load_model
-from ebbflow.offline.shards import generate_shard, made_for, read_latents, require_shard, score_shard
+from ebbflow.offline.rollouts import generate_shard
+from ebbflow.offline.scoring import score_shard
+from ebbflow.offline.shards import made_for, read_latents, require_shard
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
 from ebbflow.stage import Kept, Place

@@ -21,7 +21,8 @@ from ebbflow import artifacts
 from ebbflow.artifacts import new_folder, verify
 from ebbflow.data.tables import about_table, row_count, write_table
 from ebbflow.disk import DiskFullError
-from ebbflow.offline.shards import generate_shard, score_shard
+from ebbflow.offline.rollouts import generate_shard
+from ebbflow.offline.scoring import score_shard
 from ebbflow.stage import Place
 from ebbflow.tracking import report
 from ebbflow.training.card import PolicyCard

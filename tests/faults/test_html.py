@@ -16,12 +16,12 @@ import pytest
 from flytekit.deck.deck import _get_deck
 from PIL import Image
 
+from ebbflow.data.images import encode_png
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import decide
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import RecipeError
 from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun
-from ebbflow.rollouts.images import encode_png
 from ebbflow.tracking import charts
 from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.parent_run import _parent_tags, start_run

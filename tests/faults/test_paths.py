@@ -18,6 +18,7 @@ from mlflow.exceptions import MlflowException
 
 from ebbflow.artifacts import ArtifactError, commit, new_folder, verify
 from ebbflow.data.condition import ConditionError, condition_image
+from ebbflow.data.images import encode_png
 from ebbflow.data.pairs import PairError, read_pairs
 from ebbflow.disk import PathError, inside
 from ebbflow.models import ModelError
@@ -26,7 +27,6 @@ from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.pretrained import Pretrained
 from ebbflow.recipe.recipe import Recipe
 from ebbflow.records import TrackedRun
-from ebbflow.rollouts.images import encode_png
 from ebbflow.stage import Place
 from ebbflow.tracking import waiting
 from ebbflow.tracking.child_run import Node

@@ -13,10 +13,10 @@ from PIL import Image
 from torch import Tensor
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.flow.noise import noise
+from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.models.pipeline import PipelineModel, pack, unpack
 from ebbflow.recipe.choices import Sampler
-from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.rollouts.generate import generate
 
 TINY = ("sd3", "flux", "qwen_image", "qwen_image_edit", "wan", "wan21")
 """The tiny folders; the last two are versions 2.2 and 2.1 of Wan."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pipeline_cases import SHORT, TINY, few_tokens, prompts
 
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.models.encoding import encode_once
 from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.online.placement import InProcess
@@ -17,7 +18,7 @@ from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.rollouts.generate import generate
 from ebbflow.stage import Kept, Place
 from ebbflow.training.batches import forward_batch, micro_batches
 from ebbflow.training.policy import Policy

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ebbflow.data.images import decode_png, encode_png
 from ebbflow.data.pairs import LATENTS, PairError, read_pairs
 from ebbflow.data.prompts import read_prompts
 from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema
@@ -16,7 +17,6 @@ from ebbflow.offline import pairs
 from ebbflow.offline.pairs import NOT_OURS, import_pairs, import_pairs_from_folder
 from ebbflow.offline.shards import read_latents
 from ebbflow.offline.training import train_epochs
-from ebbflow.rollouts.images import decode_png, encode_png
 from ebbflow.stage import Kept, Place
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner

@@ -17,8 +17,10 @@ from ebbflow.artifacts import verify
 from ebbflow.data.prompts import read_prompts, write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.models import load_model
-from ebbflow.offline.shards import generate_shard, score_shard
-from ebbflow.offline.training import train_offline_folder, write_advantages
+from ebbflow.offline.advantages import write_advantages
+from ebbflow.offline.rollouts import generate_shard
+from ebbflow.offline.scoring import score_shard
+from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe
 from ebbflow.stage import Kept, Place
 from ebbflow.training.card import read_card, write_base_policy

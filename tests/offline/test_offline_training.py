@@ -16,17 +16,20 @@ from ebbflow.artifacts import verify
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema, score_schema
 from ebbflow.data.tables import about_table, nullable, read_table, write_table
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
 from ebbflow.offline import training as offline
-from ebbflow.offline.shards import generate_shard, score_shard
-from ebbflow.offline.training import train_epochs, train_offline_folder, write_advantages
+from ebbflow.offline.advantages import write_advantages
+from ebbflow.offline.rollouts import generate_shard
+from ebbflow.offline.scoring import score_shard
+from ebbflow.offline.training import train_epochs, train_offline_folder
 from ebbflow.recipe.algorithms import BUILT_IN
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.rollouts.generate import SampleKeys
-from ebbflow.stage import Kept, Place, open_policy
+from ebbflow.stage import Kept, Place
 from ebbflow.training.batches import forward_batch
 from ebbflow.training.card import Progress, read_card, write_base_policy
 from ebbflow.training.distributed import Ranks
+from ebbflow.training.handover import open_policy
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner, TrainingError
 

@@ -10,12 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from ebbflow.data.images import decode_png, encode_png
 from ebbflow.data.schema import rollout_schema, score_schema
 from ebbflow.data.tables import TableError, about_table, nullable, read_table, write_table
-from ebbflow.offline.shards import generate_shard, read_latents, score_shard
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.offline.rollouts import generate_shard
+from ebbflow.offline.scoring import score_shard
+from ebbflow.offline.shards import read_latents
 from ebbflow.rewards.combine import RewardError
-from ebbflow.rollouts.generate import Rollouts, SampleKeys, generate
-from ebbflow.rollouts.images import decode_png, encode_png
+from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.stage import Place
 from ebbflow.training.policy import Policy
 
@@ -213,7 +216,7 @@ def test_how_latents_lie_in_memory_makes_no_difference(place, model, policy, sha
     def turned(*arguments, **options):
         return Rollouts(generate(*arguments, **options).latents.mT.contiguous().mT, None)
 
-    monkeypatch.setattr("ebbflow.offline.shards.generate", turned)
+    monkeypatch.setattr("ebbflow.offline.rollouts.generate", turned)
     generate_shard(place, model, policy, 7, make_prompts(6), 0, tmp_path / "turned.parquet")
     assert torch.equal(read_latents(tmp_path / "turned.parquet"), read_latents(shards[0]))
 

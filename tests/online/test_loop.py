@@ -25,8 +25,9 @@ from ebbflow.recipe.algorithms import BUILT_IN, ForwardConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.generate import generate, join
-from ebbflow.stage import Kept, Place, open_policy
+from ebbflow.stage import Kept, Place
 from ebbflow.training.card import PolicyCard, Progress, read_card, write_base_policy
+from ebbflow.training.handover import open_policy
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
 from ebbflow.online.roles import Generator, Trainer
 from ebbflow.online.work import Lesson, Part
 from ebbflow.recipe import Recipe
 from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.generate import Rollouts, SampleKeys, generate
+from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.rollouts.weights import TransferError
 from ebbflow.stage import Place
 from ebbflow.training.batches import share, shared_passes

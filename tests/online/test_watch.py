@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from ebbflow.data.images import decode_png
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.sampling import SamplingError
 from ebbflow.data.schema import PROMPTS
@@ -31,7 +32,6 @@ from ebbflow.recipe.online import Resources
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.images import decode_png
 from ebbflow.stage import Kept, Place
 from ebbflow.tracking.charts import Span, timeline
 from ebbflow.training.policy import Policy

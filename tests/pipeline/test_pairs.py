@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
+from ebbflow.data.images import encode_png
 from ebbflow.models.lettering import render_text
-from ebbflow.rollouts.images import encode_png
 from tests.pipeline.conftest import run_pipeline
 
 WORDS = ("GATE", "LAMP", "MOON", "RIVE", "SALT", "TUNE", "VASE", "WOLF", "YARN")

@@ -21,13 +21,13 @@ from reward_cases import Absent, as_prompt
 from served_cases import serving
 
 from ebbflow.cli import main
+from ebbflow.data.images import encode_png
 from ebbflow.recipe.rewards import reward
 from ebbflow.rewards import server
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rewards.jpeg import JpegCompressibility
 from ebbflow.rewards.remote import Remote, as_request
-from ebbflow.rollouts.images import encode_png
 
 TOKEN = "s3cret"
 IMAGE = np.zeros((1, 8, 8, 3), np.uint8)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ebbflow.flow.dpm_solver import dpm_solver_step, shorter_schedule
-from ebbflow.flow.noise import noise
+from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.flow.transition import log_prob, sample, transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning
 from ebbflow.recipe.choices import Sampler
-from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.rollouts.generate import generate
 
 TEXTS = ["ABCD", "ABCD", "WXYZ", "WXYZ", "QQQQ", "QQQQ", "MNOP"]
 ODE, SDE = Sampler(name="ode", steps=5), Sampler(name="flow_sde", steps=5)

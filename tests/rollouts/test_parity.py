@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
 from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.online import Parity
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.training.policy import Policy
 

@@ -18,13 +18,14 @@ import torch
 from safetensors.torch import load_file
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
 from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.rollouts import vllm_omni
 from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.vllm_omni import VARIABLE, EngineError, VllmOmni
 from ebbflow.rollouts.weights import checksum
 from ebbflow.rollouts.wire import Task, pack_rollouts, serve

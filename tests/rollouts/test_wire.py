@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning
 from ebbflow.recipe.choices import Sampler
-from ebbflow.rollouts.generate import Rollouts, SampleKeys, Trajectory
+from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.wire import LENGTHS, Task, pack_rollouts, receive, send, serve, unpack_rollouts
 
 

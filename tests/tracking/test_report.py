@@ -18,11 +18,11 @@ import pytest
 from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
+from ebbflow.data.images import decode_png, encode_png
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import decide
 from ebbflow.recipe import Recipe
 from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun
-from ebbflow.rollouts.images import decode_png, encode_png
 from ebbflow.tracking import charts
 from ebbflow.tracking.pictures import image_grid
 from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report, write_summary

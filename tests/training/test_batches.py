@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_cases import ALONE, GROUPS, PAIRS, TEXTS, forward_terms, rollout, samples, stage_of, trajectory_terms
 
-from ebbflow.rollouts.generate import SampleKeys
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.training.batches import Corrected, forward_batch, micro_batches, parts, passes, trajectory_batch
 
 STAGE = stage_of("mix_grpo", sampler={"steps": 5})

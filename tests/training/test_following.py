@@ -12,8 +12,9 @@ from ebbflow.recipe.algorithms import Following
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.records import StageRecord
-from ebbflow.stage import Place, open_policy, save_policy
+from ebbflow.stage import Place
 from ebbflow.training.card import PolicyCard, PolicyError, Progress, read_card, write_base_policy
+from ebbflow.training.handover import open_policy, save_policy
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 

@@ -31,10 +31,10 @@ from training_cases import (
 
 from ebbflow.algorithms import diffusion_nft
 from ebbflow.algorithms.base import Algorithm, per_term, rows
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning, load_model
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.rollouts.generate import SampleKeys
 from ebbflow.training.batches import ForwardBatch, Points
 from ebbflow.training.update import Learner, TrainingError, make_optimizer
 

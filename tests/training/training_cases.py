@@ -8,10 +8,11 @@ import warnings
 import numpy as np
 import torch
 
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.recipe.stages import OnlineStage
-from ebbflow.rollouts.generate import SampleKeys, generate
+from ebbflow.rollouts.generate import generate
 from ebbflow.training.batches import Corrected, forward_batch, trajectory_batch
 from ebbflow.training.card import PolicyCard
 from ebbflow.training.policy import Policy

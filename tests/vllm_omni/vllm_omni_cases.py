@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning
 from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.generate import SampleKeys
 from ebbflow.rollouts.vllm_omni import VllmOmni
 from ebbflow.stage import Place
 from ebbflow.training.policy import Policy

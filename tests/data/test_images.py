@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
-from ebbflow.rollouts.images import decode_png, encode_png
+from ebbflow.data.images import decode_png, encode_png
 
 FEW = st.integers(1, 4)
 VIDEOS = arrays.arrays(

@@ -1,0 +1,33 @@
+"""What a rollout records for training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The trained steps of a rollout, all of them stochastic; everything in fp32.
+
+    Attributes:
+        sigmas: the whole schedule as it was used (a plan's tail shortens its end), [steps + 1].
+        steps: integer [W], the trained denoising steps, ascending.
+        latents: [N, W, ...], before each trained step.
+        next_latents: [N, W, ...], after it.
+        means: [N, W, ...], mu of the step under the policy that generated it.
+        log_probs: [N, W], under the policy that generated it.
+    """
+
+    sigmas: Tensor
+    steps: Tensor
+    latents: Tensor
+    next_latents: Tensor
+    means: Tensor
+    log_probs: Tensor
+
+    def take(self, samples: Tensor) -> Trajectory:
+        """Some of the samples, integer [S]."""
+        rows = {name: getattr(self, name)[samples] for name in ("latents", "next_latents", "means", "log_probs")}
+        return replace(self, **rows)

@@ -1,0 +1,62 @@
+"""The scores of an offline stage's rollouts: given once, without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from tqdm import tqdm
+
+from ebbflow.data.images import decode_png
+from ebbflow.data.prompts import Prompt
+from ebbflow.data.schema import score_schema
+from ebbflow.data.tables import TableError, about_table, nullable, read_batches, row_count, write_table
+from ebbflow.offline.shards import require_shard
+from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
+from ebbflow.rollouts.generate import finite_rows
+from ebbflow.stage import Place
+from ebbflow.timing import Clock
+
+
+def score_shard(place: Place, scorer: Scorer, prompts: list[Prompt], rollouts: Path, path: Path) -> None:
+    """Score a rollout shard and write the table of scores; generates nothing.
+
+    A sample whose latent is not finite has no image that could be scored: it is masked and counted like a failure to score.
+
+    Raises:
+        TableError: the shard is damaged, or one of another recipe or stage.
+        RewardError: more samples than ``rewards.max_failed_share`` could not be scored.
+    """
+    require_shard(place, rollouts, prompts)
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    clock = Clock()
+    with tqdm(total=row_count(rollouts), desc=f"{place.label} scoring", unit="image", disable=None) as progress:
+        parts = []
+        for batch in read_batches(rollouts, rows=place.config.micro_batch):
+            with clock.phase("scoring"):
+                finite = finite_rows(torch.from_numpy(batch["latent"].to_numpy_ndarray().copy()))
+                scores = scorer(_images(rollouts, batch), [by_id[i] for i in batch["prompt_id"].to_pylist()]).where(finite)
+            parts.append((batch.select(["prompt_id", "sample"]), scores))  # the images of a whole shard would fill memory
+            progress.update(len(batch))
+    scored = ScoreTable.cat([table for _, table in parts])
+    require_scored(scored, place.recipe.rewards.max_failed_share)
+    schema = score_schema(sorted(scored.metrics))
+    about = about_table(rollouts) | {"seconds": clock.seconds, "weights": scorer.weights}
+    write_table(path, schema, (_scored(schema, batch, table) for batch, table in parts), about)
+
+
+def _images(path: Path, batch: pa.RecordBatch) -> np.ndarray:
+    try:
+        return decode_png(batch["image"].to_pylist())
+    except Exception as error:  # of many kinds: every decoder of Pillow has its own
+        prompt = batch["prompt_id"][0].as_py()
+        raise TableError(f"{path}: images from prompt_id = {prompt} on cannot be read ({error}); generate it again") from None
+
+
+def _scored(schema: pa.Schema, batch: pa.RecordBatch, table: ScoreTable) -> pa.RecordBatch:
+    columns = {"prompt_id": batch["prompt_id"], "sample": batch["sample"], "reward": nullable(table.reward)}
+    columns |= {name: nullable(values) for name, values in table.metrics.items()}
+    columns["failure"] = pa.array(table.failures, pa.string())
+    return pa.record_batch([columns[name] for name in schema.names], schema=schema)
