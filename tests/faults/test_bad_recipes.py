@@ -14,6 +14,7 @@ from plain_cases import anything, assert_readable, cases, damage, only_speaks_pl
 
 from ebbflow.cli import main
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from tests.nested import places, replaced
 
 SHIPPED = [path.read_bytes() for path in sorted(Path("workflows/recipes").glob("*.yaml"))]
 WRITTEN = {
@@ -107,19 +108,6 @@ odd = st.one_of(
     st.just({"a", "b"}),
     st.dictionaries(st.one_of(st.integers(), st.booleans(), st.none(), st.dates()), anything, min_size=1, max_size=2),
 )
-
-
-def places(value: object, place: tuple = ()) -> list[tuple]:
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place, *(deeper for key, inner in inside for deeper in places(inner, (*place, key)))]
-
-
-def replaced(value, place, new):
-    if not place:
-        return new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[place[0]] = replaced(value[place[0]], place[1:], new)
-    return copy
 
 
 COMPLETE = json.loads(Recipe.model_validate(WRITTEN).model_dump_json())

@@ -23,6 +23,7 @@ from ebbflow.stage import Kept, Place
 from ebbflow.training.batches import forward_batch, micro_batches
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
+from tests.parameters import changed, values
 
 LORA = {"train": "lora", "rank": 4, "alpha": 8}
 
@@ -54,14 +55,6 @@ def start(open_tiny):
         return place, model, Learner(policy, place.config)
 
     return begin
-
-
-def values(policy):
-    return {key: value.detach().clone() for key, value in policy.parameters.items()}
-
-
-def changed(policy, before):
-    return {key for key, value in policy.parameters.items() if not torch.equal(value, before[key])}
 
 
 @pytest.mark.parametrize("lr", [0, 1e-3])

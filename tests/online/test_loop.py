@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
 from ebbflow.algorithms import units
 from ebbflow.algorithms.base import Algorithm, flow_matching_error
-from ebbflow.artifacts import verify
-from ebbflow.data.prompts import write_prompts
-from ebbflow.data.schema import PROMPTS
-from ebbflow.flow.windows import Plan, plan
+from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
-from ebbflow.online import ahead as online_ahead
 from ebbflow.online import loop
 from ebbflow.online.ahead import Ahead, lesson_of
-from ebbflow.online.loop import in_process, run_online_stage, train_online_folder
+from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe.algorithms import BUILT_IN, ForwardConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.generate import generate, join
 from ebbflow.stage import Kept, Place
-from ebbflow.training.card import PolicyCard, Progress, read_card, write_base_policy
-from ebbflow.training.handover import open_policy
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
+from tests.parameters import changed, moved, values
 
 NAMES = [config.model_fields["name"].default for config in BUILT_IN]
 TRAJECTORY = [config.model_fields["name"].default for config in BUILT_IN if config.kind == "trajectory"]
@@ -55,19 +48,6 @@ def keys_of(name, **rest):
     return {"name": name, **({"teacher": "elsewhere"} if name == "distillation" else {}), **rest}
 
 
-def values(policy):
-    return {name: value.detach().clone() for name, value in policy.parameters.items()}
-
-
-def moved(parameters, size):
-    generator = torch.Generator().manual_seed(0)
-    return {name: value + size * torch.randn(value.shape, generator=generator) for name, value in parameters.items()}
-
-
-def changed(policy, before):
-    return any(not torch.equal(value, before[name]) for name, value in policy.parameters.items())
-
-
 def collect(place, learner, scorer, prompts, step):
     """(what a step's rollouts became, the rollouts themselves)."""
     placement = in_process(place, learner, scorer)
@@ -88,7 +68,7 @@ def run(make_recipe, make_prompts, base_folder, scorer):
         place, model, kept = Place(recipe, 0, 0), load_model(base_folder), Kept()
         policy = Policy(model, recipe.policy, 0)
         before = values(policy)
-        policy.copies["teacher"] = moved(before, 0.02)
+        policy.copies["teacher"] = moved(policy, 0.02)
         if place.keeps_old:
             policy.ensure("old")
         optimizer = torch.optim.SGD(policy.parameters.values(), sgd) if sgd else None
@@ -434,77 +414,6 @@ def test_statistics_of_the_prompts_run_over_the_steps_of_a_stage(run, monkeypatc
     run(steps=3, prompts_per_step=6, advantages={"running": True})
     assert seen[0] is seen[1] is seen[2]
     assert {count for _, count, *_ in seen[0].state()["darkness"]} == {12}
-
-
-@pytest.fixture
-def folders(base_folder, make_prompts, tmp_path):
-    """The prompt table, and the policy folder of the untouched base for a recipe."""
-    write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), tmp_path / "prompts.parquet")
-
-    def of(recipe):
-        write_base_policy(tmp_path / "start", verify(base_folder), recipe.digest, recipe.policy)
-        return tmp_path / "start"
-
-    return tmp_path / "prompts.parquet", of
-
-
-def test_windows_and_statistics_go_on_in_the_next_stage(make_recipe, base_folder, folders, scorer, tmp_path, monkeypatch):
-    prompts, start = folders
-    place, seen = Place(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0), []
-
-    def watched(window, denoising_steps, optimisation_step, seed):
-        seen.append(optimisation_step)
-        return plan(window, denoising_steps, optimisation_step, seed)
-
-    monkeypatch.setattr(loop, "load_scorer", lambda terms, guards: scorer)
-    monkeypatch.setattr(online_ahead, "plan", watched)
-    folder, counts = start(place.recipe), []
-    for name in ("first", "second"):
-        train_online_folder(place, base_folder, folder, prompts, tmp_path / name, Kept())
-        folder = tmp_path / name
-        statistics = json.loads((folder / "prompt_statistics.json").read_text())["darkness"]
-        counts.append(sum(count for _, count, _, _ in statistics))
-    assert seen == [0, 1, 2, 3]
-    assert counts == [16, 32]  # two steps of two prompts with four samples, twice
-    assert read_card(folder).progress.steps == 4
-
-
-def test_a_teacher_comes_from_a_folder_and_is_come_closer_to(make_recipe, base_folder, folders, scorer, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "load_scorer", lambda terms, guards: scorer)
-    prompts, start = folders
-    # Distillation trains the same steps all the time here, so that its losses can be compared.
-    online = {"algorithm": keys_of("distillation"), "window": {"kind": "fixed", "size": 2}, "optimizer": {"lr": 1e-3}, "steps": 8}
-    place = Place(make_recipe(online=online), 0, 0)
-    teacher = Policy(load_model(base_folder), place.recipe.policy, 0)
-    with torch.no_grad():
-        for key, value in moved(values(teacher), 0.01).items():
-            teacher.parameters[key].copy_(value)
-    card = PolicyCard(base_digest=verify(base_folder), recipe_digest="r", config=place.recipe.policy, version=5)
-    teacher.save(tmp_path / "teacher", card)
-    kept = Kept()
-    first = start(place.recipe)
-    train_online_folder(place, base_folder, first, prompts, tmp_path / "trained", kept, tmp_path / "teacher")
-    losses = [metrics["loss"] for metrics in kept.metrics]
-    assert losses[0] > 1e-6
-    assert losses[-1] < 0.5 * losses[0]
-    assert losses == pytest.approx([metrics["kl/teacher"] for metrics in kept.metrics])
-    assert read_card(tmp_path / "trained").copies == ()
-
-
-def test_a_stage_hands_on_the_average_and_what_to_go_on_from(make_recipe, base_folder, folders, scorer, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "load_scorer", lambda terms, guards: scorer)
-    prompts, start = folders
-    place = Place(make_recipe(online=NFT, policy={"ema": {"slope": 0.5, "most": 0.5}}), 0, 0)
-    trained = tmp_path / "trained"
-    record = train_online_folder(place, base_folder, start(place.recipe), prompts, trained, Kept())
-    card = read_card(trained)
-    assert (card.version, card.copies) == (record.optimizer_steps, ("old", "iterate"))
-    assert card.progress == Progress(algorithm="diffusion_nft", steps=place.online.steps, updates=record.optimizer_steps)
-    policy, _ = open_policy(place, load_model(base_folder), trained)
-    served = Policy(load_model(base_folder), place.recipe.policy, 0)
-    served.load(trained)
-    assert all(torch.equal(value, served.parameters[name]) for name, value in policy.copies["ema"].items())
-    assert changed(policy, policy.copies["ema"])
 
 
 @pytest.mark.parametrize(("stage", "alarms"), [({}, 1), ({"correction": {"mode": "decoupled"}}, 0)])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from tests.nested import places, replaced
 
 SHIPPED = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
 
@@ -225,22 +226,6 @@ anything = st.recursive(
 )
 
 
-def paths(value, place=()):
-    """Every place in a nested recipe."""
-    yield place
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in inside:
-        yield from paths(inner, (*place, key))
-
-
-def replaced(value, place, new):
-    if not place:
-        return new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[place[0]] = replaced(value[place[0]], place[1:], new)
-    return copy
-
-
 def recipe_or_explanation(data):
     try:
         recipe = Recipe.model_validate(data)
@@ -262,12 +247,12 @@ def test_any_mapping_is_a_recipe_or_explained(data):
 COMPLETE = Recipe.model_validate(WRITTEN).model_dump(mode="json")
 
 
-@given(st.sampled_from([place for place in paths(COMPLETE) if place]), anything)
+@given(st.sampled_from([place for place in places(COMPLETE) if place]), anything)
 def test_a_recipe_with_anything_in_one_place_is_a_recipe_or_explained(place, new):
     assert recipe_or_explanation(replaced(COMPLETE, place, new))
 
 
-@given(st.sampled_from([place for place in paths(COMPLETE) if place]), st.text(max_size=8), anything)
+@given(st.sampled_from([place for place in places(COMPLETE) if place]), st.text(max_size=8), anything)
 def test_a_recipe_with_a_further_key_is_explained(place, key, new):
     inside = COMPLETE
     for part in place:

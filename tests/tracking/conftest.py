@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.artifacts import new_folder
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.tracking.parent_run import start_run
+from ebbflow.training.card import PolicyCard
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +29,14 @@ def _no_store_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def recipe(store: Path) -> Recipe:
     return Recipe(output=str(store))
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    """A committed policy folder, with weights that nobody loads."""
+    folder = tmp_path / "some-policy"
+    card = PolicyCard(base_digest="b" * 64, recipe_digest="r" * 64, config=PolicyConfig(), version=7)
+    with new_folder(folder) as unfinished:
+        (unfinished / "policy.json").write_text(card.model_dump_json())
+        (unfinished / "weights.safetensors").write_bytes(b"\0" * 64)
+    return folder

@@ -18,17 +18,14 @@ from click.testing import CliRunner
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from ebbflow.artifacts import new_folder
 from ebbflow.cli import main
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.records import Registration, TrackedRun
 from ebbflow.tracking import claim, registry
 from ebbflow.tracking.claim import CLAIM, ClaimError
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.registry import ROLLED_BACK, RegistryError, find_champion, promote, rollback
 from ebbflow.tracking.store import connect, resolve_tracking_uri
-from ebbflow.training.card import PolicyCard
 
 processes = multiprocessing.get_context("forkserver")
 # a process then takes milliseconds, not the seconds of importing MLflow
@@ -59,16 +56,6 @@ def model(client: MlflowClient) -> Callable[..., str]:
         return name
 
     return make
-
-
-@pytest.fixture
-def policy(tmp_path: Path) -> Path:
-    folder = tmp_path / "policy"
-    card = PolicyCard(base_digest="b" * 64, recipe_digest="r" * 64, config=PolicyConfig(), version=7)
-    with new_folder(folder) as unfinished:
-        (unfinished / "policy.json").write_text(card.model_dump_json())
-        (unfinished / "weights.safetensors").write_bytes(b"\0" * 64)
-    return folder
 
 
 def aliases(client: MlflowClient, name: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from ebbflow.artifacts import ArtifactError, new_folder, verify
+from ebbflow.artifacts import ArtifactError, verify
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
@@ -54,16 +54,6 @@ def verdict(promote: bool, reasons: list[str] | None = None) -> Verdict:
 @pytest.fixture
 def name() -> str:
     return f"model-{uuid.uuid4().hex[:8]}"
-
-
-@pytest.fixture
-def policy(tmp_path: Path) -> Path:
-    folder = tmp_path / "some-policy"
-    card = PolicyCard(base_digest="b" * 64, recipe_digest="r" * 64, config=PolicyConfig(), version=7)
-    with new_folder(folder) as unfinished:
-        (unfinished / "policy.json").write_text(card.model_dump_json())
-        (unfinished / "weights.safetensors").write_bytes(b"\0" * 64)
-    return folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:

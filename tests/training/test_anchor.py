@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training_cases import learner_of, move, rollout, samples, values
+from training_cases import learner_of, rollout, samples
 
 from ebbflow.models import load_model
 from ebbflow.training.anchor import corrected
 from ebbflow.training.batches import trajectory_batch
+from tests.parameters import move, values
 
 DECOUPLED = {"mode": "decoupled", "weights": "truncated"}
 BYPASS = {"mode": "bypass", "weights": "none"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training_cases import FULL, GROUPS, LORA, PAIRS, farthest, forward_terms, learner_of, move, same, sgd, stage_of, values
+from training_cases import FULL, GROUPS, LORA, PAIRS, farthest, forward_terms, learner_of, sgd, stage_of
 
 from ebbflow.artifacts import verify
 from ebbflow.models import load_model
@@ -17,6 +17,7 @@ from ebbflow.training.card import PolicyCard, PolicyError, Progress, read_card, 
 from ebbflow.training.handover import open_policy, save_policy
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
+from tests.parameters import move, same, values
 
 AVERAGED = Following(slope=0.25, most=0.8)
 BOTH = pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])

@@ -15,6 +15,7 @@ from ebbflow.models import load_model
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.training.card import PolicyCard, PolicyError, read_card, write_base_policy
 from ebbflow.training.policy import Policy
+from tests.parameters import move, same, values
 
 FULL, LORA = PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4, alpha=12)
 BOTH = pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
@@ -30,22 +31,6 @@ def predict(model):
             return of.velocity(latents, torch.tensor([1.0, 0.5, 0.1]), of.encode_texts(["ABCD", "WXYZ", "Q"]))
 
     return velocity
-
-
-def change(policy, size=0.02, seed=0):
-    """Pretend to train: move every parameter."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.parameters.values():
-            parameter += size * torch.randn(parameter.shape, generator=generator)
-
-
-def values(policy):
-    return {name: value.detach().clone() for name, value in policy.parameters.items()}
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def card(config, **rest):
@@ -95,7 +80,7 @@ def test_adapters_depend_on_the_seed_and_not_on_the_state_of_torch(base_folder):
 def test_using_a_copy_predicts_with_it_and_puts_everything_back(model, predict, config):
     policy = Policy(model, config, 0)
     base = predict(model)
-    change(policy)
+    move(policy)
     trained, before = predict(model), values(policy)
     assert not torch.allclose(trained, base, atol=1e-4)
     with policy.using("reference"):
@@ -110,7 +95,7 @@ def test_using_a_copy_predicts_with_it_and_puts_everything_back(model, predict, 
 @BOTH
 def test_using_puts_everything_back_after_an_exception(model, predict, config):
     policy = Policy(model, config, 0)
-    change(policy)
+    move(policy)
     before = values(policy)
     with pytest.raises(RuntimeError, match="on purpose"), policy.using("reference"):
         raise RuntimeError("on purpose")
@@ -130,7 +115,7 @@ def test_copies_do_not_follow_the_policy(model):
     policy = Policy(model, FULL, 0)
     policy.ensure("old")
     start = values(policy)
-    change(policy)
+    move(policy)
     policy.ensure("old")
     assert same(policy.copies["old"], start)
     assert same(policy.copies["reference"], start)
@@ -153,7 +138,7 @@ def test_blend_at_its_ends_is_exact(model):
     policy = Policy(model, FULL, 0)
     policy.snapshot("old")
     start = values(policy)
-    change(policy)
+    move(policy)
     policy.blend("old", 1.0)
     assert same(policy.copies["old"], start)
     policy.blend("old", 0.0)
@@ -165,7 +150,7 @@ def test_a_saved_policy_comes_back_exactly(base_folder, model, predict, tmp_path
     base = predict(model)
     policy = Policy(model, config, 0)
     policy.snapshot("old")
-    change(policy)
+    move(policy)
     policy.blend("old", 0.3)
     trained, old = values(policy), dict(policy.copies["old"])
     written = card(config, copies=("old",), stages=("1.1 online",))
@@ -196,7 +181,7 @@ def test_a_saved_policy_comes_back_exactly(base_folder, model, predict, tmp_path
 @BOTH
 def test_the_same_policy_is_saved_as_the_same_bytes(model, tmp_path, config):
     policy = Policy(model, config, 0)
-    change(policy)
+    move(policy)
     for number in range(6):
         policy.save(tmp_path / str(number), card(config))
     assert len({verify(tmp_path / str(number)) for number in range(6)}) == 1
@@ -221,7 +206,7 @@ def test_the_base_policy_has_no_weights_of_its_own(model, predict, tmp_path, con
 
 def test_adapters_add_alpha_over_rank_times_the_product_of_their_factors(base_folder, model, predict):
     policy = Policy(model, LORA, 0)
-    change(policy, 0.05)
+    move(policy, 0.05)
     merged = load_model(base_folder)
     weights = dict(merged.transformer.named_parameters())
     with torch.no_grad():
@@ -234,7 +219,7 @@ def test_adapters_add_alpha_over_rank_times_the_product_of_their_factors(base_fo
 
 def test_diffusers_loads_the_adapters_with_their_alpha(base_folder, open_pipeline, model, predict, tmp_path):
     policy = Policy(model, LORA, 0)
-    change(policy, 0.05)
+    move(policy, 0.05)
     policy.save(tmp_path / "policy", card(LORA, copies=()))
     pipeline = open_pipeline(base_folder)
     peer = load_model(base_folder)
@@ -247,7 +232,7 @@ def test_diffusers_loads_the_adapters_with_their_alpha(base_folder, open_pipelin
 
 def test_diffusers_loads_the_full_weights(model, predict, base_folder, tmp_path):
     policy = Policy(model, FULL, 0)
-    change(policy)
+    move(policy)
     policy.save(tmp_path / "policy", card(FULL))
     peer = load_model(base_folder)
     peer.transformer = SD3Transformer2DModel.from_pretrained(tmp_path / "policy" / "transformer").eval()
@@ -267,7 +252,7 @@ def test_another_kind_of_policy_is_refused(base_folder, model, tmp_path, config)
 
 def test_a_damaged_or_unfinished_folder_is_refused(model, base_folder, tmp_path):
     policy = Policy(model, LORA, 0)
-    change(policy)
+    move(policy)
     folder = tmp_path / "policy"
 
     def refused(error, match):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from training_cases import FULL, LORA, move
+from training_cases import FULL, LORA
 
 from ebbflow.artifacts import verify
 from ebbflow.models import load_model
@@ -16,6 +16,7 @@ from ebbflow.training.card import PolicyCard, PolicyError, read_card
 from ebbflow.training.export import export_pipeline
 from ebbflow.training.policy import Policy
 from ebbflow.training.start import write_start
+from tests.parameters import move
 
 
 @pytest.fixture

@@ -18,15 +18,11 @@ from training_cases import (
     farthest,
     forward_terms,
     learner_of,
-    move,
-    moved,
     quietly,
-    same,
     sgd,
     spoilt,
     stage_of,
     trajectory_terms,
-    values,
 )
 
 from ebbflow.algorithms import diffusion_nft
@@ -37,6 +33,7 @@ from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.training.batches import ForwardBatch, Points
 from ebbflow.training.update import Learner, TrainingError, make_optimizer
+from tests.parameters import move, moved, same, values
 
 NAN, INF = float("nan"), float("inf")
 UNITS = {"diffusion_nft": ALONE, "dgpo": GROUPS, "crd": GROUPS, "diffusion_dpo": PAIRS}

@@ -70,27 +70,6 @@ def trajectory_terms(model, stage, steps=(0, 1, 2), corrected=None):
     return trajectory_batch(corrected, conditioning, samples(model)[2], keys, stage.sampler)
 
 
-def move(policy, size=0.02, seed=0):
-    """Pretend to train: move every parameter."""
-    with torch.no_grad():
-        for name, value in moved(policy, size, seed).items():
-            policy.parameters[name].copy_(value)
-
-
-def moved(policy, size=0.02, seed=0):
-    """The parameters of another policy nearby."""
-    generator = torch.Generator().manual_seed(seed)
-    return {name: value + size * torch.randn(value.shape, generator=generator) for name, value in values(policy).items()}
-
-
-def values(policy):
-    return {name: value.detach().clone() for name, value in policy.parameters.items()}
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def farthest(one, other):
     assert one.keys() == other.keys()
     return max((one[name] - other[name]).abs().max().item() for name in one)

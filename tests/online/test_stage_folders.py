@@ -1,0 +1,95 @@
+"""An online stage from folder to folder: what it takes over from the policy before it, and what it hands on."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pytest
+import torch
+
+from ebbflow.artifacts import verify
+from ebbflow.data.prompts import write_prompts
+from ebbflow.data.schema import PROMPTS
+from ebbflow.flow.windows import plan
+from ebbflow.models import load_model
+from ebbflow.online import ahead, loop
+from ebbflow.online.loop import train_online_folder
+from ebbflow.stage import Kept, Place
+from ebbflow.training.card import PolicyCard, Progress, read_card, write_base_policy
+from ebbflow.training.handover import open_policy
+from ebbflow.training.policy import Policy
+from tests.parameters import changed, move
+
+
+@pytest.fixture(autouse=True)
+def _free_reward(scorer, monkeypatch):
+    monkeypatch.setattr(loop, "load_scorer", lambda terms, guards: scorer)
+
+
+@pytest.fixture
+def folders(base_folder, make_prompts, tmp_path):
+    """The prompt table, and the policy folder of the untouched base for a recipe."""
+    write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), tmp_path / "prompts.parquet")
+
+    def of(recipe):
+        write_base_policy(tmp_path / "start", verify(base_folder), recipe.digest, recipe.policy)
+        return tmp_path / "start"
+
+    return tmp_path / "prompts.parquet", of
+
+
+def test_windows_and_statistics_go_on_in_the_next_stage(make_recipe, base_folder, folders, tmp_path, monkeypatch):
+    prompts, start = folders
+    place, seen = Place(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0), []
+
+    def watched(window, denoising_steps, optimisation_step, seed):
+        seen.append(optimisation_step)
+        return plan(window, denoising_steps, optimisation_step, seed)
+
+    monkeypatch.setattr(ahead, "plan", watched)
+    folder, counts = start(place.recipe), []
+    for name in ("first", "second"):
+        train_online_folder(place, base_folder, folder, prompts, tmp_path / name, Kept())
+        folder = tmp_path / name
+        statistics = json.loads((folder / "prompt_statistics.json").read_text())["darkness"]
+        counts.append(sum(count for _, count, _, _ in statistics))
+    assert seen == [0, 1, 2, 3]
+    assert counts == [16, 32]  # two steps of two prompts with four samples, twice
+    assert read_card(folder).progress.steps == 4
+
+
+def test_a_teacher_comes_from_a_folder_and_is_come_closer_to(make_recipe, base_folder, folders, tmp_path):
+    prompts, start = folders
+    # Distillation trains the same steps all the time here, so that its losses can be compared.
+    algorithm, window = {"name": "distillation", "teacher": "elsewhere"}, {"kind": "fixed", "size": 2}
+    online = {"algorithm": algorithm, "window": window, "optimizer": {"lr": 1e-3}, "steps": 8}
+    place = Place(make_recipe(online=online), 0, 0)
+    teacher = Policy(load_model(base_folder), place.recipe.policy, 0)
+    move(teacher, 0.01)
+    card = PolicyCard(base_digest=verify(base_folder), recipe_digest="r", config=place.recipe.policy, version=5)
+    teacher.save(tmp_path / "teacher", card)
+    kept = Kept()
+    first = start(place.recipe)
+    train_online_folder(place, base_folder, first, prompts, tmp_path / "trained", kept, tmp_path / "teacher")
+    losses = [metrics["loss"] for metrics in kept.metrics]
+    assert losses[0] > 1e-6
+    assert losses[-1] < 0.5 * losses[0]
+    assert losses == pytest.approx([metrics["kl/teacher"] for metrics in kept.metrics])
+    assert read_card(tmp_path / "trained").copies == ()
+
+
+def test_a_stage_hands_on_the_average_and_what_to_go_on_from(make_recipe, base_folder, folders, tmp_path):
+    prompts, start = folders
+    online = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
+    place = Place(make_recipe(online=online, policy={"ema": {"slope": 0.5, "most": 0.5}}), 0, 0)
+    trained = tmp_path / "trained"
+    record = train_online_folder(place, base_folder, start(place.recipe), prompts, trained, Kept())
+    card = read_card(trained)
+    assert (card.version, card.copies) == (record.optimizer_steps, ("old", "iterate"))
+    assert card.progress == Progress(algorithm="diffusion_nft", steps=place.online.steps, updates=record.optimizer_steps)
+    policy, _ = open_policy(place, load_model(base_folder), trained)
+    served = Policy(load_model(base_folder), place.recipe.policy, 0)
+    served.load(trained)
+    assert all(torch.equal(value, served.parameters[name]) for name, value in policy.copies["ema"].items())
+    assert changed(policy, policy.copies["ema"])
