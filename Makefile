@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 ENGINE ?= .venv-vllm-omni
 RECIPE ?= workflows/recipes/glyph.yaml
+# A file on each core, in the order of tests/conftest.py.
+PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 # Base models, which Flyte's cache keeps for all runs, lie in the temporary folder: a durable one survives a reboot.
 RUN := MLFLOW_DISABLE_TELEMETRY=true TMPDIR=$(CURDIR)/runs/flyte PATH=$(abspath $(BIN)):$$PATH
 
@@ -31,10 +33,10 @@ run: setup ## run the pipeline on RECIPE=path/to/recipe.yaml
 	$(RUN) pyflyte run workflows/post_training.py post_train --recipe $(RECIPE)
 
 test: lint ## lint, type check and all tests, a file on each core
-	$(BIN)/pytest --numprocesses auto --dist loadfile
+	$(PYTEST)
 
 test-faults: setup ## of these tests, those that kill, corrupt and starve the pipeline; EBBFLOW_FAULT_SEED=7 draws other points
-	$(BIN)/pytest --numprocesses auto --dist loadfile tests/faults tests/pipeline/test_pods.py
+	$(PYTEST) tests/faults tests/pipeline/test_pods.py
 
 test-vllm-omni: $(ENGINE)/ready ## make the CPU environment of the vLLM-Omni engine (4 GB), and test the engine on tiny models
 	EBBFLOW_VLLM_OMNI_PYTHON=$(abspath $(ENGINE))/bin/python $(BIN)/pytest tests/vllm_omni

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -17,6 +18,10 @@ from ebbflow.recipe import Recipe
 SOURCES = {".py", ".html"}
 NAMING = {"path", "source", "pairs", "teacher"}
 """Keys of a recipe that name files, folders or ``package.module:name``."""
+
+
+CODE = re.compile(r"[\w.]+:\w+")
+"""``package.module:name``."""
 
 
 def code_digest(*places: Path) -> str:
@@ -64,7 +69,7 @@ def _named(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, item in items:
         key = f"{place}.{name}" if place else str(name)
-        if isinstance(item, str) and (name in NAMING or ":" in item) and "://" not in item:
+        if isinstance(item, str) and (name in NAMING or CODE.fullmatch(item)) and "://" not in item:
             yield key, item
         else:
             yield from _named(item, key)
@@ -72,11 +77,11 @@ def _named(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 def _state(named: str) -> Any:
     path = Path(named)
-    if path.is_file():
+    if os.path.isfile(path):  # unlike pathlib's, no error for a name that no file can have
         return _sha256(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return _folder_state(path)
-    return _package_state(named.partition(":")[0]) if re.fullmatch(r"[\w.]+:\w+", named) else None
+    return _package_state(named.partition(":")[0]) if CODE.fullmatch(named) else None
 
 
 def _folder_state(folder: Path) -> Any:
@@ -88,7 +93,10 @@ def _folder_state(folder: Path) -> Any:
 
 def _package_state(module: str) -> Any:
     """The sources of the package, or of the one file, that a module belongs to."""
-    spec = find_spec(module.partition(".")[0])
+    try:
+        spec = find_spec(module.partition(".")[0])
+    except ValueError:  # a module without a file, such as __main__
+        spec = None
     if spec is None:
         return None
     places = [Path(place) for place in spec.submodule_search_locations or [spec.origin or ""]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from ebbflow.artifacts import ArtifactError
 from ebbflow.data.pairs import check_pairs
@@ -13,6 +12,7 @@ from ebbflow.recipe.algorithms import Custom, import_path
 from ebbflow.recipe.model import PIPELINES, Model
 from ebbflow.recipe.stages import Stage
 from ebbflow.rewards.combine import load_scorer
+from ebbflow.training.card import PolicyError, read_card
 
 ON_ONE_MACHINE = "is on the disk of one machine, and pods see only their own; upload it and name its URI"
 
@@ -26,18 +26,13 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
 
     Raises:
         RecipeError: an output folder that cannot be written or reached, a prompt file, pairs, teacher or base model that is not
-            there, a password in the tracking URI (it would travel with the run).
+            there.
         PairError: a pairs file whose columns or first row cannot be used.
         ModelError: a base-model folder that is not one.
         RewardError: a reward that cannot run here.
     """
     if on_cluster:
         _check_shared(recipe.output, tracking_uri)
-    if urlsplit(tracking_uri).password:
-        raise RecipeError(
-            "the tracking URI holds a password, which would end up in logs and reports; take it out and set "
-            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-        )
     if "://" not in recipe.output:
         _check_writable(Path(recipe.output))
     if recipe.prompts.source and "://" not in recipe.prompts.source and not Path(recipe.prompts.source).is_file():
@@ -105,8 +100,6 @@ def _check_teacher(algorithm: str, stage: Stage, on_cluster: bool) -> None:
     key = f"{algorithm}.{'options.' * isinstance(stage.algorithm, Custom)}teacher = {teacher!r}"
     if on_cluster:
         raise RecipeError(f"{key} {ON_ONE_MACHINE}")
-    from ebbflow.training.card import PolicyError, read_card  # brings torch along
-
     try:
         read_card(Path(teacher))
     except (ArtifactError, PolicyError) as error:

@@ -57,7 +57,7 @@ def on_this_machine(uri: str) -> Path:
     """The folder at ``uri``, brought to this machine once for all processes that ask for it."""
     if Path(uri).is_dir():
         return Path(uri)
-    folder = Path(tempfile.gettempdir()) / f"ebbflow-{hashlib.sha256(uri.encode()).hexdigest()[:32]}"
+    folder = _of_this_machine(uri)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
@@ -80,7 +80,7 @@ def kept_checkpoints(run: TrackedRun, place: Place, first: bool = True) -> Check
     home = f"{stages}/{own}"
     if "://" not in home:
         return Checkpoints(place, Path(home))
-    folder = Path(tempfile.gettempdir()) / f"ebbflow-{hashlib.sha256(home.encode()).hexdigest()[:32]}"
+    folder = _of_this_machine(home)
 
     def saved(new: Path) -> None:
         access.put_data(str(new), f"{home}/{new.name}", is_multipart=True)
@@ -100,6 +100,11 @@ def forget_checkpoints(run: TrackedRun) -> None:
     store = FlyteContextManager.current_context().file_access.get_filesystem_for_path(folder)
     if store.exists(folder):
         store.rm(folder, recursive=True)
+
+
+def _of_this_machine(uri: str) -> Path:
+    """Where all processes of this machine have what is at ``uri``."""
+    return Path(tempfile.gettempdir()) / f"ebbflow-{hashlib.sha256(uri.encode()).hexdigest()[:32]}"
 
 
 def _folder_of(place: Place) -> str:

@@ -58,8 +58,11 @@ class GroupTask(PytorchElasticFunctionTask):
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.told = True
-        for process in multiprocessing.active_children():
+        processes = multiprocessing.active_children()
+        for process in processes:
             process.terminate()
+        if not processes:
+            raise FlyteRecoverableException(f"{self.name} was told to end before it had begun")
 
 
 @contextmanager

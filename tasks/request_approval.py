@@ -23,7 +23,6 @@ class ApprovalError(Exception):
 def request_approval(recipe: Recipe, run: TrackedRun, verdict: Verdict, registration: Registration, report: FlyteFile) -> str:
     """What the gate node asks. The report comes first, as it is what a person decides by."""
     from ebbflow.tracking.child_run import node_run
-    from ebbflow.tracking.parent_run import open_run
 
     target = verdict.target
     question = (
@@ -31,7 +30,6 @@ def request_approval(recipe: Recipe, run: TrackedRun, verdict: Verdict, registra
         f"({target.metric} {target.champion:.3f} -> {target.candidate:.3f}; {run.folder}/report.html)"
     )
     execution = current_context().execution_id
-    open_run(recipe, run)  # the report closed it, and whoever starts it again goes on from the question
     with node_run(run, "approval") as node:
         node.log_params({"question": question, "hours": recipe.promotion.approval})
         if execution and execution.name != "local":

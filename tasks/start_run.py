@@ -25,8 +25,9 @@ def start_run(recipe: Recipe) -> TrackedRun:
 
     execution = current_context().execution_id
     # Every local run is called "local".
-    name = execution.name if execution and execution.name != "local" else None
-    check_recipe(recipe, tracking_uri=resolve_tracking_uri(recipe), on_cluster=name is not None)
+    on_cluster = execution is not None and execution.name != "local"
+    name = f"{execution.project}/{execution.domain}/{execution.name}" if on_cluster else None
+    check_recipe(recipe, tracking_uri=resolve_tracking_uri(recipe), on_cluster=on_cluster)
     return parent_run.start_run(recipe, name) if name else _start_here(recipe)
 
 

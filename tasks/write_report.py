@@ -31,13 +31,13 @@ def write_report(
     verdict: Verdict,
     registration: Registration,
 ) -> Report:
-    """Write both files into the run's folder, attach them to the MLflow run and close it."""
+    """Write both files into the run's folder, attach them to the MLflow run and, if nobody is to be asked, close it."""
     import json
 
     from ebbflow.tracking import report
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.outage import settle
-    from ebbflow.tracking.parent_run import close_run
+    from ebbflow.tracking.parent_run import tell_results
 
     page, numbers = scratch("report.html", run), scratch("summary.json", run)
     with node_run(run, "report"):
@@ -56,7 +56,7 @@ def write_report(
         report.write_report(page, inputs)
         report.write_summary(numbers, inputs)
     Deck("report", page.read_text())
-    close_run(run, [evaluated.evaluation for evaluated in history], [page, numbers])
+    tell_results(run, [evaluated.evaluation for evaluated in history], [page, numbers], over=not inputs.awaits_approval)
     forget_checkpoints(run)
     print(f"\n{report.summary_table(inputs)}\n\nreport: {run.folder}/report.html")
     return Report(

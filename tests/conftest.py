@@ -35,6 +35,14 @@ settings.load_profile("ebbflow")
 TINY_SIZES = {"sd3": (64, 64), "flux": (64, 96), "qwen_image": (64, 64), "qwen_image_edit": (64, 64), "wan": (64, 96)}
 
 
+LONGEST = ["test_pods", "test_again", "test_ray_broadcast", "test_ray_placement", "test_post_train", "test_ray"]
+"""Files that take minutes: first, or all cores but one would wait for the last of them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 class Darkness:
     """Stub reward: the mean darkness of the image in [0, 1]; fails on the prompts whose target is ``FAIL``."""
 

@@ -1,4 +1,4 @@
-"""Launch plans: how the pipeline is started again and again. Both ask a person before the champion moves.
+"""Launch plans: how the pipeline is started again and again. With their own recipe both ask a person before the champion moves.
 
 ``EBBFLOW_RECIPE`` names their recipe when you register; without it, it is recipes/glyph.yaml.
 """
@@ -33,4 +33,4 @@ nightly = LaunchPlan.get_or_create(
 """Every night; a schedule rests until the launch plan is activated."""
 
 manual = LaunchPlan.get_or_create(name="workflows.launch_plans.manual", workflow=post_train, default_inputs={"recipe": _recipe()})
-"""When somebody wants a run; another recipe may be given."""
+"""When somebody wants a run; another recipe may be given, and is taken as it is."""

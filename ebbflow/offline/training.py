@@ -7,7 +7,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.schema import ADVANTAGES
 from ebbflow.data.tables import about_table, read_column, read_table, row_count
+from ebbflow.disk import DiskFullError, room_for
 from ebbflow.flow.noise import SampleKeys, Stream, generator
 from ebbflow.models import Conditioning, Model
 from ebbflow.models.encoding import Encode, encode_once
@@ -29,8 +30,8 @@ from ebbflow.records import StageRecord
 from ebbflow.stage import Kept, Place
 from ebbflow.timing import Clock
 from ebbflow.training.batches import Units, deal, forward_batch, share, shared_passes
-from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, write_part
-from ebbflow.training.distributed import Ranks
+from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, step_of, write_part
+from ebbflow.training.distributed import Ranks, first
 from ebbflow.training.handover import open_model, open_policy, save_policy
 from ebbflow.training.limits import Limits, Preempted, Stop, listening
 from ebbflow.training.update import Learner, TrainingError
@@ -97,10 +98,10 @@ def train_epochs(
     table = read_table(advantages, ADVANTAGES)
     shards = _large_enough([_trainable_rows(place, path, table) for path in rollouts], learner, ranks)
     updates = config.epochs * sum(len(_batches(shard.units, config.batch_size, ranks.world)) for shard in shards)
-    spent = _resume(checkpoints, learner, journal, updates)
-    limits = Limits(config, ranks.world * torch.cuda.is_available(), spent["elapsed"])
+    spent = _resume(checkpoints, learner, journal, ranks, updates)
     name, quiet = f"{place.label} {config.algorithm_name}", None if ranks.rank == 0 else True
-    parts = islice(_schedule(place, model, prompts, shards, ranks), learner.updates, None)
+    parts = _parts(place, model, prompts, shards, ranks, learner.updates)
+    limits = Limits(config, ranks.world * torch.cuda.is_available(), spent["elapsed"])
     schedule = tqdm(parts, name, updates, initial=learner.updates, unit="step", disable=quiet)
     with listening():
         for step, part in enumerate(schedule, learner.updates):
@@ -156,15 +157,19 @@ def train_offline_folder(
     return record
 
 
-def _resume(checkpoints: Checkpoints | None, learner: Learner, journal: Kept, steps: int) -> dict[str, float]:
-    """Put the learner and the journal where the newest checkpoint stands, if there is one; the seconds spent up to there."""
-    newest = checkpoints.newest() if checkpoints else None
-    if newest is None:
+def _resume(checkpoints: Checkpoints | None, learner: Learner, journal: Kept, ranks: Ranks, steps: int) -> dict[str, float]:
+    """Put the learner and the journal where the newest checkpoint stands, if there is one; the seconds spent up to there.
+
+    Rank 0 chooses: it reads all of a checkpoint to see that it is whole, and the others must not see something else.
+    """
+    newest = checkpoints.newest() if checkpoints and ranks.rank == 0 else None
+    done = first(step_of(newest[0]) if newest else 0)
+    if checkpoints is None or done == 0:
         return {"elapsed": 0.0, "training": 0.0}
-    folder, state = newest
+    folder, state = checkpoints.at(done)
     if state["steps"] != steps:
         raise CheckpointError(
-            f"{folder} is of training in {state['steps']} steps and with {Ranks.current().world} processes it has {steps}; "
+            f"{folder} is of training in {state['steps']} steps and with {ranks.world} processes it has {steps}; "
             "train with as many processes as before (EBBFLOW_TRAIN_PROCESSES), or remove it"
         )
     restore(folder, learner)
@@ -179,7 +184,12 @@ def _keep(checkpoints: Checkpoints, learner: Learner, ranks: Ranks, step: int, s
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
     ranks.meet()
-    write_part(parts, learner)
+    try:
+        with room_for(parts):
+            write_part(parts, learner)
+    except DiskFullError:
+        shutil.rmtree(parts, ignore_errors=True)
+        raise
     ranks.meet()
     if ranks.rank == 0:
         checkpoints.save(step, lambda folder: _move(parts, folder), state)
@@ -243,22 +253,34 @@ def _large_enough(shards: list[Shard], learner: Learner, ranks: Ranks) -> list[S
     return large
 
 
-def _schedule(place: Place, model: Model, prompts: list[Prompt], shards: list[Shard], ranks: Ranks) -> Iterator[Part]:
-    """This process's part of the batch of every optimiser step.
+def _parts(place: Place, model: Model, prompts: list[Prompt], shards: list[Shard], ranks: Ranks, done: int) -> Iterator[Part]:
+    """This process's part of the batch of every optimiser step after those that are done. Prompts are encoded at once."""
+    if not shards:
+        return iter(())
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    encode = encode_once(model, (by_id[i] for shard in shards for i in shard.prompt_ids.tolist()))
+    schedule = islice(_schedule(place, shards, ranks), done, None)
+
+    def parts() -> Iterator[Part]:
+        for (epoch, index), batches in groupby(schedule, key=lambda visit: visit[:2]):
+            shard, latents = shards[index], read_latents(shards[index].path)
+            for *_, batch in batches:
+                yield _part(place, shard, latents, by_id, encode, epoch, batch, ranks)
+
+    return parts()
+
+
+def _schedule(place: Place, shards: list[Shard], ranks: Ranks) -> Iterator[tuple[int, int, Units]]:
+    """(epoch, shard, batch) of every optimiser step.
 
     An epoch goes through the shards in a seeded order and shuffles inside each, so one shard is in memory at a time.
     """
-    by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    if not shards:
-        return
-    encode = encode_once(model, (by_id[i] for shard in shards for i in shard.prompt_ids.tolist()))
     for epoch in range(place.offline.epochs):
-        for index in _order(place.seed, epoch, 0, len(shards)):
-            shard = shards[index]
-            latents = read_latents(shard.path)
-            order = [shard.units[i] for i in _order(place.seed, epoch, 1 + index, len(shard.units))]
+        for index in _order(place.seed, epoch, 0, len(shards)).tolist():
+            units = shards[index].units
+            order = [units[i] for i in _order(place.seed, epoch, 1 + index, len(units))]
             for batch in _batches(order, place.offline.batch_size, ranks.world):
-                yield _part(place, shard, latents, by_id, encode, epoch, batch, ranks)
+                yield epoch, index, batch
 
 
 def _part(

@@ -116,14 +116,21 @@ class Ahead:
         self.desk.dispatch()
 
     def take(self, version: int) -> Step:
-        """The first step that is whole, with samples of weights not too old for a policy of ``version``; waits for it."""
+        """A step that is whole, with samples of weights not too old for a policy of ``version``; waits for it.
+
+        On Ray it is the first that is ready. In one process, where nothing is gained by that, it is the next one, so that the
+        same stage gives the same bytes.
+        """
+
+        def ready() -> list[Step]:
+            return [step for step in (self.open if self.place.online.placement == "ray" else self.open[:1]) if step.whole]
 
         def there() -> bool:
             self._drop_stale(version)
-            return any(step.whole for step in self.open)
+            return bool(ready())
 
         self.desk.until(there)
-        taken = next(step for step in self.open if step.whole)
+        taken = ready()[0]
         self.open.remove(taken)
         return taken
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ebbflow.algorithms.advantages import AdvantageResult, PromptStatistics, compute_advantages
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import prompt_batch
-from ebbflow.online.ahead import Ahead, Step, lesson_of
+from ebbflow.online.ahead import Ahead, Step, lead, lesson_of
 from ebbflow.online.gate import check_engine
 from ebbflow.online.placement import InProcess, Placement
 from ebbflow.online.pool import Desk
@@ -135,14 +135,15 @@ def run_online_stage(
     ahead = Ahead(place, placement, prompts, embeddings, first)
     if newest:
         read_under_way(newest[0], ahead)
-    limits = Limits(config, _gpus(place), standing.elapsed)
+    limits = Limits(config, _gpus(place), standing.elapsed, lead(config))
     progress = tqdm(range(first, config.steps), f"{place.label} {config.algorithm_name}", unit="step", disable=None)
     with listening(), Observer(place, placement, ahead, journal, validation, watched) as watch:
         for number in progress:
             start = time.time()
             pushed = _push(placement, ahead, number) | check_engine(place, placement, ahead, number, first)
             start += watch.validate(number)  # no time of the step
-            if number > 0 and checkpoints and checkpoints.due(number):
+            news = number > first or watch.score is not None
+            if number > 0 and news and checkpoints and checkpoints.due(number):
                 start += _keep(checkpoints, ahead, standing, journal, watch.score)
             metrics = _step(place, placement, ahead, watch, standing, number, start)
             journal.log_metrics(metrics | pushed, number)
@@ -154,7 +155,7 @@ def run_online_stage(
             _push(placement, ahead, standing.step)
             watch.validate(standing.step, last=True)
     if checkpoints and config.validation and config.validation.best:
-        _go_back_to_best(placement, checkpoints, journal, standing.step, watch.score)
+        _go_back_to_best(placement, checkpoints, journal, standing, watch.score)
     return StageRecord(
         label=place.label,
         algorithm=config.algorithm_name,
@@ -197,13 +198,17 @@ def _ends_early(limits: Limits, checkpoints: Checkpoints | None, ahead: Ahead, s
     return True
 
 
-def _go_back_to_best(placement: Placement, checkpoints: Checkpoints, journal: Kept, step: int, score: float | None) -> None:
-    """End with the checkpoint that was validated best, unless the policy is at least as good as it is, with ``score``."""
-    best, found = checkpoints.best(), step
+def _go_back_to_best(
+    placement: Placement, checkpoints: Checkpoints, journal: Kept, standing: Standing, score: float | None
+) -> None:
+    """End with the policy that was validated best, and what was known then, unless the last one, with ``score``, is as good."""
+    best, found = checkpoints.best(), standing.step
     if best and (score is None or best.score > score):
         placement.restore(best.folder)
-        found = best.step
-    journal.log_metrics({"validation/best_step": found}, step)
+        known = Standing()
+        known.take_over(checkpoints.state(best.folder)["standing"])
+        standing.history, found = known.history, best.step
+    journal.log_metrics({"validation/best_step": found}, standing.step)
 
 
 def _gpus(place: Place) -> float:

@@ -6,12 +6,15 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ebbflow.recipe.base import RecipeError, dotted
+from ebbflow.recipe.base import RecipeError, dotted, is_secret
 
-USER_AND_PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#@:]*:[^\s/?#]*@")
-USER_OF_THE_WEB = re.compile(r"(https?://)[^\s/?#@]+@")
+USER_AND_PASSWORD = re.compile(
+    r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#:]*:(?!\d+(?:[/?#\s'\"),;]|$))[^\s@]*@(?:[^\s/?#]*@)?",
+)
+"""Also one that nobody encoded, with a slash or an @ in it. What begins with a number and a slash is a port."""
+USER_OF_THE_WEB = re.compile(r"(https?://)[^\s/?#]+@")
 """Without a password, what comes before the @ is a token."""
-QUERY = re.compile(r"([?&][\w.-]*(?:token|secret|passw|key|sig|credential|auth)[\w.-]*=)[^&\s'\"]+", re.IGNORECASE)
+QUERY = re.compile(r"([?&][\w.-]*(?:token|secret|passw|pwd|key|sig|credential|auth)[\w.-]*=)[^&\s'\"]+", re.IGNORECASE)
 
 
 def cleaned(text: str) -> str:
@@ -25,14 +28,24 @@ def require_no_secrets(values: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
     """Check the texts of a recipe, given as (place, value).
 
     Raises:
-        RecipeError: a URI among them holds a password or a token; says where, and not what.
+        RecipeError: a URI among them holds a password or a token, or the name of one of somebody's own options says that it is
+            one; says where, and not what.
     """
     lines = [
-        f"{dotted(place)} = {cleaned(value)!r}: a URI with a password or a token in it would end up in logs and reports; take it "
-        "out and keep it in the environment (for MLflow MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, for a reward the "
-        "variable that token_variable names, for a store of files the cloud's own)"
+        f"{dotted(place)}{shown}: it would end up in logs and reports; take it out and keep it in the environment (for MLflow "
+        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, for a reward the variable that token_variable names, or one that "
+        "your own code reads, for a store of files the cloud's own)"
         for place, value in values
-        if isinstance(value, str) and cleaned(value) != value
+        if isinstance(value, str) and (shown := _secret(place, value))
     ]
     if lines:
         raise RecipeError("\n".join(lines))
+
+
+def _secret(place: tuple[Any, ...], value: str) -> str | None:
+    """What may be said of a text that is or holds a secret; None of every other."""
+    if cleaned(value) != value:
+        return f" = {cleaned(value)!r} is a URI with a password or a token in it"
+    if "options" in place and value and any(is_secret(key) for key in place[place.index("options") + 1 :]):
+        return " is a secret, by its name"
+    return None

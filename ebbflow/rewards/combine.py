@@ -176,7 +176,7 @@ def _custom(config: CustomReward) -> Reward:
     try:
         made = make(**config.options)
     except TypeError as error:
-        raise RewardError(f"{config.path} cannot be called with options = {config.options}: {error}") from error
+        raise RewardError(f"{config.path} cannot be called with the options {', '.join(config.options)}: {error}") from error
     if missing := [part for part in ("unavailable", "__call__") if not hasattr(made, part)]:
         raise RewardError(f"{config.path} is no reward: it has no {missing[0]!r}; ebbflow.rewards.base.Reward says what one has")
     return made

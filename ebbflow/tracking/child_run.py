@@ -14,8 +14,9 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from ebbflow.recipe.secrets import cleaned
 from ebbflow.records import TrackedRun
 from ebbflow.tracking import waiting
 from ebbflow.tracking.delivery import DELIVER, flatten
-from ebbflow.tracking.store import AWAY, DIGEST, NODE, PARENT, ROLE, connect, find, last_steps
+from ebbflow.tracking.store import AWAY, DIGEST, NODE, PARENT, REFUSED, ROLE, connect, create_run, find, last_steps
 from ebbflow.tracking.waiting import Record, Waiting
 
 METRICS_PER_BATCH = 1000
@@ -78,6 +79,8 @@ class Node:
         """How many values of each metric were NaN or infinite, and therefore not sent."""
         self.dropped = 0
         """Metrics lost because the store was away for too long."""
+        self.refused: Counter[str] = Counter()
+        """How many records of each kind, or values of each metric, MLflow would not take."""
         self.run_id: str | None = None
         """None until the store has answered."""
         self._tracked = tracked
@@ -111,6 +114,9 @@ class Node:
         now = int(time.time() * 1000)
         for key, value in values.items():
             if step <= self._taken.get(key, -1):
+                continue
+            if f"metric {key}" in self.refused:
+                self.refused[f"metric {key}"] += 1
                 continue
             if math.isfinite(value):
                 self._metrics.append(Metric(key, float(value), now, step))
@@ -186,6 +192,8 @@ class Node:
             self._deliver_metrics(client, run_id)
             self._deliver_waiting(client, run_id)
             self._tell_outage(client, run_id)
+            if self.refused:
+                client.set_tag(run_id, REFUSED, json.dumps(self.refused))
             if status:
                 client.set_terminated(run_id, status)
             if status == "FAILED":
@@ -233,10 +241,11 @@ class Node:
         """Find or create the child run, on first contact with the store."""
         if self._client is None or self.run_id is None:
             client = connect(self._tracked.tracking_uri)
-            run = find(client, self._tracked.experiment_id, {PARENT: self._tracked.run_id, NODE: self.name})
+            known_by = {PARENT: self._tracked.run_id, NODE: self.name}
+            run = find(client, self._tracked.experiment_id, known_by)
             if run is None:
-                tags = {PARENT: self._tracked.run_id, NODE: self.name, ROLE: "node", DIGEST: self._tracked.recipe_digest}
-                run = client.create_run(self._tracked.experiment_id, tags=tags, run_name=self.name)
+                tags = {ROLE: "node", DIGEST: self._tracked.recipe_digest}
+                run = create_run(client, self._tracked.experiment_id, known_by, tags, self.name)
             else:
                 client.update_run(run.info.run_id, status="RUNNING")
                 client.update_run(self._tracked.run_id, status="RUNNING")
@@ -248,25 +257,45 @@ class Node:
         self._metrics = [metric for metric in self._metrics if metric.step > self._last_step.get(metric.key, -1)]
         while self._metrics:
             batch = self._metrics[:METRICS_PER_BATCH]
-            self._attempt(lambda: client.log_batch(run_id, metrics=batch), f"{len(batch)} metrics")  # noqa: B023 - called at once
+            if self._refusal(client, run_id, partial(client.log_batch, metrics=batch)):
+                self._deliver_each(client, run_id, batch)
             del self._metrics[: len(batch)]
             self._late += len(batch) if self._away_since else 0
+
+    def _deliver_each(self, client: MlflowClient, run_id: str, batch: Sequence[Metric]) -> None:
+        """Metric by metric, as MLflow takes a batch whole or not at all."""
+        for key in dict.fromkeys(metric.key for metric in batch):
+            values = [metric for metric in batch if metric.key == key]
+            if error := self._refusal(client, run_id, partial(client.log_batch, metrics=values)):
+                self._refuse(f"metric {key}", len(values), error)
 
     def _deliver_waiting(self, client: MlflowClient, run_id: str) -> None:
         while self._waiting:
             what, about = self._waiting[0]
-            self._attempt(lambda: DELIVER[what](client, run_id, **about), f"a {what}")  # noqa: B023 - called at once
+            if error := self._refusal(client, run_id, partial(DELIVER[what], client, **about)):
+                self._refuse(what, 1, error)
             self._waiting.pop(0)
             self._late += 1 if self._away_since else 0
 
-    def _attempt(self, call: Callable[[], object], what: str) -> None:
-        """Do it; what the store refuses for good is dropped with a warning, or it would block all that waits behind it."""
+    def _refusal(self, client: MlflowClient, run_id: str, call: Callable[..., object]) -> Exception | None:
+        """Do it; why the store will never take it, which would block all that waits behind it.
+
+        Raises:
+            Exception: of whatever kind when the store is away, busy, or not logged in at the moment.
+        """
         try:
-            call()
+            call(run_id=run_id)
         except (MlflowException, FileNotFoundError, ValueError, TypeError) as error:
             if isinstance(error, MlflowException) and error.get_http_status_code() != 400:
-                raise  # away, busy, or not logged in at the moment
-            log.warning("node %s: MLflow refused %s and they are dropped: %s", self.name, what, cleaned(str(error)))
+                raise
+            client.set_tag(run_id, NODE, self.name)  # a server whose database is away says 400 too: this fails then as well
+            return error
+        return None
+
+    def _refuse(self, what: str, count: int, error: Exception) -> None:
+        if not self.refused[what]:
+            log.warning("node %s: MLflow refuses %s, which is dropped and counted: %s", self.name, what, cleaned(str(error)))
+        self.refused[what] += count
 
     def _postpone(self, error: Exception) -> None:
         if self._away_since is None:

@@ -18,6 +18,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from ebbflow.recipe.secrets import cleaned
 from ebbflow.tracking.store import TrackingError
 
 CHAMPION = "champion"
@@ -114,5 +115,5 @@ def _leave(client: MlflowClient, name: str, version: str, mine: str) -> None:
         log.warning(
             "the tag %s of %r version %s could not be deleted; the next promotion takes it from a champion, a retry of this one "
             "from any other version: %s",
-            *(CLAIM, name, version, error),
+            *(CLAIM, name, version, cleaned(str(error))),
         )

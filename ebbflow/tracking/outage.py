@@ -8,12 +8,12 @@ from ebbflow.recipe.secrets import cleaned
 from ebbflow.records import TrackedRun
 from ebbflow.tracking import waiting
 from ebbflow.tracking.child_run import Node
-from ebbflow.tracking.store import AWAY, NODE, PARENT, connect
+from ebbflow.tracking.store import AWAY, NODE, PARENT, REFUSED, connect
 from ebbflow.tracking.waiting import Waiting
 
 
 def settle(tracked: TrackedRun) -> list[str]:
-    """Deliver what nodes that have ended had to keep. A sentence for every node to which MLflow was away, for the report.
+    """Deliver what nodes that have ended had to keep. Sentences for the report: to which nodes MLflow was away, what it refused.
 
     One caller at a time, or metrics could be delivered twice: the tasks before the first node of a run and after its last.
     """
@@ -33,13 +33,19 @@ def _outages(tracked: TrackedRun) -> list[str]:
         children = client.search_runs([tracked.experiment_id], f"tags.`{PARENT}` = '{tracked.run_id}'")
     except Exception as error:  # as for a node
         return [f"MLflow cannot be asked which records came late: {cleaned(str(error))}"]
-    outages = [(child.data.tags[NODE], json.loads(child.data.tags[AWAY])) for child in children if AWAY in child.data.tags]
-    return [_late(node, **outage) for node, outage in sorted(outages, key=lambda outage: outage[0])]
+    told = sorted((child.data.tags[NODE], child.data.tags) for child in children)
+    late = [_late(node, **json.loads(tags[AWAY])) for node, tags in told if AWAY in tags]
+    return [*late, *(_refused(node, json.loads(tags[REFUSED])) for node, tags in told if REFUSED in tags)]
 
 
 def _late(node: str, seconds: float, late: int, lost: int) -> str:
     rest = f"; {lost} metrics were too many to keep and are lost" if lost else ""
     return f"{node}: MLflow was away for {seconds:g} s; {late} records were delivered late{rest}"
+
+
+def _refused(node: str, counts: dict[str, int]) -> str:
+    listed = ", ".join(f"{what} ({count})" for what, count in counts.items())
+    return f"{node}: MLflow refused {listed}; that is not in the run"
 
 
 def _not_delivered(tracked: TrackedRun, kept: Waiting) -> str:

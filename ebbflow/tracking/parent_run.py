@@ -28,6 +28,7 @@ from ebbflow.tracking.store import (
     TrackingError,
     check_store,
     connect,
+    create_run,
     find,
     last_steps,
     resolve_tracking_uri,
@@ -49,9 +50,11 @@ def start_run(recipe: Recipe, execution_id: str | None, tags: Mapping[str, str] 
         TrackingError: the store cannot be used, or the execution was already tracked with another recipe.
     """
     client, experiment_id = _store(recipe)
-    run = find(client, experiment_id, {ROLE: "execution", EXECUTION: execution_id}) if execution_id else None
+    known_by = {ROLE: "execution", EXECUTION: execution_id} if execution_id else {}
+    run = find(client, experiment_id, known_by) if known_by else None
     if run is None:
-        run = client.create_run(experiment_id, tags=_parent_tags(recipe, execution_id) | dict(tags or {}), run_name=recipe.name)
+        about = _parent_tags(recipe, execution_id) | dict(tags or {})
+        run = create_run(client, experiment_id, known_by, about, recipe.name)
     elif run.data.tags.get(DIGEST) != recipe.digest:
         raise TrackingError(
             f"execution {execution_id} is run {run.info.run_id} of recipe {run.data.tags.get(DIGEST, 'unknown')[:12]} "
@@ -89,8 +92,8 @@ def finish_run(tracked: TrackedRun, status: Literal["FINISHED", "FAILED", "KILLE
     connect(tracked.tracking_uri).set_terminated(tracked.run_id, status)
 
 
-def close_run(tracked: TrackedRun, evaluations: Sequence[Evaluation], files: Sequence[Path]) -> None:
-    """Put the run's headline on the parent (held-out means by policy version, the report) and close it.
+def tell_results(tracked: TrackedRun, evaluations: Sequence[Evaluation], files: Sequence[Path], over: bool = True) -> None:
+    """Put the run's headline on the parent (held-out means by policy version, the report), and close it when it is over.
 
     Best effort: what a run has learnt does not get lost because the store went away at its very end.
     """
@@ -107,9 +110,10 @@ def close_run(tracked: TrackedRun, evaluations: Sequence[Evaluation], files: Seq
         client.log_batch(run_id, metrics=metrics)
         for file in files:
             client.log_artifact(run_id, str(file))
-        finish_run(tracked, "FINISHED")
+        if over:
+            finish_run(tracked, "FINISHED")
     except Exception as error:
-        log.warning("run %s could not be closed in MLflow: %s", run_id, cleaned(str(error)))
+        log.warning("run %s could not be told its results in MLflow: %s", run_id, cleaned(str(error)))
 
 
 def _store(recipe: Recipe) -> tuple[MlflowClient, str]:

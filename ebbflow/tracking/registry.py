@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version as installed
@@ -28,10 +28,11 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, Schema
 
 from ebbflow.artifacts import COMMIT, MANIFEST, new_folder, verify
+from ebbflow.disk import inside
 from ebbflow.recipe.secrets import cleaned
 from ebbflow.records import Champion, Registration, TrackedRun, Verdict
 from ebbflow.tracking.claim import CHAMPION, alias_of, claimed
-from ebbflow.tracking.store import DIGEST, EXECUTION, TrackingError, connect
+from ebbflow.tracking.store import DIGEST, EXECUTION, TrackingError, connect, uploading
 from ebbflow.training.card import CARD, STATISTICS, read_card
 
 CHALLENGER, PREVIOUS = "challenger", "previous"
@@ -105,7 +106,7 @@ def promote(
 
     Raises:
         RegistryError: a write failed, the champion is no longer the one that the gate compared with, or the version was champion
-            and has been rolled back. The champion has not moved.
+            and has been rolled back. The champion has not moved, unless the answer to the write that moves it was lost.
         ClaimError: another promotion of the model did not end.
     """
     client, name, version = connect(tracked.tracking_uri), registration.model_name, registration.version
@@ -130,7 +131,7 @@ def promote(
         still_mine()
         for key, value in _dotted(tags).items():
             client.set_model_version_tag(name, version, key, value)
-        return _move_champion(client, name, champion, version)
+        return _move_champion(client, name, champion, version, still_mine)
 
 
 def rollback(tracking_uri: str, model_name: str, to: str | None = None) -> Registration:
@@ -155,7 +156,7 @@ def rollback(tracking_uri: str, model_name: str, to: str | None = None) -> Regis
             still_mine()
             note = f"to version {version}, {datetime.now(UTC).isoformat(timespec='seconds')}"
             client.set_model_version_tag(model_name, champion, ROLLED_BACK, note)
-            return _move_champion(client, model_name, champion, version)
+            return _move_champion(client, model_name, champion, version, still_mine)
 
 
 def find_champion(tracking_uri: str, model_name: str) -> Champion | None:
@@ -181,7 +182,8 @@ def download_champion(champion: Champion, into: Path) -> Path:
         # not "models:/<name>/<version>": MLflow resolves that in the process-wide registry, whatever it is told
         place = client.get_model_version_download_uri(champion.model_name, champion.version)
         model = mlflow.artifacts.download_artifacts(place, dst_path=str(into), tracking_uri=champion.tracking_uri)
-    data = Path(model) / Model.load(model).flavors[mlflow.pyfunc.FLAVOR_NAME][mlflow.pyfunc.DATA]
+    flavor = Model.load(model).flavors.get(mlflow.pyfunc.FLAVOR_NAME, {})
+    data = inside(Path(model), flavor.get(mlflow.pyfunc.DATA, "data"))
     if not (data / "policy" / CARD).is_file():
         raise RegistryError(
             f"{champion.model_name!r} version {champion.version} holds no policy/{CARD}, so Ebbflow did not register it; "
@@ -258,9 +260,7 @@ def _create_version(
     """Log the folders as an MLflow model of the parent run, then make it a version. No step uses pickle or the active run."""
     if not (policy / CARD).is_file():
         raise RegistryError(f"{policy} is no policy folder (no {CARD} in it); pass the one that a training stage committed")
-    model = _logged_model_of(client, tracked) or client.create_logged_model(
-        tracked.experiment_id, name=name, source_run_id=tracked.run_id, tags=tags, model_type="diffusion policy"
-    )
+    model = _logged_model_of(client, tracked) or _logged_model(client, tracked, name, tags)
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "model"
         place, number = model.artifact_location, model.model_id
@@ -273,12 +273,27 @@ def _create_version(
             input_example=pd.DataFrame({"prompt": ['"EBBS"'], "seed": [0]}),
             pip_requirements=[f"{package}=={installed(package)}" for package in REQUIREMENTS],
         )
-        client.log_model_artifacts(model.model_id, str(saved))
+        with uploading():
+            client.log_model_artifacts(model.model_id, str(saved))
     client.finalize_logged_model(model.model_id, "READY")
     outputs = client.get_run(tracked.run_id).outputs
     if outputs is None or model.model_id not in [output.model_id for output in outputs.model_outputs]:
         client.log_outputs(tracked.run_id, [LoggedModelOutput(model.model_id, step=0)])
-    return client.create_model_version(name, model.artifact_location, tracked.run_id, tags=tags, model_id=model.model_id)
+    made = client.create_model_version(name, model.artifact_location, tracked.run_id, tags=tags, model_id=model.model_id)
+    oldest = _version_of(client, name, tracked.run_id) or made
+    if oldest.version != made.version:
+        client.delete_model_version(name, made.version)  # as for a run (``create_run``)
+    return oldest
+
+
+def _logged_model(client: MlflowClient, tracked: TrackedRun, name: str, tags: dict[str, str]) -> LoggedModel:
+    made = client.create_logged_model(
+        tracked.experiment_id, name=name, source_run_id=tracked.run_id, tags=tags, model_type="diffusion policy"
+    )
+    oldest = _logged_model_of(client, tracked) or made
+    if oldest.model_id != made.model_id:
+        client.delete_logged_model(made.model_id)
+    return oldest
 
 
 def _logged_model_of(client: MlflowClient, tracked: TrackedRun) -> LoggedModel | None:
@@ -363,11 +378,14 @@ def _before(client: MlflowClient, name: str, champion: ModelVersion) -> str | No
     return champion.tags.get(REPLACES) or None
 
 
-def _move_champion(client: MlflowClient, name: str, champion: str | None, version: str) -> Registration:
+def _move_champion(
+    client: MlflowClient, name: str, champion: str | None, version: str, still_mine: Callable[[], None]
+) -> Registration:
     """The writes of every promotion, the one that counts last. Under a claim only."""
     client.set_model_version_tag(name, version, REPLACES, champion or "")
     if champion is not None:
         client.set_registered_model_alias(name, PREVIOUS, champion)
+    still_mine()
     client.set_registered_model_alias(name, CHAMPION, version)
     return Registration(model_name=name, version=version, champion=True, previous=champion)
 

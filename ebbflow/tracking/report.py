@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import jinja2
 import pyarrow.parquet as pq
 import yaml
 
-from ebbflow.disk import room_for
+from ebbflow.disk import room_for, unfinished_name
 from ebbflow.evaluation.gate import REFUSED
 from ebbflow.recipe import Recipe
 from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun, Verdict
@@ -268,7 +267,7 @@ def _duration(seconds: float) -> str:
 def _write(path: Path, text: str) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+    unfinished = unfinished_name(path)
     try:
         with room_for(path):
             unfinished.write_text(text, encoding="utf-8")

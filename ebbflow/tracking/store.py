@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sqlite3
 import tempfile
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -21,8 +21,9 @@ from ebbflow.recipe.secrets import cleaned
 
 EXECUTION, NODE, PARENT = "flyte.execution_id", "ebbflow.node", "mlflow.parentRunId"
 ROLE, DIGEST = "ebbflow.role", "ebbflow.recipe_digest"
-AWAY = "ebbflow.mlflow_away"
-"""Tags that runs are found by, and the one that tells of an outage."""
+AWAY, REFUSED = "ebbflow.mlflow_away", "ebbflow.refused"
+"""Tags that runs are found by, and those that tell of an outage and of what MLflow would not take."""
+UPLOAD_SECONDS = 3600
 
 
 class TrackingError(RuntimeError):
@@ -30,8 +31,17 @@ class TrackingError(RuntimeError):
 
 
 def resolve_tracking_uri(recipe: Recipe) -> str:
-    """The recipe's store, else ``MLFLOW_TRACKING_URI``, else a SQLite file in the output folder."""
+    """The recipe's store, else ``MLFLOW_TRACKING_URI``, else a SQLite file in the output folder.
+
+    Raises:
+        TrackingError: the URI holds a password or a token, which would travel with the run; the output folder is no local one.
+    """
     if uri := recipe.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI"):
+        if cleaned(uri) != uri:
+            raise TrackingError(
+                f"the tracking URI {cleaned(uri)} holds a password or a token, which would end up in logs and reports; take it "
+                "out and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+            )
         return uri
     if "://" in recipe.output:
         raise TrackingError(
@@ -49,6 +59,17 @@ def connect(uri: str) -> MlflowClient:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"  # loading a pickle executes it
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+@contextmanager
+def uploading() -> Iterator[None]:
+    """Let requests take an hour: a server answers an upload once it has stored the file, and weights are large."""
+    name, usual = "MLFLOW_HTTP_REQUEST_TIMEOUT", os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
+    os.environ[name] = str(max(UPLOAD_SECONDS, int(usual)))
+    try:
+        yield
+    finally:
+        os.environ[name] = usual
 
 
 def check_store(uri: str) -> None:
@@ -102,6 +123,18 @@ def find(
     condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
     found = client.search_runs([experiment_id], condition, max_results=1, order_by=[f"attributes.start_time {order}"])
     return found[0] if found else None
+
+
+def create_run(client: MlflowClient, experiment_id: str, known_by: Mapping[str, str], tags: Mapping[str, str], name: str) -> Run:
+    """A new run with these tags, or the one that was made meanwhile, if ``known_by`` finds one.
+
+    Attempts may race; and where an answer got lost, MLflow's client has made a run that nobody knows of before this one.
+    """
+    made = client.create_run(experiment_id, tags={**known_by, **tags}, run_name=name)
+    oldest = (find(client, experiment_id, known_by) if known_by else None) or made
+    if oldest.info.run_id != made.info.run_id:
+        client.delete_run(made.info.run_id)
+    return oldest
 
 
 def last_steps(client: MlflowClient, run: Run) -> dict[str, int]:

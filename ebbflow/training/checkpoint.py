@@ -160,7 +160,8 @@ class Checkpoints:
         return config is not None and step % config.every == 0
 
     def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any], score: float | None = None) -> None:
-        """Write where the stage stands, and forget all but the last ones and the best.
+        """Write where the stage stands, and forget all but the last ones and the best, and what lies after this step: an attempt
+        passed it over.
 
         Args:
             step: steps done.
@@ -168,7 +169,9 @@ class Checkpoints:
             state: what the stage wants to find again, as JSON.
             score: how good the policy was then, if that is known; more is better.
         """
-        new = self.folder / f"step-{step:05d}"
+        new = self._at(step)
+        for later in [path for path in self._there() if step_of(path) > step]:
+            shutil.rmtree(later)
         with new_folder(new) as unfinished:
             write(unfinished)
             (unfinished / STATE).write_text(json.dumps({"about": self.about, "score": score, "stage": state}))
@@ -181,21 +184,28 @@ class Checkpoints:
         Raises:
             CheckpointError: it is one of another training.
         """
-        for path in reversed(self._there()):
-            try:
-                verify(path)
-            except ArtifactError as error:
-                warnings.warn(f"checkpoint passed over: {error}", stacklevel=2)
-                continue
-            return path, self._state(path)
-        return None
+        path = next(filter(_whole, reversed(self._there())), None)
+        return (path, self.state(path)) if path else None
+
+    def at(self, step: int) -> tuple[Path, dict[str, Any]]:
+        """As ``newest``, for the checkpoint of a step that is known to be whole."""
+        path = self._at(step)
+        return path, self.state(path)
 
     def best(self) -> Best | None:
-        """The one with the highest score, the first of several; None where no score is known."""
-        scored = [Best(path, _step(path), score) for path in self._there() if (score := _score(path)) is not None]
-        return max(scored, key=lambda one: one.score, default=None)
+        """The whole one with the highest score, the first of several; None where no score is known."""
+        scored = sorted(self._scored(), key=lambda one: -one.score)
+        return next((one for one in scored if _whole(one.folder)), None)
 
-    def _state(self, folder: Path) -> dict[str, Any]:
+    def _scored(self) -> list[Best]:
+        return [Best(path, step_of(path), score) for path in self._there() if (score := _score(path)) is not None]
+
+    def state(self, folder: Path) -> dict[str, Any]:
+        """What the stage wanted to find again in a checkpoint.
+
+        Raises:
+            CheckpointError: it is one of another training.
+        """
         found = json.loads((folder / STATE).read_text())
         was, now = found["about"], self.about
         if was != now:
@@ -207,16 +217,30 @@ class Checkpoints:
 
     def _forget(self) -> None:
         config = self.place.config.checkpoints
-        best = self.best()
+        best = max(self._scored(), key=lambda one: one.score, default=None)
         kept = {*self._there()[-(config.keep if config else 1) :], *([best.folder] if best else [])}
         for old in set(self._there()) - kept:
             shutil.rmtree(old)
 
+    def _at(self, step: int) -> Path:
+        return self.folder / f"step-{step:05d}"
+
     def _there(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"), key=_step)
+        return sorted(self.folder.glob("step-*"), key=step_of)
 
 
-def _step(checkpoint: Path) -> int:
+def _whole(checkpoint: Path) -> bool:
+    """Whether it can be gone on from; says so if not."""
+    try:
+        verify(checkpoint)
+    except ArtifactError as error:
+        warnings.warn(f"checkpoint passed over: {error}", stacklevel=4)
+        return False
+    return True
+
+
+def step_of(checkpoint: Path) -> int:
+    """Steps done, by its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 

@@ -10,9 +10,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-TIMEOUT = timedelta(minutes=15)
-"""A dead rank ends the others after this long instead of hanging them."""
+TIMEOUT = timedelta(hours=1)
+"""A rank that hangs ends the others after this long; they also wait for the one that brings and stores large checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,23 @@ def process_group() -> Iterator[Ranks]:
         yield Ranks.current()
     finally:
         dist.destroy_process_group()
+
+
+def largest(own: int) -> int:
+    """The largest of what all processes have; all of them ask."""
+    value = _shared(own)
+    if dist.is_initialized():
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return int(value)
+
+
+def first(own: int) -> int:
+    """What rank 0 has; all of them ask."""
+    value = _shared(own)
+    if dist.is_initialized():
+        dist.broadcast(value, 0)
+    return int(value)
+
+
+def _shared(own: int) -> Tensor:
+    return torch.tensor(own, device="cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")

@@ -17,10 +17,8 @@ from datetime import datetime
 from enum import IntEnum
 from types import FrameType
 
-import torch
-import torch.distributed as dist
-
 from ebbflow.recipe.stages import Stage
+from ebbflow.training.distributed import largest
 from ebbflow.training.update import TrainingError
 
 EXPIRES = "EBBFLOW_EXPIRES_AT"
@@ -49,16 +47,19 @@ class Stop(IntEnum):
 class Limits:
     """The clock of an attempt at a stage. No step is begun that would end too late, if it took as long as the longest so far.
 
+    An attempt makes at least one step.
+
     Args:
         gpus: of the whole stage, whose hours ``max_gpu_hours`` counts.
         spent: seconds of earlier attempts, as far as they were saved.
+        lead: steps that are under way while another one trains; those who leave wait for them, as they are saved too.
 
     Raises:
         TrainingError: ``EBBFLOW_EXPIRES_AT`` is no time with a zone, or is past; GPU hours are to be counted without a GPU.
     """
 
-    def __init__(self, config: Stage, gpus: float, spent: float = 0.0) -> None:
-        self.config, self.gpus, self.spent = config, gpus, spent
+    def __init__(self, config: Stage, gpus: float, spent: float = 0.0, lead: int = 0) -> None:
+        self.config, self.gpus, self.spent, self.lead = config, gpus, spent, lead
         self.expires = _expiry(os.environ.get(EXPIRES))
         self.reason = "another process was told to end"
         self.begun = self.stepped = time.monotonic()
@@ -75,7 +76,7 @@ class Limits:
         """Whether the stage goes on after this step; all processes of a group ask together, and get the same answer."""
         now = time.monotonic()
         self.longest, self.stepped = max(self.longest, now - self.stepped), now
-        return Stop(_largest(self._own()))
+        return Stop(largest(self._own()))
 
     def farewell(self, stage: str, step: int, steps: int, saved: bool) -> str:
         """What to say when the machine is left."""
@@ -94,7 +95,7 @@ class Limits:
         if _TOLD.is_set():
             self.reason = "SIGTERM"
             return Stop.LEAVE
-        if self.expires and time.time() + max(TO_SAVE, 2 * self.longest) > self.expires:
+        if self.expires and time.time() + max(TO_SAVE, (2 + self.lead) * self.longest) > self.expires:
             self.reason = f"{EXPIRES} = {os.environ[EXPIRES]}"
             return Stop.LEAVE
         hours = (self.elapsed + self.longest) / 3600
@@ -109,7 +110,8 @@ class Limits:
 def listening() -> Iterator[None]:
     """Take a SIGTERM as a word to end after the step, once; a second one does what it did before.
 
-    A stage listens from before it loads its models. Only the main thread hears signals; a block inside another does nothing.
+    A stage listens from before it loads its models. One that ends by itself before it can obey leaves the word to the next stage
+    of this process. Only the main thread hears signals; a block inside another does nothing.
     """
     heard_already = getattr(signal.getsignal(signal.SIGTERM), "is_heard", False)
     if heard_already or threading.current_thread() is not threading.main_thread():
@@ -124,9 +126,11 @@ def listening() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, hear)
     try:
         yield
+    except BaseException:
+        _TOLD.clear()
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
-        _TOLD.clear()
 
 
 def _expiry(text: str | None) -> float | None:
@@ -142,12 +146,3 @@ def _expiry(text: str | None) -> float | None:
     if expires.timestamp() < time.time():
         raise TrainingError(f"{EXPIRES} = {text} is past: this machine is no longer ours; set it anew, or leave it out")
     return expires.timestamp()
-
-
-def _largest(own: int) -> int:
-    if not dist.is_initialized():
-        return own
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    largest = torch.tensor(own, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)

@@ -21,7 +21,7 @@ from ebbflow.identity import code_digest, inputs_digest
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
 from ebbflow.tracking.child_run import node_run
-from ebbflow.tracking.parent_run import finish_run
+from ebbflow.tracking.parent_run import finish_run, tell_results
 from ebbflow.tracking.store import connect
 from tasks.start_run import start_run
 from tasks.types import BaseModelArtifact
@@ -71,6 +71,12 @@ def test_a_run_that_failed_goes_on(make: Callable[..., Recipe]) -> None:
     assert client.get_run(failed.run_id).info.status == "FAILED"
     assert start_run(recipe=make()) == failed
     assert client.get_run(failed.run_id).info.status == "RUNNING"
+
+
+def test_a_run_that_waits_for_a_person_goes_on(make: Callable[..., Recipe]) -> None:
+    waiting = start_run(recipe=make())
+    tell_results(waiting, [], [], over=False)
+    assert start_run(recipe=make()) == waiting
 
 
 def _finish(run: TrackedRun) -> None:
@@ -198,6 +204,15 @@ def test_inputs_of_ones_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = inputs_digest(recipe)
     (package / "helper.py").write_text("changed = True")
     assert inputs_digest(recipe) != before
+
+
+@pytest.mark.parametrize(
+    "text", ["Is it true: " + 60 * "very " + "good?", "no: such", "__main__:Reward", "nowhere.at_all:Reward"]
+)
+def test_a_text_that_only_looks_like_a_name(text: str) -> None:
+    reward = {"name": "json:loads", "options": {"question": text}}
+    recipe = Recipe.model_validate({"rewards": {"terms": [reward]}})
+    assert inputs_digest(recipe) == inputs_digest(recipe)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from ebbflow.stage import Kept
 from ebbflow.tracking import waiting
 from ebbflow.tracking.child_run import Node, node_run
 from ebbflow.tracking.outage import settle
-from ebbflow.tracking.parent_run import close_run, start_run
+from ebbflow.tracking.parent_run import start_run, tell_results
 from ebbflow.tracking.store import connect
 
 FAST = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60", "MLFLOW_TRACKING_URI": ""}
@@ -149,7 +149,7 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(server: Server, t
     assert len(client.get_run(run_id).inputs.dataset_inputs) == 1
     assert not list((Path(tracked.folder) / waiting.FOLDER).iterdir())
     assert settle(tracked) == told, "nothing is delivered twice, and it stays known"
-    close_run(tracked, [], [])
+    tell_results(tracked, [], [])
     assert client.get_run(tracked.run_id).info.status == "FINISHED"
 
 

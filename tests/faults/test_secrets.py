@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 import re
 import sqlite3
 import threading
@@ -21,6 +20,7 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.recipe import load_recipe
 from ebbflow.recipe.secrets import cleaned
+from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 from tests.pipeline.conftest import run_pipeline
 
 PLANTED = {
@@ -155,6 +155,10 @@ WITH_A_SECRET = {
     "wrong elsewhere": {"seed": "x", "tracking": {"uri": "http://user:SECRET@host:5000"}},
     "in options": {"rewards": {"terms": [{"name": "a.b:C", "options": {"at": ["http://u:SECRET@host"]}}]}},
     "slash": {"tracking": {"uri": "http://user:SEC@RET@host:5000"}},
+    "a slash that nobody encoded": {"tracking": {"uri": "postgresql://user:SEC/RET@host/mlflow"}},
+    "an address as user": {"tracking": {"uri": "https://me@corp.com:SECRET@host/x"}},
+    "query of a database": {"tracking": {"uri": "postgresql://host/mlflow?user=u&pwd=SECRET"}},
+    "an option": {"rewards": {"terms": [{"name": "a.b:C", "options": {"client": {"api_key": "SECRET"}}}]}},
 }
 
 
@@ -174,6 +178,18 @@ def test_a_recipe_with_a_secret_is_refused_without_repeating_it(recipe, tmp_path
         assert "RET" not in shown
 
 
+def test_a_token_in_the_place_of_its_variables_name():
+    reward = {"name": "remote", "url": "http://127.0.0.1:80", "token_variable": "hf_SECRET"}
+    with pytest.raises(RecipeError, match="token_variable: String should match") as raised:
+        Recipe.model_validate({"rewards": {"terms": [reward]}})
+    assert "SECRET" not in str(raised.value)
+
+
+def test_options_that_only_sound_like_secrets():
+    options = {"tokenizer": "words", "max_tokens": "many", "keys": "abc"}
+    Recipe.model_validate({"rewards": {"terms": [{"name": "a.b:C", "options": options}]}})
+
+
 @pytest.mark.parametrize("key", ["token", "api_key", "password", "hf_token"])
 def test_a_key_that_is_none_and_holds_a_secret(key):
     with pytest.raises(RecipeError, match=f"{key}: unknown key") as raised:
@@ -189,19 +205,17 @@ def test_what_has_no_secret_stays_as_it_is():
         "sqlite:////tmp/a:b@c.db",
         'Is this "ABCD"? key=1',
         "https://host/p.txt?versionId=3",
+        "http://host:8000/path@v1",
+        "postgresql://mlflow@host:5432/db?application_name=a@b",
         "mail@host: a://b",
     ):
         assert cleaned(text) == text
     assert cleaned("GET http://me:word@host:1/x?a=1&api_key=k failed") == "GET http://***@host:1/x?a=1&api_key=*** failed"
 
 
-def test_the_environments_tracking_uri_with_a_password_is_refused(tmp_path, monkeypatch):
-    from ebbflow.preflight import check_recipe
-    from ebbflow.tracking.store import resolve_tracking_uri
-
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:SECRET@127.0.0.1:1")
-    recipe = Recipe(output=str(tmp_path))
-    with pytest.raises(RecipeError, match="MLFLOW_TRACKING_PASSWORD") as raised:
-        check_recipe(recipe, resolve_tracking_uri(recipe), on_cluster=False)
-    assert "SECRET" not in str(raised.value)
-    assert os.environ["MLFLOW_TRACKING_URI"]
+@pytest.mark.parametrize("uri", ["http://user:SECRET@127.0.0.1:1", "https://SECRET@host", "postgresql://u:SEC/RET@db/mlflow"])
+def test_the_environments_tracking_uri_with_a_password_is_refused(tmp_path, monkeypatch, uri):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(TrackingError, match="MLFLOW_TRACKING_PASSWORD") as raised:
+        resolve_tracking_uri(Recipe(output=str(tmp_path)))
+    assert "SEC" not in str(raised.value)

@@ -128,9 +128,12 @@ def test_a_stage_that_is_told_to_end_saves_after_the_step(world, at):
     assert rows(again) == rows(whole)
 
 
-def test_told_to_end_in_the_last_step_it_is_over(world):
+def test_told_to_end_in_the_last_step_it_is_over_and_the_next_one_leaves(world):
     stage = world()
-    assert rows(train(stage, "told", UPDATES - 1, "told to end")) == rows(train(stage, "whole"))
+    told = rows(train(stage, "told", UPDATES - 1, "told to end"))
+    with pytest.raises(Preempted, match="has done 1 of 8 steps; they are saved"):
+        train(stage, "whole")
+    assert told == rows(train(stage, "whole"))
     assert verify(stage[0] / "told") == verify(stage[0] / "whole")
 
 

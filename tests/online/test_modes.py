@@ -71,6 +71,32 @@ def test_without_a_learning_rate_every_mode_is_the_same(run, online, policy):
     assert bool(watched) == (online != NFT)
 
 
+class SlowAtFirst:
+    """Darkness, of which the first part takes its time."""
+
+    name = "darkness"
+
+    def __init__(self, seconds):
+        self.seconds, self.asked = seconds, 0
+
+    def unavailable(self):
+        return None
+
+    def __call__(self, images, prompts):
+        self.asked += 1
+        if self.asked == 1:
+            time.sleep(self.seconds)
+        return RewardResult(1 - images.mean((1, 2, 3)) / 255, {}, {})
+
+
+def test_in_one_process_no_slow_reward_changes_the_order(run):
+    """Several at once would let a later step be ready first."""
+    online = {"mode": "async", "staleness": 2, "steps": 4, "resources": {"reward": {"count": 3}}}
+    slow, usual = (run(judge=Scorer(((SlowAtFirst(seconds), 1.0),)), **online) for seconds in (0.5, 0))
+    assert [step for step, *_ in slow[2]] == [step for step, *_ in usual[2]]
+    assert learnt(slow[1]) == learnt(usual[1])
+
+
 def test_one_step_off_generates_with_the_weights_that_the_step_before_started_from(run):
     _, metrics, asked = run(mode="one_step_off", steps=4)
     assert [(step, version) for step, version, _ in asked[::3]] == [(0, 0), (1, 0), (2, 1), (3, 2)]

@@ -98,10 +98,11 @@ def test_a_spent_budget_ends_it_with_what_was_learnt(attempt):
     assert "validation/reward" in rows[1]
 
 
-def test_it_can_end_with_the_best_that_was_validated(attempt, monkeypatch):
+def test_it_can_end_with_the_best_that_was_validated(attempt, tmp_path, monkeypatch):
     """The scores are made up: the best comes early, is then overwritten by worse ones, and survives a restart."""
     scores, means = {0: 9.0, 2: 0.7, 4: 0.3, 6: 0.5}, watch.means
-    watched = {"checkpoints": {"every": 2, "keep": 1}, "validation": {"every": 2, "prompts": 4, "best": True}}
+    running = {"advantages": {"running": True}}
+    watched = running | {"checkpoints": {"every": 2, "keep": 1}, "validation": {"every": 2, "prompts": 4, "best": True}}
     validate = watch.Observer.validate
 
     def made_up(observer, version, last=False):
@@ -109,10 +110,11 @@ def test_it_can_end_with_the_best_that_was_validated(attempt, monkeypatch):
         return validate(observer, version, last)
 
     monkeypatch.setattr(watch.Observer, "validate", made_up)
-    best = attempt("two", steps=2)
+    best = attempt("two", steps=2, **running)
     whole = attempt("whole", **watched)
     assert whole[2] == ["step-00002", "step-00004"]
     assert whole[1][-1]["validation/best_step"] == 2
+    assert len({(tmp_path / f"trained-{name}" / "prompt_statistics.json").read_text() for name in ("two", "whole")}) == 1
     with pytest.raises(Killed):
         attempt("killed", kill=5, **watched)
     assert attempt("killed", **watched) == whole

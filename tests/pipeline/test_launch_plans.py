@@ -213,7 +213,6 @@ def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(write_report, "_task_function", report)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("ebbflow.tracking.child_run.node_run", lambda run, node: nullcontext(MagicMock()))
-    monkeypatch.setattr("ebbflow.tracking.parent_run.open_run", lambda recipe, run: None)
     return done
 
 

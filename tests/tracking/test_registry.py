@@ -6,6 +6,7 @@ import sys
 import types
 import uuid
 from pathlib import Path
+from typing import Any
 
 import mlflow.pyfunc
 import pandas as pd
@@ -13,6 +14,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.models import Model
 
 from ebbflow.artifacts import ArtifactError, verify
 from ebbflow.data.prompts import Prompt
@@ -200,6 +202,21 @@ def test_a_long_verdict_still_fits_a_tag(recipe: Recipe, name: str, policy: Path
     long = verdict(False, reasons=["x" * 9000])
     register(new_run(recipe), policy, None, long, {}, model_name=name, expected_champion=None)
     assert '"promote":false' in client.get_model_version(name, "1").tags["ebbflow.verdict"]
+
+
+@pytest.mark.parametrize("flavor", [{}, {"python_function": {"model_path": "model.pkl"}}, {"python_function": {"data": "data"}}])
+def test_a_champion_that_somebody_else_made_is_named(recipe: Recipe, name: str, tmp_path: Path, flavor: dict[str, Any]) -> None:
+    tracked = new_run(recipe)
+    client = connect(tracked.tracking_uri)
+    (tmp_path / "other").mkdir()
+    Model(flavors=flavor).save(str(tmp_path / "other" / "MLmodel"))
+    client.create_registered_model(name)
+    client.create_model_version(name, (tmp_path / "other").as_uri())
+    client.set_registered_model_alias(name, "champion", "1")
+    champion = find_champion(tracked.tracking_uri, name)
+    assert champion is not None
+    with pytest.raises(RegistryError, match="holds no policy/policy.json, so Ebbflow did not register it; move the alias"):
+        download_champion(champion, tmp_path / "champion")
 
 
 def test_the_champion_comes_back_as_it_was_registered(

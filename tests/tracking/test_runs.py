@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 import yaml
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import BAD_REQUEST
 from PIL import Image
 
 from ebbflow.recipe import Recipe
 from ebbflow.records import TrackedRun
 from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.delivery import LONGEST_PARAM, flatten
+from ebbflow.tracking.outage import settle
 from ebbflow.tracking.parent_run import finish_run, start_run
 from ebbflow.tracking.store import TrackingError, check_store, connect, resolve_tracking_uri
 
@@ -194,9 +199,73 @@ def test_what_mlflow_refuses_does_not_block_the_rest(
         node.log_params({"lr": 0.1})
         node.log_params({"lr": 0.2})  # parameters are immutable
         node.log_metrics({"loss": 1.0}, 1)
-    assert "refused" in caplog.text
+    assert "refuses params" in caplog.text
     assert client.get_run(node.run_id).data.params == {"lr": "0.1"}
     assert steps(client, node.run_id, "loss") == [1]
+    assert settle(tracked) == ["train: MLflow refused params (1); that is not in the run"]
+
+
+def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(
+    tracked: TrackedRun, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as node:
+        for step in range(3):
+            node.log_metrics({"loss": 1.0, "score/P(yes)": 0.5}, step)
+            node.flush()
+    assert steps(client, node.run_id, "loss") == [0, 1, 2]
+    assert sum("refuses metric score/P(yes)" in message for message in caplog.messages) == 1
+    assert settle(tracked) == ["train: MLflow refused metric score/P(yes) (3); that is not in the run"]
+
+
+def test_a_server_without_its_database_is_away(
+    tracked: TrackedRun, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers 400, as to what it will never take."""
+
+    def closed(*_: object, **__: object) -> None:
+        raise MlflowException("connection already closed", error_code=BAD_REQUEST)
+
+    with node_run(tracked, "train") as node, monkeypatch.context() as outage:
+        for method in ("log_batch", "set_tag"):
+            outage.setattr(MlflowClient, method, closed)
+        node.log_metrics({"loss": 1.0}, 0)
+        assert not node.flush()
+    assert steps(client, node.run_id, "loss") == [0]
+    assert not node.refused
+
+
+@pytest.mark.parametrize("node", [None, "train"], ids=["parent", "child"])
+def test_a_run_whose_creation_was_not_answered_is_not_made_twice(
+    recipe: Recipe, node: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow's client asks again: the first run is there, and nobody knows its number."""
+    create, execution = MlflowClient.create_run, f"execution-{uuid.uuid4().hex[:8]}"
+
+    def twice(self: MlflowClient, *arguments: Any, **named: Any) -> Any:
+        create(self, *arguments, **named)
+        time.sleep(0.01)  # runs are told apart by the millisecond
+        return create(self, *arguments, **named)
+
+    def attempt() -> tuple[str, str | None]:
+        tracked = start_run(recipe, execution)
+        with node_run(tracked, node or "other") as recorder:
+            recorder.log_metrics({"loss": 1.0}, 0)
+        return tracked.run_id, recorder.run_id
+
+    if node is None:
+        monkeypatch.setattr(MlflowClient, "create_run", twice)
+        first = attempt()
+    else:
+        tracked = start_run(recipe, execution)
+        monkeypatch.setattr(MlflowClient, "create_run", twice)
+        first = attempt()
+        assert first[0] == tracked.run_id
+    monkeypatch.undo()
+    assert attempt() == first
+    client = connect(resolve_tracking_uri(recipe))
+    assert steps(client, first[1] or "", "loss") == [0]
+    children = client.search_runs([start_run(recipe, execution).experiment_id], f"tags.`mlflow.parentRunId` = '{first[0]}'")
+    assert [child.info.run_id for child in children] == [first[1]]
 
 
 def test_pictures_tables_datasets_and_files_survive_a_retry_once(
@@ -235,7 +304,7 @@ def test_a_server_that_is_down_is_named_at_the_start(tmp_path: Path, monkeypatch
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@127.0.0.1:{port}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
     with pytest.raises(TrackingError, match=rf"127\.0\.0\.1:{port} does not answer.*(?s:.*)MLFLOW_TRACKING_URI") as raised:
         start_run(Recipe(output=str(tmp_path)), None)
     assert "secret" not in str(raised.value)

@@ -112,6 +112,25 @@ def test_the_best_one_is_kept_beside_them(checkpoints, tmp_path):
     assert stage.best() == (tmp_path / "kept" / "step-00002", 2, 0.9)
 
 
+def test_what_was_passed_over_goes_and_never_the_new_one(checkpoints, tmp_path):
+    stage = checkpoints(checkpoints={"keep": 1})
+    save(stage, 20)
+    save(checkpoints(checkpoints={"keep": 9}), 30)
+    (tmp_path / "kept" / "step-00030" / "part").write_text("cut o")
+    with pytest.warns(UserWarning, match="passed over.*step-00030"):
+        assert stage.newest()[1] == {"done": 20}
+    save(stage, 20)
+    assert there(tmp_path / "kept") == [20]
+
+
+def test_the_best_one_is_whole(checkpoints, tmp_path):
+    for step, score in ((1, 0.5), (2, 0.9)):
+        save(checkpoints(), step, score)
+    (tmp_path / "kept" / "step-00002" / "part").write_text("weights with a flipped bit")
+    with pytest.warns(UserWarning, match="passed over.*step-00002"):
+        assert checkpoints().best().step == 1
+
+
 @pytest.mark.parametrize(("every", "due"), [(2, [2, 4]), (3, [3])])
 def test_they_are_due_every_so_many_steps(checkpoints, every, due):
     assert [step for step in range(1, 6) if checkpoints(checkpoints={"every": every}).due(step)] == due

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ebbflow.recipe.stages import OnlineStage
 from ebbflow.training import limits
 from ebbflow.training.distributed import process_group
-from ebbflow.training.limits import EXPIRES, Limits, Stop, listening
+from ebbflow.training.limits import EXPIRES, Limits, Preempted, Stop, listening
 from ebbflow.training.update import TrainingError
 from tests.two_processes import as_two_ranks
 
@@ -79,6 +79,11 @@ def test_a_machine_is_left_while_there_is_time_for_a_step_and_to_save(clock, mon
     assert after_steps(Limits(OnlineStage(), gpus=0), clock, 1, 40) == [Stop.NO, Stop.LEAVE]
 
 
+def test_who_is_ahead_waits_for_what_is_under_way(clock, monkeypatch):
+    expire(monkeypatch, clock, 1000)
+    assert after_steps(Limits(OnlineStage(), gpus=0, lead=2), clock, 200, 1) == [Stop.NO, Stop.LEAVE]
+
+
 @pytest.mark.parametrize(("text", "says"), [("tomorrow", "no time with a zone"), ("2026-01-31T18:00:00", "with a zone")])
 def test_a_time_of_expiry_that_is_none(monkeypatch, text, says):
     monkeypatch.setenv(EXPIRES, text)
@@ -109,6 +114,19 @@ def test_the_first_sigterm_is_a_word_and_what_was_there_before_comes_back():
         assert "lost" in limit.farewell("1.1 online", 3, 9, saved=False)
     finally:
         signal.signal(signal.SIGTERM, before)
+        limits._TOLD.clear()
+
+
+def test_a_word_that_came_too_late_for_one_stage_is_for_the_next():
+    before = signal.getsignal(signal.SIGTERM)
+    with listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+    limit = Limits(OnlineStage(), gpus=0)
+    said = limit.after_step()
+    with pytest.raises(Preempted), listening():
+        raise Preempted
+    assert (said, limit.after_step()) == (Stop.LEAVE, Stop.NO)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def heard_by_one(folder: Path) -> None:
