@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ def held(folder: Path, way_out: str = "wait until it ends, or stop it") -> Itera
     """Have ``folder``, which is made if need be, to oneself until the block ends, or the process: however it dies.
 
     The lock is the system's (flock), so it is no leftover that somebody has to remove, and it also holds between machines that
-    share the folder over NFS.
+    share the folder over NFS. A file system without locks is warned of.
 
     Raises:
         FolderInUse: somebody else has it.
@@ -33,6 +34,8 @@ def held(folder: Path, way_out: str = "wait until it ends, or stop it") -> Itera
         except BlockingIOError:
             lock.seek(0)
             raise FolderInUse(f"{folder} is in use by {lock.read() or 'another process'}; {way_out}") from None
+        except OSError as error:
+            warnings.warn(f"{folder} cannot be locked ({error.strerror}): nothing keeps a second process out of it", stacklevel=3)
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()

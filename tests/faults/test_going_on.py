@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -157,6 +158,15 @@ def test_a_folder_is_free_once_its_holder_was_killed(tmp_path: Path) -> None:
     for _ in range(2):
         with held(tmp_path / "new"):
             pass
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("ebbflow.hold.fcntl.flock", without)
+    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\): nothing keeps"), held(tmp_path):
+        pass
 
 
 def test_the_code_digest_follows_every_source_and_no_place(tmp_path: Path) -> None:
