@@ -62,7 +62,7 @@ class GroupTask(PytorchElasticFunctionTask):
         for process in processes:
             process.terminate()
         if not processes:
-            raise FlyteRecoverableException(f"{self.name} was told to end before it had begun")
+            raise FlyteRecoverableException(f"{self.name} was told to end while it had no processes")
 
 
 @contextmanager

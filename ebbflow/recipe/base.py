@@ -15,7 +15,8 @@ MOST_VALUES, DEEPEST = 100_000, 50
 """Of a recipe: far more than any has. A few lines of YAML whose aliases repeat each other would fill memory."""
 MOST_PROBLEMS = 20
 """Lines of an explanation."""
-SECRET = re.compile(r"(^|[_-])(token|secret|passw(or)?d|pwd|(api|access|private)[_-]?key|credentials?)($|[_-])", re.IGNORECASE)
+SECRET = re.compile(r"token|secret|passw|pwd|(api|access|private)_?key|credential", re.IGNORECASE)
+"""Names of keys whose texts no message repeats: what is under them is a secret, or was taken for the place of one."""
 
 
 class _Short(Repr):
@@ -53,7 +54,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         if problem["type"] == "too_short" and any(place[: len(problem["loc"])] == problem["loc"] != place for place in places):
             continue  # a list that only seems short because an item of it is wrong
         given = problem.get("input")
-        secret = any(map(is_secret, problem["loc"]))
+        secret = isinstance(given, str) and any(SECRET.search(str(key)) for key in problem["loc"])
         shown = "" if isinstance(given, (dict, BaseModel)) or secret else f" = {short(given)}"
         place = dotted(problem["loc"]) if problem["loc"] else model.__name__.lower()
         reason = "\n".join(map(printable, _reason(problem, model).splitlines()))
@@ -61,11 +62,6 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         if len(lines) == MOST_PROBLEMS < len(problems):
             return "\n".join([*lines, f"... and more, {len(problems)} in all"])
     return "\n".join(lines)
-
-
-def is_secret(key: object) -> bool:
-    """Whether values under such a key are secrets, or are easily taken for the place of one: no message repeats them."""
-    return bool(SECRET.search(str(key)))
 
 
 def every_value(data: Any) -> list[tuple[tuple[Any, ...], Any]]:

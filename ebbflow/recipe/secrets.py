@@ -6,15 +6,24 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ebbflow.recipe.base import RecipeError, dotted, is_secret
+from ebbflow.recipe.base import RecipeError, dotted
 
+PORT = r"""\d+(?:[/?#\s'"),;]|$)"""
 USER_AND_PASSWORD = re.compile(
-    r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#:]*:(?!\d+(?:[/?#\s'\"),;]|$))[^\s@]*@(?:[^\s/?#]*@)?",
+    r"([A-Za-z][A-Za-z0-9+.-]*://)(?:"
+    r"[^\s/?#@:]*:[^\s/?#]*@"
+    r"|[^\s/?#:]*@[^\s/?#:]*:[^\s/?#@]*@"  # an e-mail address as user
+    rf"|[^\s/?#@:\[]*:(?!{PORT})[^\s@]{{0,300}}@(?:[^\s/?#]*@)?"  # a slash in the password that nobody encoded
+    r")"
 )
-"""Also one that nobody encoded, with a slash or an @ in it. What begins with a number and a slash is a port."""
 USER_OF_THE_WEB = re.compile(r"(https?://)[^\s/?#]+@")
 """Without a password, what comes before the @ is a token."""
-QUERY = re.compile(r"([?&][\w.-]*(?:token|secret|passw|pwd|key|sig|credential|auth)[\w.-]*=)[^&\s'\"]+", re.IGNORECASE)
+QUERY = re.compile(
+    r"([?&](?!ssl_?(?:key|cert))[\w.-]*(?:token|secret|passw|pwd|key|sig|credential|auth)[\w.-]*=)[^&\s'\"]+", re.IGNORECASE
+)
+OPTION = re.compile(r"(?:^|_)(?:secret|passw(?:or)?d|pwd|(?:api|access|private|secret)_?key|credentials?|token)$")
+OF_WORDS = re.compile(r"(?:^|_)(?:bos|class|cls|end|eos|image|mask|pad|sep|special|start|stop|trigger|unk|video)_token$")
+"""Tokens that a language model reads."""
 
 
 def cleaned(text: str) -> str:
@@ -46,6 +55,11 @@ def _secret(place: tuple[Any, ...], value: str) -> str | None:
     """What may be said of a text that is or holds a secret; None of every other."""
     if cleaned(value) != value:
         return f" = {cleaned(value)!r} is a URI with a password or a token in it"
-    if "options" in place and value and any(is_secret(key) for key in place[place.index("options") + 1 :]):
+    if "options" in place and value and any(map(_names_a_secret, place[place.index("options") + 1 :])):
         return " is a secret, by its name"
     return None
+
+
+def _names_a_secret(key: object) -> bool:
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(key)).lower().replace("-", "_")
+    return bool(OPTION.search(name)) and not OF_WORDS.search(name)

@@ -29,6 +29,7 @@ from mlflow.exceptions import MlflowException
 from PIL import Image
 
 from ebbflow.disk import inside
+from ebbflow.recipe.base import printable
 from ebbflow.recipe.secrets import cleaned
 from ebbflow.records import TrackedRun
 from ebbflow.tracking import waiting
@@ -39,6 +40,8 @@ from ebbflow.tracking.waiting import Record, Waiting
 METRICS_PER_BATCH = 1000
 FLUSH_AT = 256
 """Metrics that are gathered before they are sent."""
+MOST_LISTED, OTHERS = 40, "others"
+"""Kinds of refused records that a tag names, and what it calls the rest."""
 MOST_WAITING = 100_000
 """Metrics kept while the store is away (some 30 MB); beyond it the oldest are dropped, and counted."""
 
@@ -83,6 +86,8 @@ class Node:
         """How many records of each kind, or values of each metric, MLflow would not take."""
         self.run_id: str | None = None
         """None until the store has answered."""
+        self._not_metrics: set[str] = set()
+        self._refused_before: Counter[str] = Counter()
         self._tracked = tracked
         self._client: MlflowClient | None = None
         self._last_step: dict[str, int] = {}
@@ -115,8 +120,8 @@ class Node:
         for key, value in values.items():
             if step <= self._taken.get(key, -1):
                 continue
-            if f"metric {key}" in self.refused:
-                self.refused[f"metric {key}"] += 1
+            if key in self._not_metrics:
+                self.refused[_shortened(key)] += 1
                 continue
             if math.isfinite(value):
                 self._metrics.append(Metric(key, float(value), now, step))
@@ -193,7 +198,7 @@ class Node:
             self._deliver_waiting(client, run_id)
             self._tell_outage(client, run_id)
             if self.refused:
-                client.set_tag(run_id, REFUSED, json.dumps(self.refused))
+                client.set_tag(run_id, REFUSED, _as_tag(self._refused_before + self.refused))
             if status:
                 client.set_terminated(run_id, status)
             if status == "FAILED":
@@ -247,6 +252,7 @@ class Node:
                 tags = {ROLE: "node", DIGEST: self._tracked.recipe_digest}
                 run = create_run(client, self._tracked.experiment_id, known_by, tags, self.name)
             else:
+                self._refused_before = Counter(json.loads(run.data.tags.get(REFUSED, "{}")))
                 client.update_run(run.info.run_id, status="RUNNING")
                 client.update_run(self._tracked.run_id, status="RUNNING")
             self._last_step = last_steps(client, run)
@@ -267,7 +273,8 @@ class Node:
         for key in dict.fromkeys(metric.key for metric in batch):
             values = [metric for metric in batch if metric.key == key]
             if error := self._refusal(client, run_id, partial(client.log_batch, metrics=values)):
-                self._refuse(f"metric {key}", len(values), error)
+                self._not_metrics.add(key)
+                self._refuse(_shortened(key), len(values), error)
 
     def _deliver_waiting(self, client: MlflowClient, run_id: str) -> None:
         while self._waiting:
@@ -294,7 +301,8 @@ class Node:
 
     def _refuse(self, what: str, count: int, error: Exception) -> None:
         if not self.refused[what]:
-            log.warning("node %s: MLflow refuses %s, which is dropped and counted: %s", self.name, what, cleaned(str(error)))
+            reason = printable(cleaned(str(error)))
+            log.warning("node %s: MLflow refuses %s, which is dropped and counted: %s", self.name, what, reason)
         self.refused[what] += count
 
     def _postpone(self, error: Exception) -> None:
@@ -309,6 +317,18 @@ class Node:
         if not self.non_finite[key]:
             log.warning("node %s: metric %s is %s at step %d; it is counted and not sent", self.name, key, value, step)
         self.non_finite[key] += 1
+
+
+def _shortened(key: str) -> str:
+    return f"metric {printable(key, 80)}"
+
+
+def _as_tag(counts: Counter[str]) -> str:
+    """As JSON that no store cuts: the most frequent, and how many others."""
+    named = Counter({what: count for what, count in counts.items() if what != OTHERS})
+    listed = dict(named.most_common(MOST_LISTED))
+    others = counts.total() - sum(listed.values())
+    return json.dumps(listed | ({OTHERS: others} if others else {}), ensure_ascii=False)
 
 
 def _existing(path: str | Path) -> Path:

@@ -31,11 +31,11 @@ def _outages(tracked: TrackedRun) -> list[str]:
     try:
         client = connect(tracked.tracking_uri)
         children = client.search_runs([tracked.experiment_id], f"tags.`{PARENT}` = '{tracked.run_id}'")
+        told = sorted((child.data.tags for child in children if NODE in child.data.tags), key=lambda tags: tags[NODE])
+        late = [_late(tags[NODE], **json.loads(tags[AWAY])) for tags in told if AWAY in tags]
+        return [*late, *(_refused(tags[NODE], json.loads(tags[REFUSED])) for tags in told if REFUSED in tags)]
     except Exception as error:  # as for a node
         return [f"MLflow cannot be asked which records came late: {cleaned(str(error))}"]
-    told = sorted((child.data.tags[NODE], child.data.tags) for child in children)
-    late = [_late(node, **json.loads(tags[AWAY])) for node, tags in told if AWAY in tags]
-    return [*late, *(_refused(node, json.loads(tags[REFUSED])) for node, tags in told if REFUSED in tags)]
 
 
 def _late(node: str, seconds: float, late: int, lost: int) -> str:

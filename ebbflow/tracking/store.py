@@ -40,7 +40,8 @@ def resolve_tracking_uri(recipe: Recipe) -> str:
         if cleaned(uri) != uri:
             raise TrackingError(
                 f"the tracking URI {cleaned(uri)} holds a password or a token, which would end up in logs and reports; take it "
-                "out and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+                "out and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; for a database, "
+                "what its driver reads, such as PGPASSWORD"
             )
         return uri
     if "://" in recipe.output:

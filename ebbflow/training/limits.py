@@ -111,7 +111,7 @@ def listening() -> Iterator[None]:
     """Take a SIGTERM as a word to end after the step, once; a second one does what it did before.
 
     A stage listens from before it loads its models. One that ends by itself before it can obey leaves the word to the next stage
-    of this process. Only the main thread hears signals; a block inside another does nothing.
+    of this process, of whatever run. Only the main thread hears signals; a block inside another does nothing.
     """
     heard_already = getattr(signal.getsignal(signal.SIGTERM), "is_heard", False)
     if heard_already or threading.current_thread() is not threading.main_thread():

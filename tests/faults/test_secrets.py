@@ -157,6 +157,7 @@ WITH_A_SECRET = {
     "slash": {"tracking": {"uri": "http://user:SEC@RET@host:5000"}},
     "a slash that nobody encoded": {"tracking": {"uri": "postgresql://user:SEC/RET@host/mlflow"}},
     "an address as user": {"tracking": {"uri": "https://me@corp.com:SECRET@host/x"}},
+    "numbers and more": {"tracking": {"uri": "postgresql://user:2024,SECRET@host/mlflow"}},
     "query of a database": {"tracking": {"uri": "postgresql://host/mlflow?user=u&pwd=SECRET"}},
     "an option": {"rewards": {"terms": [{"name": "a.b:C", "options": {"client": {"api_key": "SECRET"}}}]}},
 }
@@ -186,11 +187,18 @@ def test_a_token_in_the_place_of_its_variables_name():
 
 
 def test_options_that_only_sound_like_secrets():
-    options = {"tokenizer": "words", "max_tokens": "many", "keys": "abc"}
-    Recipe.model_validate({"rewards": {"terms": [{"name": "a.b:C", "options": options}]}})
+    keys = ["tokenizer", "max_tokens", "keys", "token_variable", "eos_token", "trigger_token", "secret_name", "token_path"]
+    Recipe.model_validate({"rewards": {"terms": [{"name": "a.b:C", "options": dict.fromkeys(keys, "x")}]}})
 
 
-@pytest.mark.parametrize("key", ["token", "api_key", "password", "hf_token"])
+@pytest.mark.parametrize("key", ["token", "hf_token", "accessToken", "clientSecret", "api-key", "password", "service_token"])
+def test_options_that_are_secrets(key):
+    with pytest.raises(RecipeError, match=rf"options\.{key} is a secret, by its name") as raised:
+        Recipe.model_validate({"rewards": {"terms": [{"name": "a.b:C", "options": {key: "SECRET"}}]}})
+    assert "SECRET" not in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["token", "api_key", "password", "hf_token", "clientSecret", "tokens"])
 def test_a_key_that_is_none_and_holds_a_secret(key):
     with pytest.raises(RecipeError, match=f"{key}: unknown key") as raised:
         Recipe.model_validate({"rewards": {"terms": [{"name": "remote", "url": "http://127.0.0.1:80", key: "SECRET"}]}})
@@ -207,6 +215,10 @@ def test_what_has_no_secret_stays_as_it_is():
         "https://host/p.txt?versionId=3",
         "http://host:8000/path@v1",
         "postgresql://mlflow@host:5432/db?application_name=a@b",
+        "postgresql://h1:5432,h2:5432/db?application_name=a@b",
+        "postgresql://mlflow@db/mlflow?sslmode=verify-full&sslkey=/c/x.key&sslcert=/c/x.crt",
+        "http://[::1]:5000/a@b",
+        "git+ssh://git@github.com:o/r.git@v1",
         "mail@host: a://b",
     ):
         assert cleaned(text) == text

@@ -12,9 +12,11 @@ from flyteidl.core import interface_pb2, types_pb2
 from flyteidl.core.tasks_pb2 import TaskTemplate
 from flytekit.core.type_engine import TypeEngine
 from flytekit.extras.pydantic_transformer.transformer import PydanticTransformer
+from pydantic import BaseModel
 
-import tasks  # noqa: F401
 from ebbflow.recipe import Recipe
+from ebbflow.records import StageRecord
+from tasks.types import TrainedPolicy
 from tests.pipeline.conftest import package
 
 NAMES = Path(__file__).with_name("entities.txt")
@@ -95,7 +97,10 @@ def _leaves(kind: types_pb2.LiteralType) -> Iterator[types_pb2.LiteralType]:
         yield kind
 
 
-def test_a_type_is_described_once_and_as_flytekit_does_it():
-    described = TypeEngine.to_literal_type(Recipe)
-    assert TypeEngine.to_literal_type(Recipe) is described
-    assert PydanticTransformer().get_literal_type(Recipe).to_flyte_idl() == described.to_flyte_idl()
+@pytest.mark.parametrize("kind", [Recipe, StageRecord, TrainedPolicy])
+def test_a_type_is_described_once_and_as_flytekit_does_it(kind: type[BaseModel]) -> None:
+    described = TypeEngine.to_literal_type(kind)
+    TypeEngine.to_literal_type(kind | None)  # type: ignore[arg-type]
+    again = TypeEngine.to_literal_type(kind)
+    assert again.metadata is described.metadata
+    assert PydanticTransformer().get_literal_type(kind).to_flyte_idl() == again.to_flyte_idl()
