@@ -142,9 +142,8 @@ def run_online_stage(
             start = time.time()
             pushed = _push(placement, ahead, number) | check_engine(place, placement, ahead, number, first)
             start += watch.validate(number)  # no time of the step
-            news = number > first or watch.score is not None
-            if number > 0 and news and checkpoints and checkpoints.due(number):
-                start += _keep(checkpoints, ahead, standing, journal, watch.score)
+            if checkpoints and number > 0 and checkpoints.due(number) and (number > first or watch.score is not None):
+                start += _keep(checkpoints, ahead, standing, journal, watch.score)  # what was just loaded, only with a new score
             metrics = _step(place, placement, ahead, watch, standing, number, start)
             journal.log_metrics(metrics | pushed, number)
             progress.set_postfix(reward=f"{metrics.get('reward/mean', float('nan')):.3f}")

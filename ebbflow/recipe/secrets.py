@@ -8,6 +8,7 @@ from typing import Any
 
 from ebbflow.recipe.base import RecipeError, dotted
 
+# After the colon of an authority; such a text is no password.
 PORT = r"""\d+(?:[/?#\s'"),;]|$)"""
 USER_AND_PASSWORD = re.compile(
     r"([A-Za-z][A-Za-z0-9+.-]*://)(?:"
@@ -22,6 +23,7 @@ QUERY = re.compile(
     r"([?&](?!ssl_?(?:key|cert))[\w.-]*(?:token|secret|passw|pwd|key|sig|credential|auth)[\w.-]*=)[^&\s'\"]+", re.IGNORECASE
 )
 OPTION = re.compile(r"(?:^|_)(?:secret|passw(?:or)?d|pwd|(?:api|access|private|secret)_?key|credentials?|token)$")
+"""Names of somebody's own options that are secrets, in snake case."""
 OF_WORDS = re.compile(r"(?:^|_)(?:bos|class|cls|end|eos|image|mask|pad|sep|special|start|stop|trigger|unk|video)_token$")
 """Tokens that a language model reads."""
 

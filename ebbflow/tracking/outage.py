@@ -24,10 +24,11 @@ def settle(tracked: TrackedRun) -> list[str]:
         still = [kept for name in waiting.nodes(tracked.folder) if (kept := waiting.read(tracked.folder, name))]
     except Exception as error:  # as for a node
         return [f"what waits for MLflow in {tracked.folder} cannot be read: {error}"]
-    return [*_outages(tracked), *(_not_delivered(tracked, kept) for kept in still)]
+    return [*_told(tracked), *(_not_delivered(tracked, kept) for kept in still)]
 
 
-def _outages(tracked: TrackedRun) -> list[str]:
+def _told(tracked: TrackedRun) -> list[str]:
+    """What the nodes left in their tags: outages first, then refusals."""
     try:
         client = connect(tracked.tracking_uri)
         children = client.search_runs([tracked.experiment_id], f"tags.`{PARENT}` = '{tracked.run_id}'")
@@ -35,7 +36,7 @@ def _outages(tracked: TrackedRun) -> list[str]:
         late = [_late(tags[NODE], **json.loads(tags[AWAY])) for tags in told if AWAY in tags]
         return [*late, *(_refused(tags[NODE], json.loads(tags[REFUSED])) for tags in told if REFUSED in tags)]
     except Exception as error:  # as for a node
-        return [f"MLflow cannot be asked which records came late: {cleaned(str(error))}"]
+        return [f"MLflow cannot be asked which records came late or were refused: {cleaned(str(error))}"]
 
 
 def _late(node: str, seconds: float, late: int, lost: int) -> str:

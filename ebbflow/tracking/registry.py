@@ -281,7 +281,7 @@ def _create_version(
         client.log_outputs(tracked.run_id, [LoggedModelOutput(model.model_id, step=0)])
     made = client.create_model_version(name, model.artifact_location, tracked.run_id, tags=tags, model_id=model.model_id)
     oldest = _version_of(client, name, tracked.run_id) or made
-    if oldest.version != made.version:
+    if int(oldest.version) != int(made.version):  # some stores have numbers, others texts
         client.delete_model_version(name, made.version)  # as for a run (``create_run``)
     return oldest
 

@@ -24,6 +24,7 @@ ROLE, DIGEST = "ebbflow.role", "ebbflow.recipe_digest"
 AWAY, REFUSED = "ebbflow.mlflow_away", "ebbflow.refused"
 """Tags that runs are found by, and those that tell of an outage and of what MLflow would not take."""
 UPLOAD_SECONDS = 3600
+"""For a request that carries weights."""
 
 
 class TrackingError(RuntimeError):
@@ -64,7 +65,7 @@ def connect(uri: str) -> MlflowClient:
 
 @contextmanager
 def uploading() -> Iterator[None]:
-    """Let requests take an hour: a server answers an upload once it has stored the file, and weights are large."""
+    """Let the requests of a client (``connect``) take an hour: a server answers an upload once it has stored the file."""
     name, usual = "MLFLOW_HTTP_REQUEST_TIMEOUT", os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
     os.environ[name] = str(max(UPLOAD_SECONDS, int(usual)))
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from ebbflow.artifacts import verify
 from ebbflow.data.prompts import read_prompts, write_prompts
 from ebbflow.data.schema import PROMPTS
+from ebbflow.disk import DiskFullError
 from ebbflow.models import load_model
 from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard
@@ -135,6 +137,18 @@ def test_told_to_end_in_the_last_step_it_is_over_and_the_next_one_leaves(world):
         train(stage, "whole")
     assert told == rows(train(stage, "whole"))
     assert verify(stage[0] / "told") == verify(stage[0] / "whole")
+
+
+def test_a_full_disk_is_named_and_no_part_stays(world, monkeypatch):
+    def full(folder: Path, learner: Learner) -> None:
+        (folder / "begun").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ebbflow.offline.training.write_part", full)
+    stage = world()
+    with pytest.raises(DiskFullError, match=r"\.parts could not be written: the disk is full"):
+        train(stage, "full")
+    assert list(stage[0].rglob("begun")) == []
 
 
 def test_a_spent_budget_ends_it_with_what_was_learnt(world):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import types
 import uuid
 from pathlib import Path
@@ -202,6 +203,28 @@ def test_a_long_verdict_still_fits_a_tag(recipe: Recipe, name: str, policy: Path
     long = verdict(False, reasons=["x" * 9000])
     register(new_run(recipe), policy, None, long, {}, model_name=name, expected_champion=None)
     assert '"promote":false' in client.get_model_version(name, "1").tags["ebbflow.verdict"]
+
+
+@pytest.mark.parametrize("create", ["create_logged_model", "create_model_version"])
+def test_a_creation_that_was_not_answered_is_not_there_twice(
+    recipe: Recipe, name: str, policy: Path, monkeypatch: pytest.MonkeyPatch, create: str
+) -> None:
+    """MLflow's client asks again, as for a run."""
+    once, tracked = getattr(MlflowClient, create), new_run(recipe)
+
+    def twice(self: MlflowClient, *arguments: Any, **named: Any) -> Any:
+        once(self, *arguments, **named)
+        time.sleep(0.01)  # logged models are told apart by the millisecond
+        return once(self, *arguments, **named)
+
+    monkeypatch.setattr(MlflowClient, create, twice)
+    first = register(tracked, policy, None, verdict(False), {}, model_name=name, expected_champion=None)
+    monkeypatch.undo()
+    assert register(tracked, policy, None, verdict(False), {}, model_name=name, expected_champion=None) == first
+    client = connect(tracked.tracking_uri)
+    assert first.version == "1"
+    assert [int(version.version) for version in client.search_model_versions(f"name = '{name}'")] == [1]
+    assert len(client.search_logged_models([tracked.experiment_id], f"tags.`ebbflow.run_id` = '{tracked.run_id}'")) == 1
 
 
 @pytest.mark.parametrize("flavor", [{}, {"python_function": {"model_path": "model.pkl"}}, {"python_function": {"data": "data"}}])

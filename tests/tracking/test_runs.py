@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.delivery import LONGEST_PARAM, flatten
 from ebbflow.tracking.outage import settle
 from ebbflow.tracking.parent_run import finish_run, start_run
-from ebbflow.tracking.store import TrackingError, check_store, connect, resolve_tracking_uri
+from ebbflow.tracking.store import TrackingError, check_store, connect, resolve_tracking_uri, uploading
 
 
 @pytest.fixture
@@ -337,6 +338,17 @@ def test_waiting_for_a_server_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "33", "what the user has set stays"
     assert os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
+
+
+@pytest.mark.parametrize(("usual", "during"), [("10", "3600"), ("7200", "7200")])
+def test_an_upload_has_an_hour(monkeypatch: pytest.MonkeyPatch, usual: str, during: str) -> None:
+    import os
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", usual)
+    with suppress(ConnectionError), uploading():
+        seen = os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
+        raise ConnectionError
+    assert (seen, os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) == (during, usual)
 
 
 def test_a_sqlite_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
