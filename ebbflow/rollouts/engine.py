@@ -56,7 +56,8 @@ class Diffusers:
         conditioning = conditioning.to(device_of(model))
         with self.policy.using(self.generates):
             rollouts = generate(model, conditioning, keys, sampler, plan, self.micro_batch, self.precision)
-        return rollouts, model.decode(rollouts.latents)
+        # As many at once as were denoised: a convolution may take another kernel for another batch size, as on Intel CPUs.
+        return rollouts, np.concatenate([model.decode(latents) for latents in rollouts.latents.split(self.micro_batch)])
 
     def close(self) -> None:
         """There is nothing outside this process."""
