@@ -10,7 +10,7 @@ PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reord
 RUN := MLFLOW_DISABLE_TELEMETRY=true TMPDIR=$(CURDIR)/runs/flyte PATH=$(abspath $(BIN)):$$PATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test test-faults test-vllm-omni lint constraints ui clean
+.PHONY: help setup demo run test test-faults test-vllm-omni lint docs docs-serve constraints ui clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -56,9 +56,20 @@ lint: setup ## what `make test` checks before the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/docs ## build the documentation in build/docs; a dead link or an unresolved reference is an error
+	$(BIN)/sphinx-build -c docs --builder html --nitpicky --fail-on-warning --keep-going --quiet . build/docs
+	@echo build/docs/index.html
+
+docs-serve: docs ## build the documentation and serve it on http://127.0.0.1:8008
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs 8008
+
+$(VENV)/docs: $(VENV)/ready
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --constraints constraints.txt --group docs
+	touch $@
+
 constraints: setup ## resolve pyproject.toml into constraints.txt again, keeping the versions that still fit
 	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-annotate \
-		--constraints constraints.txt --group dev --output-file constraints.new pyproject.toml
+		--constraints constraints.txt --group dev --group docs --output-file constraints.new pyproject.toml
 	sed 's/+cpu$$//' constraints.new > constraints.txt
 	rm constraints.new
 
