@@ -10,7 +10,6 @@ from typing import get_args
 
 from ebbflow.online.work import Busy
 from ebbflow.recipe.online import Resources, Role
-from ebbflow.tracking.charts import Span, timeline
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -57,6 +56,8 @@ class Timeline:
 
     def picture(self) -> bytes:
         """PNG of the last steps."""
+        from ebbflow.plots.charts import Span, timeline  # imports matplotlib, which takes a second
+
         ordered = sorted(self.busy, key=lambda busy: ROLES.index(busy.role))
         return timeline([Span(one.role, one.worker, one.task, one.start, one.end) for one in ordered], self.steps)
 

@@ -25,10 +25,10 @@ from ebbflow.online.ahead import Ahead, Harvest, Step, lead
 from ebbflow.online.placement import Placement
 from ebbflow.online.timeline import Timeline
 from ebbflow.online.work import Busy, Part
+from ebbflow.plots.images import PICTURED, caption, image_grid
 from ebbflow.recipe.choices import Sampler
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.stage import Journal, Place
-from ebbflow.tracking.pictures import PICTURED, caption, image_grid
 
 
 class Observer:

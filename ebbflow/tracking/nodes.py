@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ebbflow.data.tables import about_table, read_table, row_count
+from ebbflow.plots.images import PICTURED, caption, image_grid
 from ebbflow.records import Evaluation, StageRecord, Verdict
 from ebbflow.tracking.child_run import Node
 from ebbflow.tracking.delivery import flatten
-from ebbflow.tracking.pictures import PICTURED, caption, image_grid
 
 
 def log_evaluation(node: Node, evaluation: Evaluation, samples: Path) -> None:

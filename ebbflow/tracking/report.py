@@ -17,10 +17,10 @@ import yaml
 
 from ebbflow.disk import room_for, unfinished_name
 from ebbflow.evaluation.gate import REFUSED
+from ebbflow.plots import charts
+from ebbflow.plots.images import fit, open_rgb
 from ebbflow.recipe import Recipe
 from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun, Verdict
-from ebbflow.tracking import charts
-from ebbflow.tracking.pictures import fit, open_rgb
 
 PICTURED_PROMPTS = 16
 MOST_COLUMNS = 6

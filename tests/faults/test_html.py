@@ -19,13 +19,13 @@ from PIL import Image
 from ebbflow.data.images import encode_png
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import decide
+from ebbflow.plots import charts
+from ebbflow.plots.images import caption, image_grid
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import RecipeError
 from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun
-from ebbflow.tracking import charts
 from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.parent_run import _parent_tags, start_run
-from ebbflow.tracking.pictures import caption, image_grid
 from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report
 from ebbflow.tracking.store import connect
 

@@ -27,13 +27,13 @@ from ebbflow.online.roles import Generator, Trainer
 from ebbflow.online.timeline import Timeline
 from ebbflow.online.watch import validation_prompts
 from ebbflow.online.work import Busy, Watch
+from ebbflow.plots.charts import Span, timeline
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.online import Resources
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.stage import Kept, Place
-from ebbflow.tracking.charts import Span, timeline
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 

@@ -21,10 +21,10 @@ from PIL import Image, ImageDraw, ImageFont
 from ebbflow.data.images import decode_png, encode_png
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import decide
+from ebbflow.plots import charts
+from ebbflow.plots.images import image_grid
 from ebbflow.recipe import Recipe
 from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun
-from ebbflow.tracking import charts
-from ebbflow.tracking.pictures import image_grid
 from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report, write_summary
 
 METRICS = ["reward", "ocr", "exact_match", "tesseract", "similarity"]
@@ -309,7 +309,7 @@ def test_an_image_grid_shows_the_first_frames_of_videos() -> None:
 
 @pytest.mark.parametrize(("pngs", "captions", "columns"), [([], [], 4), ([b"x"], [], 4), ([b"x"], ["x"], 0)])
 def test_an_image_grid_needs_pictures_and_captions(pngs: list[bytes], captions: list[str], columns: int) -> None:
-    with pytest.raises(ValueError, match="a grid needs pictures"):
+    with pytest.raises(ValueError, match="pass a caption per image"):
         image_grid(pngs, captions, columns)
 
 

@@ -1,6 +1,7 @@
-"""The report's charts as inline SVG: text stays text, and colours are CSS variables, so that the page's light and dark apply.
+"""The report's charts as inline SVG, and a stage's timeline as PNG.
 
-The timeline of a stage is a PNG, for it belongs to the run's files.
+In the SVG, text stays text and colours are CSS variables, so the page's light and dark themes apply. The timeline is a PNG
+because it is an artifact of the run.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ STYLE: dict[Any, Any] = {
     "legend.fontsize": 8.5,
     "savefig.transparent": True,
 }
-MOST_POINTS = 160
-"""Points per curve; longer ones are averaged over equal spans of steps."""
-MOST_LABELS = 9
-MOST_STEPS = 12
-"""Steps of a timeline; of more, the last ones."""
+MAX_POINTS = 160
+"""Points per curve; longer curves are averaged over equal spans of steps."""
+MAX_LABELS = 9
+MAX_STEPS = 12
+"""Steps that a timeline shows: the last ones."""
 TASKS = ("training", "rollout", "scoring", "validation", "receive", "profile")
-"""Work that always has the same colour."""
+"""Kinds of work that always have the same colour."""
 
 
 class Panel(NamedTuple):
-    """One of the small multiples: metrics that share an axis. ``band`` is drawn as an area between two metrics."""
+    """One of the small multiples: metrics that share an axis. ``band`` is the area between two metrics."""
 
     title: str
     lines: tuple[str, ...]
@@ -80,7 +81,7 @@ PANELS = (
 
 
 class Span(NamedTuple):
-    """A time in which a worker of a role was busy, in seconds of any clock, and what with."""
+    """When a worker was busy with a task; ``start`` and ``end`` are seconds of any one clock."""
 
     role: str
     worker: int
@@ -89,8 +90,8 @@ class Span(NamedTuple):
     end: float
 
 
-class Drawn(NamedTuple):
-    """A chart with the caption that the page puts above it."""
+class Chart(NamedTuple):
+    """A chart, with the title and the last value that the page puts above it."""
 
     title: str
     value: str
@@ -98,21 +99,21 @@ class Drawn(NamedTuple):
 
 
 def label(metric: str) -> str:
-    """How a metric is called on the page: ``exact_match`` becomes "Exact match"."""
+    """A metric's name on the page: ``exact_match`` becomes "Exact match"."""
     words = metric.replace("_", " ")
     return words.upper() if words in ("ocr", "kl") else words[:1].upper() + words[1:]
 
 
 def progress(evaluations: Sequence[Evaluation], metrics: Sequence[str], chosen: str, champion: Evaluation | None) -> Markup:
-    """Held-out means of several metrics over the run's evaluations; the chosen policy is marked, the champion a dashed line."""
+    """Held-out means over the run's evaluations. A band marks the ``chosen`` label; a dashed line is the champion."""
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure(5.3, 3.0)
-        places, shown = range(len(evaluations)), [*evaluations, *([champion] if champion else [])]
+        positions, shown = range(len(evaluations)), [*evaluations, *([champion] if champion else [])]
         ends = []
         for metric, colour in zip(metrics, _colours(len(metrics)), strict=True):
             values = [evaluation.held_out.get(metric, math.nan) for evaluation in evaluations]
             width = 2.4 if metric == metrics[0] else 1.5
-            axes.plot(places, values, color=colour, marker="o", markersize=4, linewidth=width, clip_on=False)
+            axes.plot(positions, values, color=colour, marker="o", markersize=4, linewidth=width, clip_on=False)
             if math.isfinite(values[-1]):
                 ends.append((values[-1], label(metric), colour))
         if champion is not None and metrics[0] in champion.held_out:
@@ -120,16 +121,16 @@ def progress(evaluations: Sequence[Evaluation], metrics: Sequence[str], chosen: 
         axes.axvline([evaluation.label for evaluation in evaluations].index(chosen), color=GRID, linewidth=7, zorder=0)
         low, high = limits([value for evaluation in shown for name, value in evaluation.held_out.items() if name in metrics])
         axes.set(ylim=(low, high), xlim=(-0.15, len(evaluations) - 0.85))
-        _name_places(axes, [evaluation.label for evaluation in evaluations])
+        _label_evaluations(axes, [evaluation.label for evaluation in evaluations])
         axes.grid(axis="x", visible=False)
-        _name_ends(axes, ends, len(evaluations) - 1, low, high)
+        _label_curves(axes, ends, len(evaluations) - 1, low, high)
         return _svg(figure, "Metrics over evaluations")
 
 
 def differences(verdict: Verdict, tolerance: float, metrics: Sequence[str]) -> Markup:
-    """Every comparison of the gate as a point with its interval, against zero and the guards' tolerance.
+    """Every comparison of the gate as a point with its interval, against zero and the guardrails' tolerance.
 
-    Colours are those of ``metrics`` in ``progress``; a reward that is not among them is the first one under another name.
+    Colours match those of ``metrics`` in ``progress``; ``reward`` is not among them when it equals the first metric.
     """
     colours = dict(zip(metrics, _colours(len(metrics)), strict=True))
     comparisons: list[Comparison] = [verdict.target, *verdict.guards]
@@ -149,8 +150,8 @@ def differences(verdict: Verdict, tolerance: float, metrics: Sequence[str]) -> M
         return _svg(figure, "Differences between candidate and champion")
 
 
-def training(metrics: Sequence[Mapping[str, float]]) -> list[Drawn]:
-    """The small multiples of one stage; a panel whose metrics the stage did not report is left out."""
+def training(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
+    """The small multiples of one stage, without the panels whose metrics it did not report."""
     return [_panel(panel, metrics) for panel in PANELS if any(_series(metrics, key)[0] for key in panel.lines)]
 
 
@@ -161,12 +162,12 @@ def times(rows: Mapping[str, Mapping[str, float]]) -> Markup:
     longest = max(sum(row.values()) for row in rows.values()) or 1.0
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure(10.2, 0.75 + 0.31 * len(rows))
-        for place, row in enumerate(rows.values()):
+        for position, row in enumerate(rows.values()):
             left = 0.0
             for phase, seconds in row.items():
-                axes.barh(place, seconds, left=left, height=0.62, color=colours[phase], linewidth=0)
+                axes.barh(position, seconds, left=left, height=0.62, color=colours[phase], linewidth=0)
                 left += seconds
-            axes.text(left + longest * 0.008, place, f"{left:,.1f} s", va="center")
+            axes.text(left + longest * 0.008, position, f"{left:,.1f} s", va="center")
         axes.set_yticks(range(len(rows)), list(rows))
         axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, longest * 1.09), xlabel="seconds")
         axes.grid(axis="y", visible=False)
@@ -177,14 +178,14 @@ def times(rows: Mapping[str, Mapping[str, float]]) -> Markup:
 
 
 def timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]]) -> bytes:
-    """PNG, 1200 pixels wide, of what each worker did when: a row per worker, roles in the order of the spans, the last steps.
+    """What each worker did when, as a PNG 1200 pixels wide: a row per worker, roles in the order of the spans.
 
     Args:
         spans: at least one.
-        steps: beginning and end of each, by its number; of none, everything is drawn.
+        steps: (start, end) by step number. The last ``MAX_STEPS`` are shown; without steps, everything is.
     """
-    shown = dict(sorted(steps.items())[-MOST_STEPS:])
-    first, last = _period(spans, shown, whole=len(shown) == len(steps))
+    shown = dict(sorted(steps.items())[-MAX_STEPS:])
+    first, last = _time_range(spans, shown, whole=len(shown) == len(steps))
     zero = min(span.start for span in spans)
     rows = _rows(spans)
     tasks = sorted({span.task for span in spans}, key=lambda task: (TASKS.index(task) if task in TASKS else len(TASKS), task))
@@ -217,20 +218,20 @@ def timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]]) ->
 
 
 def _rows(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
-    """Where each worker's row is, from the top, with some room between roles."""
+    """The vertical position of each worker's row, from the top, with a gap between roles."""
     roles = list(dict.fromkeys(span.role for span in spans))
     workers = sorted({(roles.index(span.role), span.worker) for span in spans})
-    return {(roles[role], worker): place + 0.4 * role for place, (role, worker) in enumerate(workers)}
+    return {(roles[role], worker): row + 0.4 * role for row, (role, worker) in enumerate(workers)}
 
 
-def _period(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]], whole: bool) -> tuple[float, float]:
-    """What is drawn: everything, or from the first of the steps to the end."""
+def _time_range(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]], whole: bool) -> tuple[float, float]:
+    """Everything, or from the first of the steps to the end."""
     end = max([*(span.end for span in spans), *(end for _, end in steps.values())])
     return (min(span.start for span in spans) if whole else min(start for start, _ in steps.values())), end
 
 
 def _mark_steps(axes: Axes, steps: Mapping[int, tuple[float, float]]) -> None:
-    """A line where each step begins and one where the last ends, and the numbers of the steps above."""
+    """A line at the start of each step and at the end of the last, with the step numbers above."""
     for number, (start, end) in steps.items():
         axes.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
         middle = (start + end) / 2
@@ -240,7 +241,7 @@ def _mark_steps(axes: Axes, steps: Mapping[int, tuple[float, float]]) -> None:
         axes.axvline(max(end for _, end in steps.values()), color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
 
 
-def _panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Drawn:
+def _panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Chart:
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure(2.42, 1.45)
         if panel.band:
@@ -257,13 +258,13 @@ def _panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Drawn:
         axes.yaxis.set_major_locator(MaxNLocator(3))
         axes.yaxis.set_major_formatter(lambda value, _: _short(value))
         axes.margins(x=0.02)
-        return Drawn(panel.title, " / ".join(last), _svg(figure, panel.title))
+        return Chart(panel.title, " / ".join(last), _svg(figure, panel.title))
 
 
 def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
-    """Steps and finite values of one metric, averaged over spans when there are too many to draw."""
+    """Steps and finite values of one metric, averaged over spans when there are more than ``MAX_POINTS``."""
     points = [(row["step"], row[key]) for row in metrics if key in row and math.isfinite(row[key])]
-    span = -(-len(points) // MOST_POINTS) or 1
+    span = -(-len(points) // MAX_POINTS) or 1
     groups = [points[start : start + span] for start in range(0, len(points), span)]
     return [sum(step for step, _ in group) / len(group) for group in groups], [
         sum(value for _, value in group) / len(group) for group in groups
@@ -277,23 +278,23 @@ def _short(value: float, digits: int = 3) -> str:
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+") if size < 1e-3 or size >= 1e5 else f"{value:.{digits}g}"
 
 
-def _name_places(axes: Axes, names: Sequence[str]) -> None:
-    """Names under the points; with many evaluations only every second, third ... so that none overlap."""
-    stride = -(-len(names) // MOST_LABELS)
+def _label_evaluations(axes: Axes, names: Sequence[str]) -> None:
+    """Labels under the points; of many evaluations only every second, third ... so that none overlap."""
+    stride = -(-len(names) // MAX_LABELS)
     shown = range(0, len(names), stride)
-    axes.set_xticks(list(shown), [names[place].replace(" ", "\n", 1) for place in shown])
+    axes.set_xticks(list(shown), [names[position].replace(" ", "\n", 1) for position in shown])
 
 
 def limits(values: Sequence[float]) -> tuple[float, float]:
-    """Of an axis for scores: 0 to 1, where most live, and as far beyond as they go."""
+    """Of an axis for scores: 0 to 1, or as far beyond as the values go."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min([0.0, *finite]), max([1.0, *finite])
     room = 0.05 * (high - low)
     return low - room * (low < 0), high + room * (high > 1)
 
 
-def _name_ends(axes: Axes, ends: list[tuple[float, str, str]], place: int, low: float, high: float) -> None:
-    """Name each curve at its end, pushed apart where they end close together; the axis goes from ``low`` to ``high``."""
+def _label_curves(axes: Axes, ends: list[tuple[float, str, str]], x: int, low: float, high: float) -> None:
+    """Name each curve at its end; names that would overlap are pushed apart. ``low`` to ``high`` is the axis."""
     gap, lowest = 0.075 * (high - low), low - (high - low)
     positions = []
     for value, _, _ in sorted(ends):
@@ -304,7 +305,7 @@ def _name_ends(axes: Axes, ends: list[tuple[float, str, str]], place: int, low: 
         text = f"{name} {value:.2f}"
         axes.annotate(
             text,
-            (place, position - overshoot),
+            (x, position - overshoot),
             xytext=(8, 0),
             textcoords="offset points",
             color=colour,
