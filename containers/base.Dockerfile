@@ -7,7 +7,7 @@ RUN pip install --no-cache-dir --requirement containers/uv.txt
 # What the code needs comes before the code: changing a line of it leaves this layer alone.
 COPY pyproject.toml constraints.txt ./
 RUN uv pip install --system --no-cache --torch-backend cpu --constraints constraints.txt --requirements pyproject.toml
-COPY README.md ./
+COPY README.md LICENSE ./
 COPY ebbflow ebbflow
 COPY tasks tasks
 COPY workflows workflows

@@ -15,7 +15,7 @@ RUN uv venv --python /usr/local/bin/python /opt/vllm-omni \
         --build-constraints containers/vllm-omni.txt pyarrow vllm vllm-omni
 COPY pyproject.toml constraints.txt ./
 RUN uv pip install --system --no-cache --constraints constraints.txt --requirements pyproject.toml
-COPY README.md ./
+COPY README.md LICENSE ./
 COPY ebbflow ebbflow
 COPY tasks tasks
 COPY workflows workflows
