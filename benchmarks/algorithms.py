@@ -23,11 +23,10 @@ from tqdm import tqdm
 
 from benchmarks.algorithms_report import write_report
 from benchmarks.machine import machine
-from ebbflow.artifacts import verify
 from ebbflow.data.prepare import prepare
 from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import PROMPTS
-from ebbflow.data.tables import write_table
 from ebbflow.evaluation.evaluate import evaluate
 from ebbflow.models import Model
 from ebbflow.models.prepare import train_base
@@ -39,9 +38,10 @@ from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTraining
 from ebbflow.recipe.rewards import reward
-from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer, load_scorer
 from ebbflow.stage import Kept, Place
+from ebbflow.storage.artifacts import verify
+from ebbflow.storage.tables import write_table
 from ebbflow.training.card import PolicyCard, write_base_policy
 from ebbflow.training.handover import open_model, open_policy, save_policy
 from ebbflow.training.policy import Policy

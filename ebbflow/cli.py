@@ -85,8 +85,8 @@ def keys() -> None:
 @click.option("--base", required=True, type=click.Path(exists=True, path_type=Path), help="Folder of the policy's base model.")
 def export(policy: Path, target: Path, base: Path) -> None:
     """Write POLICY, a policy folder, into TARGET as a pipeline folder for diffusers, LoRA merged in."""
-    from ebbflow.artifacts import ArtifactError
     from ebbflow.models import ModelError  # brings torch along
+    from ebbflow.storage.artifacts import ArtifactError
     from ebbflow.training.card import PolicyError
     from ebbflow.training.export import export_pipeline
 

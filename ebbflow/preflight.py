@@ -5,13 +5,13 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from ebbflow.artifacts import ArtifactError
 from ebbflow.data.pairs import check_pairs
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import Custom, import_path
 from ebbflow.recipe.model import PIPELINES, Model
 from ebbflow.recipe.stages import Stage
 from ebbflow.rewards.combine import load_scorer
+from ebbflow.storage.artifacts import ArtifactError
 from ebbflow.training.card import PolicyError, read_card
 
 ON_ONE_MACHINE = "is on the disk of one machine, and pods see only their own; upload it and name its URI"

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.data.prompts import Prompt
-from ebbflow.flow.noise import SampleKeys, derive_seed
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.stages import OfflineStage, OnlineStage
+from ebbflow.seeding import derive_seed
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -9,7 +9,7 @@ from typing import Any
 from flytekit import Cache, FlyteContextManager, map_task
 
 import ebbflow
-from ebbflow.identity import code_digest
+from ebbflow.storage.identity import code_digest
 
 ONCE_PER_RUN = Cache(version="1")
 """For tasks that get the run as an input: a local run that died and is started again goes on behind the last finished one.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flytekit import task
 
+from ebbflow.data.records import TrackedRun
 from ebbflow.evaluation.selection import best
-from ebbflow.records import TrackedRun
 from tasks.cache import ONCE_PER_RUN
 from tasks.resources import light
 from tasks.types import EvaluatedPolicy

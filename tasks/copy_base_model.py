@@ -7,8 +7,8 @@ import time
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.model import Model
-from ebbflow.records import TrackedRun
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch_folder, scratch
 from tasks.resources import accelerated

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flytekit import task
 
+from ebbflow.data.records import TrackedRun, Verdict
 from ebbflow.recipe import Recipe
-from ebbflow.records import TrackedRun, Verdict
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch
 from tasks.resources import light
@@ -15,8 +15,8 @@ from tasks.types import ChampionPolicy, EvaluatedPolicy
 @task(cache=ONCE_PER_RUN, **light())
 def decide_promotion(recipe: Recipe, run: TrackedRun, candidate: EvaluatedPolicy, champion: ChampionPolicy) -> Verdict:
     """The decision with its reasons; changes nothing."""
-    from ebbflow.data.tables import read_table
     from ebbflow.evaluation.gate import decide
+    from ebbflow.storage.tables import read_table
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_verdict
 

@@ -7,7 +7,7 @@ import time
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
-from ebbflow.records import TrackedRun
+from ebbflow.data.records import TrackedRun
 from tasks.cache import once_for_all_runs
 from tasks.files import scratch
 from tasks.resources import downloader

@@ -13,7 +13,7 @@ from flytekit import FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from ebbflow.records import TrackedRun
+from ebbflow.data.records import TrackedRun
 from tasks.types import GONE
 
 if TYPE_CHECKING:

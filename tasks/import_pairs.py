@@ -7,8 +7,8 @@ from typing import NamedTuple
 from flytekit import task
 from flytekit.types.file import FlyteFile
 
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.records import TrackedRun
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import accelerated
@@ -28,9 +28,9 @@ def import_pairs(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, prompts: FlyteFile, round: int, stage: int
 ) -> PairTables:
     """The pairs as prompts (``PROMPTS``), rollout shards (``rollout_schema``) and advantages (``ADVANTAGES``)."""
-    from ebbflow.data.tables import read_table
     from ebbflow.offline.pairs import import_pairs_from_folder
     from ebbflow.stage import Place
+    from ebbflow.storage.tables import read_table
     from ebbflow.tracking.child_run import node_run
 
     place = Place(recipe, round, stage)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from flytekit import task
 from flytekit.types.file import FlyteFile
 
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.records import TrackedRun
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import light

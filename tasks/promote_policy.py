@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flytekit import current_context, task
 
-from ebbflow.records import Registration, TrackedRun
+from ebbflow.data.records import Registration, TrackedRun
 from tasks.cache import ONCE_PER_RUN
 from tasks.resources import light
 from tasks.types import ChampionPolicy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flytekit import current_context, task
 
+from ebbflow.data.records import Registration, TrackedRun, Verdict
 from ebbflow.recipe import Recipe
-from ebbflow.records import Registration, TrackedRun, Verdict
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch
 from tasks.resources import light
@@ -22,7 +22,7 @@ def register_policy(
     verdict: Verdict,
 ) -> Registration:
     """One version per run, however many attempts."""
-    from ebbflow.artifacts import verify
+    from ebbflow.storage.artifacts import verify
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.registry import register
 

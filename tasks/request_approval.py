@@ -7,8 +7,8 @@ import sys
 from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
+from ebbflow.data.records import Registration, TrackedRun, Verdict
 from ebbflow.recipe import Recipe
-from ebbflow.records import Registration, TrackedRun, Verdict
 from tasks.resources import light
 
 GATE = "promotion"

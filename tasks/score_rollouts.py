@@ -5,8 +5,8 @@ from __future__ import annotations
 from flytekit import task
 from flytekit.types.file import FlyteFile
 
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.records import TrackedRun
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import scorer
@@ -16,10 +16,10 @@ from tasks.resources import scorer
 def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, stage: int, rollouts: FlyteFile) -> FlyteFile:
     """The scores of a shard (``score_schema``)."""
     from ebbflow.data.prompts import read_prompts
-    from ebbflow.data.tables import about_table
     from ebbflow.offline.scoring import score_shard
     from ebbflow.rewards.combine import load_scorer
     from ebbflow.stage import Place
+    from ebbflow.storage.tables import about_table
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_table_about
 

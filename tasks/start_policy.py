@@ -5,8 +5,8 @@ from __future__ import annotations
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.records import TrackedRun
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import light
@@ -16,7 +16,7 @@ from tasks.types import BaseModelArtifact, TrainedPolicy
 @task(cache=ONCE_PER_RUN, **light())
 def start_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
     """The policy folder of the untouched base model, version 0."""
-    from ebbflow.artifacts import verify
+    from ebbflow.storage.artifacts import verify
     from ebbflow.tracking.child_run import node_run
     from ebbflow.training.card import write_base_policy
 

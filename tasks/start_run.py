@@ -8,8 +8,8 @@ from pathlib import Path
 from flytekit import current_context, task
 
 import ebbflow
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.records import TrackedRun
 from tasks.resources import light
 
 _HELD = ExitStack()
@@ -36,8 +36,8 @@ def _start_here(recipe: Recipe) -> TrackedRun:
 
     What it had finished lies in Flyte's cache, which knows it by the run, so the same run has to go on.
     """
-    from ebbflow.hold import held
-    from ebbflow.identity import code_digest, inputs_digest
+    from ebbflow.storage.identity import code_digest, inputs_digest
+    from ebbflow.storage.locks import held
     from ebbflow.tracking import parent_run
 
     here = Path(__file__).parent

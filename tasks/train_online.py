@@ -9,8 +9,8 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.records import TrackedRun
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, fetch_folder, kept_checkpoints, scratch
 from tasks.preemption import started_again_after

@@ -9,8 +9,8 @@ from pathlib import Path
 from flytekit import task
 from flytekit.types.file import FlyteFile
 
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.records import TrackedRun
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import on_this_machine
 from tasks.preemption import started_again_after

@@ -9,7 +9,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from pydantic import BaseModel, BeforeValidator
 
-from ebbflow.records import Evaluation, StageRecord
+from ebbflow.data.records import Evaluation, StageRecord
 
 GONE = "{} is gone, but Flyte's local cache still points to it; run `pyflyte local-cache clear` and start again"
 """What lies in a temporary folder may not last as long as the cache does."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from flytekit import Deck, task
 from flytekit.types.file import FlyteFile
 
+from ebbflow.data.records import Registration, TrackedRun, Verdict
 from ebbflow.recipe import Recipe
-from ebbflow.records import Registration, TrackedRun, Verdict
 from tasks.files import fetch, forget_checkpoints, scratch
 from tasks.resources import light
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy

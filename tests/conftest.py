@@ -13,7 +13,6 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from hypothesis import settings
 
-from ebbflow.artifacts import new_folder
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model, load_model
@@ -25,6 +24,7 @@ from ebbflow.recipe.model import GlyphTraining
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.parity import measured, probe
+from ebbflow.storage.artifacts import new_folder
 
 os.environ["FLYTE_LOCAL_CACHE_ENABLED"] = "false"
 os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"

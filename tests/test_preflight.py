@@ -3,13 +3,13 @@ from pathlib import Path
 import pytest
 
 from ebbflow.algorithms.base import Algorithm
-from ebbflow.artifacts import new_folder
 from ebbflow.data.pairs import PairError
 from ebbflow.models import ModelError
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import Distillation, TrajectoryConfig
 from ebbflow.recipe.recipe import Policy
+from ebbflow.storage.artifacts import new_folder
 from ebbflow.training.card import write_base_policy
 
 SERVER = "https://mlflow.example"

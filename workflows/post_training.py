@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from flytekit import approve, dynamic, workflow
 from flytekit.types.file import FlyteFile
 
+from ebbflow.data.records import Registration, TrackedRun, Verdict
 from ebbflow.evaluation.selection import stop_reason
 from ebbflow.recipe import Recipe
-from ebbflow.records import Registration, TrackedRun, Verdict
 from tasks.cache import mapped
 from tasks.choose_candidate import choose_candidate
 from tasks.compute_advantages import compute_advantages

@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 
 from ebbflow.data.condition import ConditionError, condition_image
 from ebbflow.data.schema import PROMPTS, SPLITS
-from ebbflow.data.tables import TableError, read_table, write_table
 from ebbflow.recipe.base import printable, short
+from ebbflow.storage.tables import TableError, read_table, write_table
 
 KNOWN_COLUMNS = ("prompt", "negative_prompt", "target", "image")
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')

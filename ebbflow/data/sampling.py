@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.flow.noise import Stream, generator
+from ebbflow.seeding import Stream, generator
 
 
 class SamplingError(Exception):

@@ -12,17 +12,18 @@ from tqdm import tqdm
 
 from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.data.records import Evaluation
 from ebbflow.data.schema import evaluation_schema
-from ebbflow.data.tables import nullable, write_table
-from ebbflow.flow.noise import SampleKeys, Stream, derive_seed, noise
+from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.models import Model, load_model, predict
 from ebbflow.models.encoding import Encode, encode_once
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.model import Model as ModelConfig
-from ebbflow.records import Evaluation
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
 from ebbflow.rollouts.generate import finite_rows, generate
+from ebbflow.seeding import Stream, derive_seed
+from ebbflow.storage.tables import nullable, write_table
 from ebbflow.timing import Clock
 from ebbflow.training.card import read_card
 from ebbflow.training.policy import Policy

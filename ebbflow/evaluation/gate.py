@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from ebbflow.data.records import Comparison, Evaluation, Verdict
 from ebbflow.evaluation.statistics import compare, held_out_pairs
 from ebbflow.recipe import Recipe
-from ebbflow.records import Comparison, Evaluation, Verdict
 
 TARGET = "reward"
 REFUSED = "Refused: "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ebbflow.data.records import Evaluation
 from ebbflow.recipe import Recipe
-from ebbflow.records import Evaluation
 
 TARGET = "reward"
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbflow.records import Comparison
+from ebbflow.data.records import Comparison
 
 KEY = ["prompt_id", "sample"]
 DRAWS_AT_ONCE = 4_000_000

@@ -12,8 +12,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from ebbflow.flow.noise import Stream, generator
 from ebbflow.recipe.choices import Window
+from ebbflow.seeding import Stream, generator
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ebbflow.artifacts import new_folder
 from ebbflow.models.glyph import ALPHABET, GlyphModel, new_glyph, to_latents
 from ebbflow.models.lettering import render_batch
 from ebbflow.recipe.model import GlyphTraining
+from ebbflow.storage.artifacts import new_folder
 
 
 def train_glyph_base(config: GlyphTraining, folder: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from ebbflow.artifacts import COMMIT, MANIFEST, new_folder, verify
 from ebbflow.models import ModelError, load_model
 from ebbflow.models.glyph_training import train_glyph_base
 from ebbflow.models.hub import pretrained_folder
@@ -16,6 +15,7 @@ from ebbflow.models.layout import read_index
 from ebbflow.recipe.model import GlyphTraining
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.pretrained import Pretrained
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder, verify
 
 INDEX = "model_index.json"
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")

@@ -8,9 +8,9 @@ import pyarrow as pa
 
 from ebbflow.algorithms.advantages import compute_advantages
 from ebbflow.data.schema import ADVANTAGES
-from ebbflow.data.tables import about_table, read_table, write_table
 from ebbflow.offline.shards import seconds_of
 from ebbflow.stage import Place
+from ebbflow.storage.tables import about_table, read_table, write_table
 
 
 def write_advantages(place: Place, scores: list[Path], path: Path) -> dict[str, float]:

@@ -25,11 +25,11 @@ from ebbflow.data.images import encode_png
 from ebbflow.data.pairs import LATENTS, Pair, PairError, read_pair_prompts, read_pairs
 from ebbflow.data.prompts import read_prompts
 from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema
-from ebbflow.data.tables import new_table, read_column, row_count, write_table
 from ebbflow.models import Model
 from ebbflow.models.base import default_device
 from ebbflow.offline.shards import made_for
 from ebbflow.stage import Place
+from ebbflow.storage.tables import new_table, read_column, row_count, write_table
 from ebbflow.timing import Clock
 from ebbflow.training.handover import open_model
 

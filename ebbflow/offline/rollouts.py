@@ -14,12 +14,12 @@ from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import prompt_batch
 from ebbflow.data.schema import rollout_schema
-from ebbflow.data.tables import write_table
 from ebbflow.models import Model
 from ebbflow.models.encoding import encode_once
 from ebbflow.offline.shards import made_for
 from ebbflow.rollouts.generate import generate
 from ebbflow.stage import Place
+from ebbflow.storage.tables import write_table
 from ebbflow.timing import Clock
 from ebbflow.training.handover import open_model, open_policy
 from ebbflow.training.policy import Policy

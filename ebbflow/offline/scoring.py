@@ -12,11 +12,11 @@ from tqdm import tqdm
 from ebbflow.data.images import decode_png
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.schema import score_schema
-from ebbflow.data.tables import TableError, about_table, nullable, read_batches, row_count, write_table
 from ebbflow.offline.shards import require_shard
 from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
 from ebbflow.rollouts.generate import finite_rows
 from ebbflow.stage import Place
+from ebbflow.storage.tables import TableError, about_table, nullable, read_batches, row_count, write_table
 from ebbflow.timing import Clock
 
 

@@ -11,8 +11,8 @@ import torch
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.schema import rollout_schema
-from ebbflow.data.tables import TableError, about_table, check_columns, read_column, read_schema
 from ebbflow.stage import Place
+from ebbflow.storage.tables import TableError, about_table, check_columns, read_column, read_schema
 
 
 def made_for(place: Place) -> dict[str, Any]:

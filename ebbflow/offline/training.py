@@ -18,16 +18,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import ADVANTAGES
-from ebbflow.data.tables import about_table, read_column, read_table, row_count
-from ebbflow.disk import DiskFullError, room_for
-from ebbflow.flow.noise import SampleKeys, Stream, generator
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning, Model
 from ebbflow.models.encoding import Encode, encode_once
 from ebbflow.offline.shards import read_latents, require_shard, seconds_of
 from ebbflow.recipe.algorithms import ForwardConfig
-from ebbflow.records import StageRecord
+from ebbflow.seeding import Stream, generator
 from ebbflow.stage import Kept, Place
+from ebbflow.storage.disk import DiskFullError, room_for
+from ebbflow.storage.tables import about_table, read_column, read_table, row_count
 from ebbflow.timing import Clock
 from ebbflow.training.batches import Units, deal, forward_batch, share, shared_passes
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, step_of, write_part

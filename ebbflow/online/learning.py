@@ -10,12 +10,12 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from ebbflow.flow.noise import Stream, generator
 from ebbflow.models import Conditioning
 from ebbflow.models.base import device_of
 from ebbflow.online.work import Lesson
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.rollouts.generate import Rollouts
+from ebbflow.seeding import Stream, generator
 from ebbflow.stage import Place
 from ebbflow.training.anchor import corrected
 from ebbflow.training.batches import Corrected, TermBatch, Units, deal, forward_batch, share, shared_passes, trajectory_batch

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from ebbflow.algorithms.advantages import AdvantageResult, PromptStatistics, compute_advantages
 from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.data.records import StageRecord
 from ebbflow.data.sampling import prompt_batch
 from ebbflow.online.ahead import Ahead, Step, lead, lesson_of
 from ebbflow.online.gate import check_engine
@@ -33,7 +34,6 @@ from ebbflow.online.timeline import seconds_by_task
 from ebbflow.online.under_way import read_under_way, write_under_way
 from ebbflow.online.watch import Observer, validation_prompts
 from ebbflow.online.work import Busy, Lesson, Trained
-from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer, require_scored
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.vllm_omni import VllmOmni

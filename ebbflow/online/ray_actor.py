@@ -20,7 +20,6 @@ import torch.distributed as dist
 from ray.util import register_serializer
 from torch import Tensor
 
-from ebbflow.disk import inside
 from ebbflow.online.pool import StageError
 from ebbflow.online.roles import Generator, Judge, Trainer
 from ebbflow.recipe.online import Role, Workers
@@ -29,6 +28,7 @@ from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.vllm_omni import VllmOmni
 from ebbflow.rollouts.weights import Weights
 from ebbflow.stage import Place
+from ebbflow.storage.disk import inside
 from ebbflow.training import distributed
 from ebbflow.training.handover import open_model, open_policy
 from ebbflow.training.policy import Policy

@@ -19,9 +19,7 @@ from ray.exceptions import ObjectLostError, OutOfMemoryError, OwnerDiedError, Ra
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ebbflow.artifacts import new_folder, verify
 from ebbflow.data.prompts import Prompt
-from ebbflow.disk import inside
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.placement import RESULTS, Call, Handle, Worker, WorkerDied
 from ebbflow.online.pool import StageError
@@ -41,6 +39,8 @@ from ebbflow.online.work import Lesson
 from ebbflow.recipe.online import Role, Workers
 from ebbflow.rollouts.weights import Weights
 from ebbflow.stage import Place
+from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.disk import inside
 from ebbflow.training.checkpoint import part_files
 
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from ebbflow.algorithms.advantages import PromptStatistics
 from ebbflow.data.prompts import Prompt
+from ebbflow.data.records import StageRecord
 from ebbflow.models.base import device_of
 from ebbflow.models.encoding import Embeddings, embed
 from ebbflow.online import broadcast
 from ebbflow.online.broadcast import BroadcastError
 from ebbflow.online.learning import learn
 from ebbflow.online.work import Generated, Lesson, Part, Scored, Trained, Watch
-from ebbflow.records import StageRecord
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Engine
 from ebbflow.rollouts.generate import Rollouts, join

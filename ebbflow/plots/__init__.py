@@ -1,7 +1,7 @@
 """Charts and image grids: what a person sees of a run, drawn from plain numbers and PNGs.
 
-Where it fits: near the bottom. It imports ``ebbflow.records`` and nothing else of the library, so that an online stage can draw
-its timeline and ``ebbflow.tracking`` its report without either of them importing the other.
+Where it fits: near the bottom. It imports ``ebbflow.data.records`` and nothing else of the library, so that an online stage can
+draw its timeline and ``ebbflow.tracking`` its report without either of them importing the other.
 
 Why: a report page must open offline and years later. Charts are inline SVG whose text stays text; pictures are ordinary PNGs.
 

@@ -19,7 +19,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ebbflow.records import Comparison, Evaluation, Verdict
+from ebbflow.data.records import Comparison, Evaluation, Verdict
 
 INK, FAINT, GRID = "#5b6471", "#9aa3af", "#e4e7ec"
 SERIES = ("#2f6fdf", "#e0791a", "#159a7a", "#a24fc4", "#c8385a", "#7a8a1f", "#1795b8", "#8a6a4f")

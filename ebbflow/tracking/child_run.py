@@ -28,10 +28,10 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from PIL import Image
 
-from ebbflow.disk import inside
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.base import printable
 from ebbflow.recipe.secrets import cleaned
-from ebbflow.records import TrackedRun
+from ebbflow.storage.disk import inside
 from ebbflow.tracking import waiting
 from ebbflow.tracking.delivery import DELIVER, flatten
 from ebbflow.tracking.store import AWAY, DIGEST, NODE, PARENT, REFUSED, ROLE, connect, create_run, find, last_steps

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ebbflow.data.tables import about_table, read_table, row_count
+from ebbflow.data.records import Evaluation, StageRecord, Verdict
 from ebbflow.plots.images import PICTURED, caption, image_grid
-from ebbflow.records import Evaluation, StageRecord, Verdict
+from ebbflow.storage.tables import about_table, read_table, row_count
 from ebbflow.tracking.child_run import Node
 from ebbflow.tracking.delivery import flatten
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.secrets import cleaned
-from ebbflow.records import TrackedRun
 from ebbflow.tracking import waiting
 from ebbflow.tracking.child_run import Node
 from ebbflow.tracking.store import AWAY, NODE, PARENT, REFUSED, connect

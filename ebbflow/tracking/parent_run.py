@@ -16,9 +16,9 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
 
+from ebbflow.data.records import Evaluation, TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.secrets import cleaned
-from ebbflow.records import Evaluation, TrackedRun
 from ebbflow.tracking.delivery import flatten, log_params
 from ebbflow.tracking.outage import settle
 from ebbflow.tracking.store import (

@@ -27,10 +27,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, Schema
 
-from ebbflow.artifacts import COMMIT, MANIFEST, new_folder, verify
-from ebbflow.disk import inside
+from ebbflow.data.records import Champion, Registration, TrackedRun, Verdict
 from ebbflow.recipe.secrets import cleaned
-from ebbflow.records import Champion, Registration, TrackedRun, Verdict
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder, verify
+from ebbflow.storage.disk import inside
 from ebbflow.tracking.claim import CHAMPION, alias_of, claimed
 from ebbflow.tracking.store import DIGEST, EXECUTION, TrackingError, connect, uploading
 from ebbflow.training.card import CARD, STATISTICS, read_card

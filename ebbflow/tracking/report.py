@@ -15,12 +15,12 @@ import jinja2
 import pyarrow.parquet as pq
 import yaml
 
-from ebbflow.disk import room_for, unfinished_name
+from ebbflow.data.records import Evaluation, Registration, StageRecord, TrackedRun, Verdict
 from ebbflow.evaluation.gate import REFUSED
 from ebbflow.plots import charts
 from ebbflow.plots.images import fit, open_rgb
 from ebbflow.recipe import Recipe
-from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun, Verdict
+from ebbflow.storage.disk import room_for, unfinished_name
 
 PICTURED_PROMPTS = 16
 MOST_COLUMNS = 6

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ebbflow.algorithms.base import CopyName, ForwardTerms, TrajectoryTerms, rows
-from ebbflow.flow.noise import SampleKeys, Stream, generator
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.transition import Transition, log_prob, transition
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.choices import Sampler
+from ebbflow.seeding import Stream, generator
 from ebbflow.training.distributed import Ranks
 
 Units = list[np.ndarray]

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from ebbflow.artifacts import new_folder, verify
 from ebbflow.recipe.base import Strict, explain
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Evaluation
 from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.storage.artifacts import new_folder, verify
 
 CARD = "policy.json"
 STATISTICS = "prompt_statistics.json"

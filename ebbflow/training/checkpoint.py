@@ -5,7 +5,7 @@ whatever the stage adds. Training that goes on from a checkpoint ends with the s
 another number of processes it ends with the same up to rounding.
 
 Every process writes its own part of each tensor (``parameters-00000-of-00002.safetensors``, ``optimizer-...``, the copies
-likewise), so nothing is gathered; then come ``manifest.json`` and COMMIT (``ebbflow.artifacts``).
+likewise), so nothing is gathered; then come ``manifest.json`` and COMMIT (``ebbflow.storage.artifacts``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ebbflow.artifacts import ArtifactError, new_folder, verify
 from ebbflow.stage import Place
+from ebbflow.storage.artifacts import ArtifactError, new_folder, verify
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import like
 from ebbflow.training.update import Learner

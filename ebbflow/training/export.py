@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ebbflow.artifacts import new_folder
 from ebbflow.models import load_model
+from ebbflow.storage.artifacts import new_folder
 from ebbflow.training.card import read_card
 from ebbflow.training.policy import ADAPTER, Policy
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from ebbflow.algorithms.advantages import PromptStatistics
+from ebbflow.data.records import StageRecord
 from ebbflow.models import Model, load_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import printable
-from ebbflow.records import StageRecord
 from ebbflow.stage import Place
 from ebbflow.training.card import AGAIN, ITERATE, STATISTICS, PolicyCard, PolicyError, read_card
 from ebbflow.training.policy import Policy

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ebbflow.artifacts import new_folder
 from ebbflow.models.base import DTYPES, Model
 from ebbflow.recipe.base import printable
 from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.storage.artifacts import new_folder
 from ebbflow.training.card import AGAIN, CARD, ITERATE, STATISTICS, PolicyCard, PolicyError, read_card
 
 ADAPTER = "default"

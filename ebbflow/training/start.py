@@ -9,10 +9,10 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-from ebbflow.artifacts import verify
 from ebbflow.models import Model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.storage.artifacts import verify
 from ebbflow.training.card import CARD, PolicyCard, PolicyError, read_card
 from ebbflow.training.handover import open_model
 from ebbflow.training.policy import ADAPTER, Policy

@@ -10,7 +10,6 @@ import torch
 
 from ebbflow.data.images import decode_png
 from ebbflow.data.schema import PROMPTS, evaluation_schema
-from ebbflow.data.tables import about_table, read_table, write_table
 from ebbflow.evaluation.evaluate import EvaluationError, evaluate, evaluate_folder, evaluation_keys, require_same_pictures
 from ebbflow.flow.noise import noise
 from ebbflow.models import load_model
@@ -19,6 +18,7 @@ from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.rollouts.generate import generate
+from ebbflow.storage.tables import about_table, read_table, write_table
 from ebbflow.training.card import write_base_policy
 from ebbflow.training.policy import Policy
 

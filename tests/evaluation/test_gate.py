@@ -5,10 +5,10 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
+from ebbflow.data.records import Evaluation, Verdict
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import REFUSED, decide
 from ebbflow.recipe import Recipe
-from ebbflow.records import Evaluation, Verdict
 
 PROMPTS = 24
 RECIPE = Recipe.model_validate({"evaluation": {"resamples": 500}, "promotion": {"guard_tolerance": 0.02}})

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbflow.data.records import Evaluation
 from ebbflow.evaluation.selection import best, stop_reason
 from ebbflow.recipe import Recipe
-from ebbflow.records import Evaluation
 
 
 def history(*rewards, held_out=None):

@@ -12,7 +12,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from ebbflow.artifacts import verify
+from ebbflow.storage.artifacts import verify
 from tests.faults.again_cases import run_pipeline_until
 
 RECIPE: dict[str, Any] = {

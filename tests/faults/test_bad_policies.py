@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from plain_cases import anything, assert_readable, cases, damage, only_speaks_plainly
 from safetensors.torch import load_file, save_file
 
-from ebbflow.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, verify
 from ebbflow.models import ModelError, load_model
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.stage import Place
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, verify
 from ebbflow.training.card import ITERATE, STATISTICS, PolicyCard, PolicyError, read_card
 from ebbflow.training.handover import read_history
 from ebbflow.training.policy import Policy

@@ -15,7 +15,6 @@ from plain_cases import assert_readable, cases, damage, only_speaks_plainly
 
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS, rollout_schema
-from ebbflow.data.tables import TableError, about_table, read_batches, read_table, write_table
 from ebbflow.evaluation.evaluate import evaluate
 from ebbflow.models import load_model
 from ebbflow.offline.rollouts import generate_shard
@@ -24,6 +23,7 @@ from ebbflow.offline.shards import made_for, read_latents, require_shard
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
 from ebbflow.stage import Kept, Place
+from ebbflow.storage.tables import TableError, about_table, read_batches, read_table, write_table
 from ebbflow.training.card import write_base_policy
 from ebbflow.training.policy import Policy
 

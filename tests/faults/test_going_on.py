@@ -16,11 +16,11 @@ from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 
-from ebbflow import identity
-from ebbflow.hold import FolderInUse, held
-from ebbflow.identity import code_digest, inputs_digest
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.records import TrackedRun
+from ebbflow.storage import identity
+from ebbflow.storage.identity import code_digest, inputs_digest
+from ebbflow.storage.locks import FolderInUse, held
 from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.parent_run import finish_run, tell_results
 from ebbflow.tracking.store import connect
@@ -31,7 +31,7 @@ HOLDER = "\n".join(
     [
         "import sys",
         "from pathlib import Path",
-        "from ebbflow.hold import held",
+        "from ebbflow.storage.locks import held",
         "with held(Path(sys.argv[1])):",
         "    print('has it', flush=True)",
         "    input()",
@@ -164,7 +164,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: p
     def without(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("ebbflow.hold.fcntl.flock", without)
+    monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", without)
     with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\): nothing keeps"), held(tmp_path):
         pass
 

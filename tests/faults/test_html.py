@@ -17,13 +17,13 @@ from flytekit.deck.deck import _get_deck
 from PIL import Image
 
 from ebbflow.data.images import encode_png
+from ebbflow.data.records import Evaluation, Registration, StageRecord, TrackedRun
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import decide
 from ebbflow.plots import charts
 from ebbflow.plots.images import caption, image_grid
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import RecipeError
-from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun
 from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.parent_run import _parent_tags, start_run
 from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report

@@ -18,10 +18,10 @@ import pytest
 import yaml
 from killed_cases import POINTS, Death, attempt
 
-from ebbflow.artifacts import verify
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.recipe import load_recipe
+from ebbflow.storage.artifacts import verify
 from ebbflow.training.card import write_base_policy
 
 SEED = int(os.environ.get("EBBFLOW_FAULT_SEED", "1"))

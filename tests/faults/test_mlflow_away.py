@@ -19,8 +19,8 @@ import pytest
 from mlflow import MlflowClient
 from PIL import Image
 
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.records import TrackedRun
 from ebbflow.stage import Kept
 from ebbflow.tracking import waiting
 from ebbflow.tracking.child_run import Node, node_run

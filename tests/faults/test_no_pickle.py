@@ -18,15 +18,15 @@ import pytest
 import torch
 import yaml
 
-from ebbflow.artifacts import COMMIT, MANIFEST, commit, new_folder
 from ebbflow.data.pairs import PairError, read_pairs
 from ebbflow.data.prompts import PromptError, read_prompt_file
-from ebbflow.data.tables import read_table
 from ebbflow.models import ModelError, load_model
 from ebbflow.models.prepare import copy_base, download_base
 from ebbflow.recipe.recipe import RecipeError, load_recipe
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rewards.network import read_weights
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit, new_folder
+from ebbflow.storage.tables import read_table
 from ebbflow.training.card import PolicyCard
 from ebbflow.training.checkpoint import CheckpointError, restore
 from ebbflow.training.policy import Policy

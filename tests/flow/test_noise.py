@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.flow.noise import INITIAL, Stream, derive_seed, generator, noise
+from ebbflow.flow.noise import INITIAL, noise
+from ebbflow.seeding import Stream, derive_seed, generator
 
 SHAPE = (1, 4, 6)
 natural = st.integers(0, 2**63 - 1)

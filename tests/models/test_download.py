@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.artifacts import COMMIT as MARK
-from ebbflow.artifacts import MANIFEST, verify
 from ebbflow.models import ModelError, prepare
 from ebbflow.recipe.pretrained import Pretrained
+from ebbflow.storage.artifacts import COMMIT as MARK
+from ebbflow.storage.artifacts import MANIFEST, verify
 
 COMMIT = "1" * 40
 

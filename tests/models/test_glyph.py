@@ -12,13 +12,13 @@ from diffusers import StableDiffusion3Pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.artifacts import MANIFEST, verify
 from ebbflow.models import ModelError, load_model
 from ebbflow.models.glyph import ALPHABET, letter_tokenizer, to_latents
 from ebbflow.models.glyph_training import train_glyph_base
 from ebbflow.models.prepare import copy_base, train_base
 from ebbflow.recipe.model import GlyphTraining
 from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.storage.artifacts import MANIFEST, verify
 
 GLYPH = ModelConfig()
 

@@ -11,13 +11,13 @@ from ebbflow.data.images import decode_png, encode_png
 from ebbflow.data.pairs import LATENTS, PairError, read_pairs
 from ebbflow.data.prompts import read_prompts
 from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema
-from ebbflow.data.tables import about_table, read_column, read_table, write_table
 from ebbflow.models.lettering import render_text
 from ebbflow.offline import pairs
 from ebbflow.offline.pairs import NOT_OURS, import_pairs, import_pairs_from_folder
 from ebbflow.offline.shards import read_latents
 from ebbflow.offline.training import train_epochs
 from ebbflow.stage import Kept, Place
+from ebbflow.storage.tables import about_table, read_column, read_table, write_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 

@@ -14,10 +14,8 @@ import pyarrow as pa
 import pytest
 from safetensors.torch import load_file
 
-from ebbflow.artifacts import verify
 from ebbflow.data.prompts import read_prompts, write_prompts
 from ebbflow.data.schema import PROMPTS
-from ebbflow.disk import DiskFullError
 from ebbflow.models import load_model
 from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard
@@ -25,6 +23,8 @@ from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe
 from ebbflow.stage import Kept, Place
+from ebbflow.storage.artifacts import verify
+from ebbflow.storage.disk import DiskFullError
 from ebbflow.training.card import read_card, write_base_policy
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.distributed import process_group

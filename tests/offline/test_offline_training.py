@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from ebbflow.algorithms.advantages import compute_advantages
-from ebbflow.artifacts import verify
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema, score_schema
-from ebbflow.data.tables import about_table, nullable, read_table, write_table
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
 from ebbflow.offline import training as offline
@@ -26,6 +24,8 @@ from ebbflow.offline.training import train_epochs, train_offline_folder
 from ebbflow.recipe.algorithms import BUILT_IN
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.stage import Kept, Place
+from ebbflow.storage.artifacts import verify
+from ebbflow.storage.tables import about_table, nullable, read_table, write_table
 from ebbflow.training.batches import forward_batch
 from ebbflow.training.card import Progress, read_card, write_base_policy
 from ebbflow.training.distributed import Ranks

@@ -12,7 +12,6 @@ from hypothesis.extra import numpy as arrays
 
 from ebbflow.data.images import decode_png, encode_png
 from ebbflow.data.schema import rollout_schema, score_schema
-from ebbflow.data.tables import TableError, about_table, nullable, read_table, write_table
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
@@ -20,6 +19,7 @@ from ebbflow.offline.shards import read_latents
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.stage import Place
+from ebbflow.storage.tables import TableError, about_table, nullable, read_table, write_table
 from ebbflow.training.policy import Policy
 
 

@@ -16,7 +16,6 @@ import ray_broadcast_cases as cases
 import torch
 from safetensors.torch import load_file
 
-from ebbflow.artifacts import verify
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.models import load_model
@@ -26,6 +25,7 @@ from ebbflow.online.ray_actor import Folders
 from ebbflow.online.roles import Trainer
 from ebbflow.rollouts.weights import TransferError, in_buckets
 from ebbflow.stage import Kept, Place
+from ebbflow.storage.artifacts import verify
 from ebbflow.training.card import write_base_policy
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner

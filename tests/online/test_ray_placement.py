@@ -18,18 +18,18 @@ import torch
 from safetensors.torch import load_file
 
 from ebbflow.algorithms.advantages import PromptStatistics
-from ebbflow.artifacts import verify
 from ebbflow.data.prompts import Prompt, write_prompts
+from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import PROMPTS
 from ebbflow.online import loop
 from ebbflow.online.loop import run_online_stage, train_online_folder
 from ebbflow.online.pool import StageError
 from ebbflow.online.ray_actor import Folders, stay_on
 from ebbflow.online.ray_placement import RayPlacement, TrainingDied
-from ebbflow.records import StageRecord
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import TransferError, Weights
 from ebbflow.stage import Kept, Place
+from ebbflow.storage.artifacts import verify
 from ebbflow.training.card import write_base_policy
 from ebbflow.training.checkpoint import Checkpoints
 

@@ -8,12 +8,12 @@ import signal
 import pyarrow as pa
 import pytest
 
-from ebbflow.artifacts import verify
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.online import loop, watch
 from ebbflow.online.loop import train_online_folder
 from ebbflow.stage import Kept, Place
+from ebbflow.storage.artifacts import verify
 from ebbflow.training.card import write_base_policy
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.limits import Preempted

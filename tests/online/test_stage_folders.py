@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 import torch
 
-from ebbflow.artifacts import verify
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.flow.windows import plan
@@ -16,6 +15,7 @@ from ebbflow.models import load_model
 from ebbflow.online import ahead, loop
 from ebbflow.online.loop import train_online_folder
 from ebbflow.stage import Kept, Place
+from ebbflow.storage.artifacts import verify
 from ebbflow.training.card import PolicyCard, Progress, read_card, write_base_policy
 from ebbflow.training.handover import open_policy
 from ebbflow.training.policy import Policy

@@ -18,7 +18,6 @@ from ebbflow.data.images import decode_png
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.sampling import SamplingError
 from ebbflow.data.schema import PROMPTS
-from ebbflow.data.tables import read_table
 from ebbflow.evaluation.evaluate import evaluate
 from ebbflow.models import load_model
 from ebbflow.online.loop import in_process, run_online_stage
@@ -34,6 +33,7 @@ from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.stage import Kept, Place
+from ebbflow.storage.tables import read_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.artifacts import ArtifactError, verify
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import Model
-from ebbflow.records import TrackedRun
+from ebbflow.storage.artifacts import ArtifactError, verify
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.store import connect
 from tasks.copy_base_model import copy_base_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.records import TrackedRun
+from ebbflow.data.records import TrackedRun
 from ebbflow.stage import Place
 from tasks.files import fetch_folder, forget_checkpoints, kept_checkpoints
 

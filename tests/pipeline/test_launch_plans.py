@@ -21,8 +21,8 @@ from flytekit.models.literals import Literal
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from ebbflow.data.records import Comparison, Evaluation, Registration, TrackedRun, Verdict
 from ebbflow.recipe import Recipe, load_recipe
-from ebbflow.records import Comparison, Evaluation, Registration, TrackedRun, Verdict
 from tasks.promote_policy import promote_policy
 from tasks.register_policy import register_policy
 from tasks.request_approval import ApprovalError, request_approval

@@ -14,8 +14,8 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.extras.pydantic_transformer.transformer import PydanticTransformer
 from pydantic import BaseModel
 
+from ebbflow.data.records import StageRecord
 from ebbflow.recipe import Recipe
-from ebbflow.records import StageRecord
 from tasks.types import TrainedPolicy
 from tests.pipeline.conftest import package
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.artifacts import new_folder
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.storage.artifacts import new_folder
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.training.card import PolicyCard
 

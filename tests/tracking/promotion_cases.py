@@ -18,7 +18,7 @@ import mlflow.artifacts
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from ebbflow.records import Comparison, Registration, TrackedRun, Verdict
+from ebbflow.data.records import Comparison, Registration, TrackedRun, Verdict
 from ebbflow.tracking import claim, registry
 from ebbflow.tracking.claim import CLAIM, ClaimError
 from ebbflow.tracking.registry import RegistryError

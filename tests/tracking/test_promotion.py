@@ -19,8 +19,8 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from ebbflow.cli import main
+from ebbflow.data.records import Registration, TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.records import Registration, TrackedRun
 from ebbflow.tracking import claim, registry
 from ebbflow.tracking.claim import CLAIM, ClaimError
 from ebbflow.tracking.parent_run import start_run

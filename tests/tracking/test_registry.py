@@ -17,12 +17,12 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model
 
-from ebbflow.artifacts import ArtifactError, verify
 from ebbflow.data.prompts import Prompt
+from ebbflow.data.records import Comparison, TrackedRun, Verdict
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.records import Comparison, TrackedRun, Verdict
+from ebbflow.storage.artifacts import ArtifactError, verify
 from ebbflow.tracking import registry
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.registry import (

@@ -19,12 +19,12 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
 from ebbflow.data.images import decode_png, encode_png
+from ebbflow.data.records import Evaluation, Registration, StageRecord, TrackedRun
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import decide
 from ebbflow.plots import charts
 from ebbflow.plots.images import image_grid
 from ebbflow.recipe import Recipe
-from ebbflow.records import Evaluation, Registration, StageRecord, TrackedRun
 from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report, write_summary
 
 METRICS = ["reward", "ocr", "exact_match", "tesseract", "similarity"]

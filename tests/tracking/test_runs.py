@@ -19,8 +19,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST
 from PIL import Image
 
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.records import TrackedRun
 from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.delivery import LONGEST_PARAM, flatten
 from ebbflow.tracking.outage import settle

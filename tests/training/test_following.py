@@ -6,13 +6,13 @@ import pytest
 import torch
 from training_cases import FULL, GROUPS, LORA, PAIRS, farthest, forward_terms, learner_of, sgd, stage_of
 
-from ebbflow.artifacts import verify
+from ebbflow.data.records import StageRecord
 from ebbflow.models import load_model
 from ebbflow.recipe.algorithms import Following
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.records import StageRecord
 from ebbflow.stage import Place
+from ebbflow.storage.artifacts import verify
 from ebbflow.training.card import PolicyCard, PolicyError, Progress, read_card, write_base_policy
 from ebbflow.training.handover import open_policy, save_policy
 from ebbflow.training.policy import Policy

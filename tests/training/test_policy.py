@@ -10,9 +10,9 @@ from diffusers import SD3Transformer2DModel
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.artifacts import ArtifactError, verify
 from ebbflow.models import load_model
 from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.storage.artifacts import ArtifactError, verify
 from ebbflow.training.card import PolicyCard, PolicyError, read_card, write_base_policy
 from ebbflow.training.policy import Policy
 from tests.parameters import move, same, values

@@ -24,9 +24,9 @@ from training_cases import (
 )
 
 from ebbflow.algorithms import diffusion_nft
-from ebbflow.artifacts import verify
 from ebbflow.models import load_model
 from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.storage.artifacts import verify
 from ebbflow.training.card import PolicyCard
 from ebbflow.training.distributed import Ranks, process_group
 from ebbflow.training.policy import Policy

@@ -8,10 +8,10 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from training_cases import FULL, LORA
 
-from ebbflow.artifacts import verify
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.storage.artifacts import verify
 from ebbflow.training.card import PolicyCard, PolicyError, read_card
 from ebbflow.training.export import export_pipeline
 from ebbflow.training.policy import Policy

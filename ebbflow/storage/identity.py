@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ebbflow.artifacts import COMMIT
 from ebbflow.recipe import Recipe
+from ebbflow.storage.artifacts import COMMIT
 
 SOURCES = {".py", ".html"}
 NAMING = {"path", "source", "pairs", "teacher"}

@@ -17,13 +17,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from ebbflow import artifacts
-from ebbflow.artifacts import new_folder, verify
-from ebbflow.data.tables import about_table, row_count, write_table
-from ebbflow.disk import DiskFullError
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
 from ebbflow.stage import Place
+from ebbflow.storage import artifacts
+from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.disk import DiskFullError
+from ebbflow.storage.tables import about_table, row_count, write_table
 from ebbflow.tracking import report
 from ebbflow.training.card import PolicyCard
 from ebbflow.training.checkpoint import write_part
@@ -149,7 +149,7 @@ def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
 WRITER = """
 import sys, time
 from pathlib import Path
-from ebbflow.artifacts import new_folder
+from ebbflow.storage.artifacts import new_folder
 with new_folder(Path(sys.argv[1])) as unfinished:
     (unfinished / "weights").write_bytes(bytes(1000))
     print("writing", flush=True)
@@ -179,9 +179,9 @@ ON_A_SMALL_DISK = """
 import os, sys
 from pathlib import Path
 import pyarrow as pa
-from ebbflow.artifacts import new_folder, verify
-from ebbflow.data.tables import write_table
-from ebbflow.disk import DiskFullError
+from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.tables import write_table
+from ebbflow.storage.disk import DiskFullError
 from safetensors.torch import save_file
 import torch
 

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbflow.disk import claimed, remove_abandoned, room_for, unfinished_name
 from ebbflow.recipe.base import printable
+from ebbflow.storage.disk import claimed, remove_abandoned, room_for, unfinished_name
 
 _ABOUT, _ABOUT_DIGEST = b"ebbflow", b"ebbflow.sha256"
 

@@ -9,7 +9,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ebbflow.data.schema import ADVANTAGES, score_schema
-from ebbflow.data.tables import TableError, about_table, new_table, read_batches, read_column, read_table, row_count, write_table
+from ebbflow.storage.tables import (
+    TableError,
+    about_table,
+    new_table,
+    read_batches,
+    read_column,
+    read_table,
+    row_count,
+    write_table,
+)
 
 SCHEMA = score_schema(["ocr"])
 ints = st.integers(-(2**63), 2**63 - 1)

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ebbflow.disk import claimed, remove_abandoned, room_for, unfinished_name
 from ebbflow.recipe.base import printable
+from ebbflow.storage.disk import claimed, remove_abandoned, room_for, unfinished_name
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbflow.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, verify
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, verify
 
 FILES = {"a.txt": b"first", "deep/b.bin": bytes(range(256)), "deep/er/c": b"", "manifest.json.txt": b"not the manifest"}
 in_place = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

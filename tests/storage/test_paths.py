@@ -16,18 +16,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mlflow.exceptions import MlflowException
 
-from ebbflow.artifacts import ArtifactError, commit, new_folder, verify
 from ebbflow.data.condition import ConditionError, condition_image
 from ebbflow.data.images import encode_png
 from ebbflow.data.pairs import PairError, read_pairs
-from ebbflow.disk import PathError, inside
+from ebbflow.data.records import TrackedRun
 from ebbflow.models import ModelError
 from ebbflow.models.prepare import download_base
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.pretrained import Pretrained
 from ebbflow.recipe.recipe import Recipe
-from ebbflow.records import TrackedRun
 from ebbflow.stage import Place
+from ebbflow.storage.artifacts import ArtifactError, commit, new_folder, verify
+from ebbflow.storage.disk import PathError, inside
 from ebbflow.tracking import waiting
 from ebbflow.tracking.child_run import Node
 
