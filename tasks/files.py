@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import shutil
 import tempfile
@@ -14,6 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
+from ebbflow.storage.locks import wait_for_lock
 from tasks.types import GONE
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ def on_this_machine(uri: str) -> Path:
     if Path(uri).is_dir():
         return Path(uri)
     folder = _of_this_machine(uri)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with wait_for_lock(folder.with_suffix(".lock")):
         if not folder.exists():
             fetch_folder(uri).replace(folder)
     return folder

@@ -19,12 +19,12 @@ def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: i
     from ebbflow.offline.scoring import score_shard
     from ebbflow.rewards.combine import load_scorer
     from ebbflow.stage import Place
-    from ebbflow.storage.tables import about_table
+    from ebbflow.storage.tables import read_table_metadata
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_table_about
 
     place, path, shard = Place(recipe, round, stage), scratch("scores.parquet", run), fetch(rollouts)
-    with node_run(run, f"{place.label} scoring {about_table(shard)['shard']}") as node:
+    with node_run(run, f"{place.label} scoring {read_table_metadata(shard)['shard']}") as node:
         score_shard(place, load_scorer(recipe.rewards.terms, ()), read_prompts(fetch(prompts), "train"), shard, path)
         log_table_about(node, path)
     return FlyteFile(str(path))

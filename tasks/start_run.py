@@ -37,7 +37,7 @@ def _start_here(recipe: Recipe) -> TrackedRun:
     What it had finished lies in Flyte's cache, which knows it by the run, so the same run has to go on.
     """
     from ebbflow.storage.identity import code_digest, inputs_digest
-    from ebbflow.storage.locks import held
+    from ebbflow.storage.locks import exclusive_lock
     from ebbflow.tracking import parent_run
 
     here = Path(__file__).parent
@@ -49,7 +49,7 @@ def _start_here(recipe: Recipe) -> TrackedRun:
         return run
     _HELD.close()  # the run before, in a process that runs several
     _HELD.enter_context(
-        held(Path(run.folder), f"wait until it ends, or run the recipe with another 'output' than {recipe.output!r}")
+        exclusive_lock(Path(run.folder), f"wait until it ends, or run the recipe with another 'output' than {recipe.output!r}")
     )
     if stopped:
         print(f"going on with the run that was stopped (MLflow run {run.run_id}); to begin anew, delete {run.folder}")

@@ -91,7 +91,7 @@ def test_a_teacher_must_be_there_and_whole(tmp_path: Path, own: bool, key: str) 
         check("other")
     write_base_policy(tmp_path / "cut", "base", "recipe", Policy())
     (tmp_path / "cut" / "policy.json").write_text("{")
-    with pytest.raises(RecipeError, match=rf"{key} = '.*cut' must be the policy folder .* does not fit its manifest"):
+    with pytest.raises(RecipeError, match=rf"{key} = '.*cut' must be the policy folder .* does not match its manifest"):
         check("cut")
 
 

@@ -157,7 +157,7 @@ def write_prompts(table: pa.Table, path: str | Path) -> None:
     """
     if not table.schema.equals(PROMPTS):
         raise PromptError(f"{path}: not written, its columns are\n{table.schema}\nMake prompt tables with split_prompts")
-    write_table(Path(path), PROMPTS, table.to_batches(), about={"splits": Counter(table["split"].to_pylist())})
+    write_table(Path(path), PROMPTS, table.to_batches(), {"splits": Counter(table["split"].to_pylist())})
 
 
 def read_prompts(path: str | Path, split: str | None = None) -> list[Prompt]:

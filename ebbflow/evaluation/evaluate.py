@@ -23,7 +23,7 @@ from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
 from ebbflow.rollouts.generate import finite_rows, generate
 from ebbflow.seeding import Stream, derive_seed
-from ebbflow.storage.tables import nullable, write_table
+from ebbflow.storage.tables import nan_to_null, write_table
 from ebbflow.timing import Clock
 from ebbflow.training.card import read_card
 from ebbflow.training.policy import Policy
@@ -173,8 +173,8 @@ def _rows(schema: pa.Schema, prompts: list[Prompt], pngs: list[bytes], scores: S
         "prompt": pa.array([prompt.prompt for prompt in prompts]),
         "target": pa.array([prompt.target for prompt in prompts], pa.string()),
         "image": pa.array(pngs, pa.binary()),  # in chunks when it is more than the 2 GiB that an array holds
-        "reward": nullable(scores.reward),
-        **{name: nullable(values) for name, values in scores.metrics.items()},
+        "reward": nan_to_null(scores.reward),
+        **{name: nan_to_null(values) for name, values in scores.metrics.items()},
         "failure": pa.array(scores.failures, pa.string()),
     }
     return pa.table([columns[name] for name in schema.names], schema=schema)

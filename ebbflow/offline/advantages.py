@@ -10,7 +10,7 @@ from ebbflow.algorithms.advantages import compute_advantages
 from ebbflow.data.schema import ADVANTAGES
 from ebbflow.offline.shards import seconds_of
 from ebbflow.stage import Place
-from ebbflow.storage.tables import about_table, read_table, write_table
+from ebbflow.storage.tables import read_table, read_table_metadata, write_table
 
 
 def write_advantages(place: Place, scores: list[Path], path: Path) -> dict[str, float]:
@@ -18,7 +18,7 @@ def write_advantages(place: Place, scores: list[Path], path: Path) -> dict[str, 
 
     Samples without a score and groups without variance are left out and counted in the statistics.
     """
-    weights = about_table(scores[0])["weights"]
+    weights = read_table_metadata(scores[0])["weights"]
     table = pa.concat_tables([read_table(shard).select(["prompt_id", "sample", *weights]) for shard in scores])
     prompt_ids = table["prompt_id"].to_numpy()
     rewards = {name: table[name].to_numpy() for name in weights}

@@ -29,7 +29,7 @@ from ebbflow.models import Model
 from ebbflow.models.base import default_device
 from ebbflow.offline.shards import made_for
 from ebbflow.stage import Place
-from ebbflow.storage.tables import new_table, read_column, row_count, write_table
+from ebbflow.storage.tables import open_table_writer, read_column, row_count, write_table
 from ebbflow.timing import Clock
 from ebbflow.training.handover import open_model
 
@@ -119,7 +119,7 @@ def _write_rollouts(place: Place, model: Model, pairs: Iterator[Pair], paths: li
     picture = model.decode(torch.zeros(1, *model.latent_shape, device=default_device())).shape[1:]
     schema = rollout_schema(model.latent_shape)
     with ExitStack() as tables:
-        writers = [tables.enter_context(new_table(path, schema, about | {"shard": i})) for i, path in enumerate(paths)]
+        writers = [tables.enter_context(open_table_writer(path, schema, about | {"shard": i})) for i, path in enumerate(paths)]
         for shard, batch in _dealt(pairs, len(paths), max(1, place.config.micro_batch // 2)):
             for pair in batch:
                 _check_sizes(pair, model.latent_shape, picture)

@@ -16,7 +16,7 @@ from ebbflow.offline.shards import require_shard
 from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
 from ebbflow.rollouts.generate import finite_rows
 from ebbflow.stage import Place
-from ebbflow.storage.tables import TableError, about_table, nullable, read_batches, row_count, write_table
+from ebbflow.storage.tables import TableError, nan_to_null, read_batches, read_table_metadata, row_count, write_table
 from ebbflow.timing import Clock
 
 
@@ -43,7 +43,7 @@ def score_shard(place: Place, scorer: Scorer, prompts: list[Prompt], rollouts: P
     scored = ScoreTable.cat([table for _, table in parts])
     require_scored(scored, place.recipe.rewards.max_failed_share)
     schema = score_schema(sorted(scored.metrics))
-    about = about_table(rollouts) | {"seconds": clock.seconds, "weights": scorer.weights}
+    about = read_table_metadata(rollouts) | {"seconds": clock.seconds, "weights": scorer.weights}
     write_table(path, schema, (_scored(schema, batch, table) for batch, table in parts), about)
 
 
@@ -56,7 +56,7 @@ def _images(path: Path, batch: pa.RecordBatch) -> np.ndarray:
 
 
 def _scored(schema: pa.Schema, batch: pa.RecordBatch, table: ScoreTable) -> pa.RecordBatch:
-    columns = {"prompt_id": batch["prompt_id"], "sample": batch["sample"], "reward": nullable(table.reward)}
-    columns |= {name: nullable(values) for name, values in table.metrics.items()}
+    columns = {"prompt_id": batch["prompt_id"], "sample": batch["sample"], "reward": nan_to_null(table.reward)}
+    columns |= {name: nan_to_null(values) for name, values in table.metrics.items()}
     columns["failure"] = pa.array(table.failures, pa.string())
     return pa.record_batch([columns[name] for name in schema.names], schema=schema)

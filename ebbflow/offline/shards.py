@@ -12,7 +12,7 @@ import torch
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.schema import rollout_schema
 from ebbflow.stage import Place
-from ebbflow.storage.tables import TableError, about_table, check_columns, read_column, read_schema
+from ebbflow.storage.tables import TableError, check_columns, read_column, read_schema, read_table_metadata
 
 
 def made_for(place: Place) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def require_shard(place: Place, path: Path, prompts: Sequence[Prompt], latent_sh
     latent = columns.field("latent").type if "latent" in columns.names else None
     shape = tuple(latent.shape) if isinstance(latent, pa.FixedShapeTensorType) else ()
     check_columns(path, rollout_schema(latent_shape or shape))
-    about = about_table(path)
+    about = read_table_metadata(path)
     differ = [
         f"{key} = {about.get(key)!r} (this stage's: {mine!r})" for key, mine in made_for(place).items() if about.get(key) != mine
     ]
@@ -48,4 +48,4 @@ def read_latents(path: Path) -> torch.Tensor:
 
 def seconds_of(tables: list[Path], phase: str) -> dict[str, float]:
     """How long a phase took over all shards, by its name."""
-    return {phase: sum(about_table(path)["seconds"][phase] for path in tables)}
+    return {phase: sum(read_table_metadata(path)["seconds"][phase] for path in tables)}

@@ -27,8 +27,8 @@ from ebbflow.offline.shards import read_latents, require_shard, seconds_of
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.seeding import Stream, generator
 from ebbflow.stage import Kept, Place
-from ebbflow.storage.disk import DiskFullError, room_for
-from ebbflow.storage.tables import about_table, read_column, read_table, row_count
+from ebbflow.storage.disk import DiskFullError, raise_if_disk_full
+from ebbflow.storage.tables import read_column, read_table, read_table_metadata, row_count
 from ebbflow.timing import Clock
 from ebbflow.training.batches import Units, deal, forward_batch, share, shared_passes
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, step_of, write_part
@@ -126,7 +126,7 @@ def train_epochs(
         algorithm=config.algorithm_name,
         samples=sum(row_count(path) for path in rollouts),
         optimizer_steps=learner.updates,
-        seconds=seconds_of(rollouts, "rollout") | about_table(advantages)["seconds"] | trained,
+        seconds=seconds_of(rollouts, "rollout") | read_table_metadata(advantages)["seconds"] | trained,
         alarms=learner.alarms,
     )
 
@@ -186,7 +186,7 @@ def _keep(checkpoints: Checkpoints, learner: Learner, ranks: Ranks, step: int, s
         parts.mkdir(parents=True)
     ranks.meet()
     try:
-        with room_for(parts):
+        with raise_if_disk_full(parts):
             write_part(parts, learner)
     except DiskFullError:
         shutil.rmtree(parts, ignore_errors=True)

@@ -28,7 +28,7 @@ from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.vllm_omni import VllmOmni
 from ebbflow.rollouts.weights import Weights
 from ebbflow.stage import Place
-from ebbflow.storage.disk import inside
+from ebbflow.storage.disk import safe_join
 from ebbflow.training import distributed
 from ebbflow.training.handover import open_model, open_policy
 from ebbflow.training.policy import Policy
@@ -134,7 +134,7 @@ class Rank(Trainer):
 
     def read(self, name: str, start: int) -> np.ndarray:
         """A chunk of a file, uint8."""
-        with inside(self._folder, name).open("rb") as file:
+        with safe_join(self._folder, name).open("rb") as file:
             file.seek(start)
             return np.frombuffer(file.read(CHUNK), np.uint8)
 
@@ -145,7 +145,7 @@ class Rank(Trainer):
         """A further chunk of a checkpoint's file, uint8."""
         if self.received is None:
             self.received = tempfile.TemporaryDirectory(prefix="ebbflow-")
-        path = inside(Path(self.received.name), name)
+        path = safe_join(Path(self.received.name), name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             file.write(chunk.data)

@@ -40,7 +40,7 @@ from ebbflow.recipe.online import Role, Workers
 from ebbflow.rollouts.weights import Weights
 from ebbflow.stage import Place
 from ebbflow.storage.artifacts import new_folder, verify
-from ebbflow.storage.disk import inside
+from ebbflow.storage.disk import safe_join
 from ebbflow.training.checkpoint import part_files
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -339,7 +339,7 @@ class RayPlacement:
         written = self._all("write", method, *arguments)
         for rank, files in zip(self.training, written, strict=True):
             for name, size in files:
-                self._receive(rank, inside(folder, name), name, size)
+                self._receive(rank, safe_join(folder, name), name, size)
         self._all("discard")
 
     def _receive(self, rank: Worker, path: Path, name: str, size: int) -> None:

@@ -1,25 +1,26 @@
-"""Writes to a disk: a full one is an error that names the place, what is unfinished never looks whole and does not stay for ever,
-and names from elsewhere cannot lead out of a folder."""
+"""Writing to a disk: whole or not at all, a full disk as one error, and no name that leads out of its folder."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
+import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SAID = re.compile(r"No space left on device|[Qq]uota exceeded|File too large")
-"""How libraries of other languages pass on the same errors, as text."""
+from ebbflow.storage.locks import try_lock
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SPACE_TEXT = re.compile(r"No space left on device|[Qq]uota exceeded|File too large")
+"""How libraries of other languages pass on the same errors."""
 
 
 class DiskFullError(Exception):
-    """What was to be written has no room: names the place and the way out."""
+    """No space was left: names the path and the fix."""
 
 
 class PathError(ValueError):
@@ -27,76 +28,113 @@ class PathError(ValueError):
 
 
 @contextmanager
-def room_for(place: Path) -> Iterator[None]:
-    """Whatever tells of a full disk while ``place`` is written becomes one error.
+def atomic_write(
+    path: Path, create: Callable[[Path], object] = Path.touch, publish: Callable[[Path, Path], object] = Path.replace
+) -> Iterator[Path]:
+    """Yield an empty file beside ``path`` to write into; when the block ends it becomes ``path``.
+
+    An exception leaves nothing behind and whatever was at ``path`` as it was. What a killed process left behind is removed by
+    the next one that writes the same path.
+
+    Args:
+        create: makes the empty file (``Path.mkdir``: a folder).
+        publish: moves it to ``path``.
 
     Raises:
-        DiskFullError: no room was left.
+        DiskFullError: no space was left.
+    """
+    remove_stale_partials(path)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    _remove(partial)
+    try:
+        with raise_if_disk_full(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            create(partial)
+            with try_lock(partial):  # tells the next process that this one still lives
+                yield partial
+                publish(partial, path)
+    finally:
+        _remove(partial)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8, whole or not at all.
+
+    Raises:
+        DiskFullError: no space was left.
+    """
+    with atomic_write(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def remove_stale_partials(path: Path) -> None:
+    """Remove what ``atomic_write`` left beside ``path`` in a process that was killed; it would fill the disk."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
+        with suppress(OSError), try_lock(partial) as abandoned:  # OSError: another process removed it first
+            if abandoned:
+                _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def raise_if_disk_full(path: Path) -> Iterator[None]:
+    """Turn every error about missing space, of any library, into one.
+
+    Raises:
+        DiskFullError: no space was left to write ``path``.
     """
     try:
         yield
     except Exception as error:
-        if not _is_about_room(error):
+        if not _is_about_space(error):
             raise
         raise DiskFullError(
-            f"{place} could not be written: the disk is full, or a quota or a limit on file sizes is reached "
-            f"({_free(place)} free); make room there and start again. Nothing unfinished was left"
+            f"{path} could not be written: the disk is full, or a quota or file size limit is reached ({_free(path)} free); "
+            "free space and start again. Nothing partial was left"
         ) from error
 
 
-def _is_about_room(error: BaseException) -> bool:
+def _is_about_space(error: BaseException) -> bool:
     if isinstance(error, DiskFullError):
         return False
-    return getattr(error, "errno", None) in NO_ROOM or bool(SAID.search(str(error)))
+    return getattr(error, "errno", None) in NO_SPACE or bool(NO_SPACE_TEXT.search(str(error)))
 
 
-def _free(place: Path) -> str:
-    there = next(folder for folder in place.absolute().parents if folder.exists())
-    return f"{shutil.disk_usage(there).free / 2**20:,.0f} MiB"
+def _free(path: Path) -> str:
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB"
 
 
-def inside(folder: Path, name: str) -> Path:
-    """``folder / name`` for a name that somebody else gave.
+def safe_join(folder: Path, name: str) -> Path:
+    """``folder / name`` for a name that comes from elsewhere.
 
     Raises:
-        PathError: it is absolute, empty, has ``..`` or a backslash in it, or leads out of the folder through a link.
+        PathError: it is absolute, empty, contains ``..`` or a backslash, or leads out of the folder through a link.
     """
     plain = name and "\\" not in name and "\0" not in name and not PureWindowsPath(name).drive
     if not plain or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise PathError(f"{name!r} is no name of a file below {folder}; give one without .., backslashes or a leading slash")
-    path = folder / name
-    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        raise PathError(f"{name!r} is no file name below {folder}; remove '..', backslashes and the leading slash")
+    if not is_inside(folder, folder / name):
         raise PathError(f"{name!r} leads out of {folder} through a link; put the file itself there")
-    return path
+    return folder / name
 
 
-def unfinished_name(path: Path) -> Path:
-    """Where this process writes what will be ``path``, beside it."""
-    return path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+def is_inside(folder: Path, path: Path) -> bool:
+    """Whether a path leads, through all links, to something in ``folder`` or to the folder itself.
+
+    Raises:
+        OSError, ValueError: no path can look like that.
+    """
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
-@contextmanager
-def claimed(unfinished: Path) -> Iterator[None]:
-    """Hold a lock on a file or a folder, which ends with the process however it ends; a file system without locks has none."""
-    descriptor = os.open(unfinished, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def remove_abandoned(path: Path) -> None:
-    """Remove what lies unfinished beside ``path`` and is no living process's: it would stay and fill the disk."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.unfinished-*"):
-        with suppress(OSError):  # not there any more, locked, or on a file system that cannot say
-            descriptor = os.open(left, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if left.is_dir():
-                    shutil.rmtree(left)
-                else:
-                    left.unlink()
-            finally:
-                os.close(descriptor)
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

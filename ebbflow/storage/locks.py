@@ -1,4 +1,4 @@
-"""One process at a time in a folder."""
+"""One process at a time, by ``flock``: a lock ends with its process, however that dies, and leaves nothing to clean up."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from pathlib import Path
 LOCK = ".lock"
 
 
-class FolderInUse(RuntimeError):
-    """Another process works in the folder: names it, its machine and the way out."""
+class FolderInUseError(RuntimeError):
+    """Another process works in the folder: names it, its machine and the fix."""
 
 
 @contextmanager
-def held(folder: Path, way_out: str = "wait until it ends, or stop it") -> Iterator[None]:
-    """Have ``folder``, which is made if need be, to oneself until the block ends, or the process: however it dies.
+def exclusive_lock(folder: Path, fix: str = "wait until it ends, or stop it") -> Iterator[None]:
+    """Lock ``folder``, which is made if need be, until the block ends.
 
-    The lock is the system's (flock), so it is no leftover that somebody has to remove, and it also holds between machines that
-    share the folder over NFS. A file system without locks is warned of.
+    Over NFS the lock also holds between machines. A file system without locks causes a warning.
 
     Raises:
-        FolderInUse: somebody else has it.
+        FolderInUseError: another process has the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as lock:
@@ -33,10 +32,36 @@ def held(folder: Path, way_out: str = "wait until it ends, or stop it") -> Itera
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise FolderInUse(f"{folder} is in use by {lock.read() or 'another process'}; {way_out}") from None
+            raise FolderInUseError(f"{folder} is in use by {lock.read() or 'another process'}; {fix}") from None
         except OSError as error:
-            warnings.warn(f"{folder} cannot be locked ({error.strerror}): nothing keeps a second process out of it", stacklevel=3)
+            warnings.warn(f"{folder} cannot be locked ({error.strerror}): nothing keeps a second process out", stacklevel=3)
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
         yield
+
+
+@contextmanager
+def wait_for_lock(file: Path) -> Iterator[None]:
+    """Wait for the lock on ``file``, which is made if need be, and keep it until the block ends."""
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def try_lock(path: Path) -> Iterator[bool]:
+    """Lock an existing file or folder until the block ends; yields whether that succeeded."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield _locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Parquet files that are written in streams, appear only when whole, and say what they are."""
+"""Parquet files that are written in streams, appear only when whole, and carry metadata that says what they are."""
 
 from __future__ import annotations
 
@@ -14,61 +14,51 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ebbflow.recipe.base import printable
-from ebbflow.storage.disk import claimed, remove_abandoned, room_for, unfinished_name
+from ebbflow.storage.disk import atomic_write
 
-_ABOUT, _ABOUT_DIGEST = b"ebbflow", b"ebbflow.sha256"
+_METADATA, _METADATA_SHA256 = "ebbflow", "ebbflow.sha256"
+"""Keys in the footer of the file. The footer of a Parquet file has no checksum of its own."""
 
 
 class TableError(Exception):
-    """A table that cannot be used: names the file, what is wrong and the way out."""
+    """A table that cannot be used: names the file, what is wrong and the fix."""
 
 
-def write_table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], about: dict[str, Any]) -> None:
-    """Write record batches as they come (zstd); memory is bounded by one batch.
-
-    ``about`` says what made the table (seconds, sampler, recipe ...) and is stored as JSON in the file's metadata; it may be
-    filled while the batches are being drawn. The file appears under its name only when it is whole.
-    """
-    with new_table(path, schema, about) as write:
+def write_table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], metadata: dict[str, Any]) -> None:
+    """Write record batches as they come (zstd); memory is bounded by one batch. See ``open_table_writer``."""
+    with open_table_writer(path, schema, metadata) as write:
         for batch in batches:
             write(batch)
 
 
 @contextmanager
-def new_table(path: Path, schema: pa.Schema, about: dict[str, Any]) -> Iterator[Callable[[pa.RecordBatch], None]]:
-    """Yield what writes a batch; ``write_table`` for when several tables are written at once.
+def open_table_writer(path: Path, schema: pa.Schema, metadata: dict[str, Any]) -> Iterator[Callable[[pa.RecordBatch], None]]:
+    """Yield a function that writes a batch; the table appears when the block ends, and an exception leaves nothing behind.
 
-    At the end of the block the table appears; an exception leaves nothing behind.
+    Args:
+        metadata: what made the table (seconds, sampler, recipe ...), kept as JSON in the footer; it is read when the block ends,
+            so it may be filled while batches are written.
 
     Raises:
-        DiskFullError: no room was left.
+        DiskFullError: no space was left.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(path)
-    unfinished = unfinished_name(path)
-    try:
-        with room_for(path):
-            unfinished.touch()
-            with (
-                claimed(unfinished),
-                pq.ParquetWriter(unfinished, schema, compression="zstd", write_page_checksum=True) as writer,
-            ):
-                yield writer.write_batch
-                said = json.dumps(about, sort_keys=True)
-                writer.add_key_value_metadata({_ABOUT.decode(): said, _ABOUT_DIGEST.decode(): _digest(said.encode())})
-            unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with (
+        atomic_write(path) as partial,
+        pq.ParquetWriter(partial, schema, compression="zstd", write_page_checksum=True) as writer,
+    ):
+        yield writer.write_batch
+        text = json.dumps(metadata, sort_keys=True)
+        writer.add_key_value_metadata({_METADATA: text, _METADATA_SHA256: _sha256(text.encode())})
 
 
 def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
     """Read a whole table.
 
     Raises:
-        TableError: no whole Parquet file, or columns other than ``schema``'s.
+        TableError: it is not a whole Parquet file, or has other columns than ``schema``.
     """
     with _open(path) as file:
-        _check(path, file.schema_arrow, schema)
+        _check_columns(path, file.schema_arrow, schema)
         return file.read()
 
 
@@ -88,9 +78,9 @@ def check_columns(path: Path, schema: pa.Schema) -> None:
     """Check that a table has the columns of a schema.
 
     Raises:
-        TableError: it has others, or is no whole Parquet file.
+        TableError: it has others, or is not a whole Parquet file.
     """
-    _check(path, read_schema(path), schema)
+    _check_columns(path, read_schema(path), schema)
 
 
 def read_column(path: Path, name: str) -> pa.ChunkedArray:
@@ -101,41 +91,38 @@ def read_column(path: Path, name: str) -> pa.ChunkedArray:
         return file.read(columns=[name])[name]
 
 
-def about_table(path: Path) -> dict[str, Any]:
-    """What ``write_table`` was told about the table.
+def read_table_metadata(path: Path) -> dict[str, Any]:
+    """The metadata that the table was written with.
 
     Raises:
-        TableError: no whole Parquet file, or not one that ``write_table`` wrote.
+        TableError: it is not a whole Parquet file, or not one that ``write_table`` wrote.
     """
     with _open(path) as file:
-        metadata = file.metadata.metadata or {}
-    said = metadata.get(_ABOUT)
-    if said is None:
-        raise TableError(f"{path} was not written by Ebbflow: it does not say what it is; make it again")
-    if metadata.get(_ABOUT_DIGEST) != _digest(said).encode():
-        raise TableError(f"{path} is damaged: what it says about itself does not fit its sha256; make it again")
-    return json.loads(said)
+        footer = file.metadata.metadata or {}
+    text = footer.get(_METADATA.encode())
+    if text is None:
+        raise TableError(f"{path} was not written by Ebbflow: it has no metadata; make it again")
+    if footer.get(_METADATA_SHA256.encode()) != _sha256(text).encode():
+        raise TableError(f"{path} is damaged: its metadata does not match its sha256; make it again")
+    metadata: dict[str, Any] = json.loads(text)
+    return metadata
 
 
-def _digest(said: bytes) -> str:
-    """The footer of a Parquet file has no checksum of its own."""
-    return hashlib.sha256(said).hexdigest()
-
-
-def nullable(values: np.ndarray) -> pa.Array:
+def nan_to_null(values: np.ndarray) -> pa.Array:
     """A float64 column in which NaN (not scored) is null."""
     return pa.array(values, pa.float64(), from_pandas=True)
 
 
 def row_count(path: Path) -> int:
-    """Rows of a table, from its footer."""
+    """Number of rows, from the footer."""
     with _open(path) as file:
-        return file.metadata.num_rows
+        rows: int = file.metadata.num_rows
+        return rows
 
 
 @contextmanager
 def _open(path: Path) -> Iterator[pq.ParquetFile]:
-    """The file, for as long as the block reads it; whatever is wrong with it is a ``TableError``."""
+    """The file while the block reads it; whatever is wrong with it becomes a ``TableError``."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
@@ -143,15 +130,19 @@ def _open(path: Path) -> Iterator[pq.ParquetFile]:
         raise
     except FileNotFoundError:
         raise TableError(f"no table at {path}") from None
-    except Exception as error:  # what is damaged can look like anything: Arrow has a dozen errors, memory and text their own
+    except Exception as error:  # a damaged file can look like anything: Arrow has a dozen errors, memory and text their own
         reason = printable(f"{type(error).__name__}: {error}".partition("\n")[0], 300)
         raise TableError(f"{path} is no whole Parquet file ({reason}); make it again") from None
 
 
-def _check(path: Path, found: pa.Schema, expected: pa.Schema | None) -> None:
+def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema | None) -> None:
     if expected is not None and not found.remove_metadata().equals(expected.remove_metadata()):
         raise TableError(f"{path} has the columns\n{_listed(found)}\nbut should have\n{_listed(expected)}")
 
 
 def _listed(schema: pa.Schema) -> str:
     return printable("; ".join(f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in schema), 1000)
+
+
+def _sha256(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()

@@ -31,7 +31,7 @@ from PIL import Image
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.base import printable
 from ebbflow.recipe.secrets import cleaned
-from ebbflow.storage.disk import inside
+from ebbflow.storage.disk import safe_join
 from ebbflow.tracking import waiting
 from ebbflow.tracking.delivery import DELIVER, flatten
 from ebbflow.tracking.store import AWAY, DIGEST, NODE, PARENT, REFUSED, ROLE, connect, create_run, find, last_steps
@@ -170,7 +170,7 @@ class Node:
         Raises:
             PathError: the path leads out of them.
         """
-        inside(Path("artifacts"), path)
+        safe_join(Path("artifacts"), path)
         self._send("file", path=path, content=content)
 
     def flush(self) -> bool:

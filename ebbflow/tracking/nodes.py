@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ebbflow.data.records import Evaluation, StageRecord, Verdict
 from ebbflow.plots.images import PICTURED, caption, image_grid
-from ebbflow.storage.tables import about_table, read_table, row_count
+from ebbflow.storage.tables import read_table, read_table_metadata, row_count
 from ebbflow.tracking.child_run import Node
 from ebbflow.tracking.delivery import flatten
 
@@ -42,7 +42,7 @@ def log_stage(node: Node, record: StageRecord) -> None:
 
 def log_table_about(node: Node, path: Path) -> None:
     """What a shard says about itself, and its cost per image."""
-    about = about_table(path)
+    about = read_table_metadata(path)
     images = row_count(path)
     seconds = about.pop("seconds")
     node.log_params(flatten(about))

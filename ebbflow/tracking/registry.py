@@ -30,7 +30,7 @@ from mlflow.types import ColSpec, Schema
 from ebbflow.data.records import Champion, Registration, TrackedRun, Verdict
 from ebbflow.recipe.secrets import cleaned
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder, verify
-from ebbflow.storage.disk import inside
+from ebbflow.storage.disk import safe_join
 from ebbflow.tracking.claim import CHAMPION, alias_of, claimed
 from ebbflow.tracking.store import DIGEST, EXECUTION, TrackingError, connect, uploading
 from ebbflow.training.card import CARD, STATISTICS, read_card
@@ -183,7 +183,7 @@ def download_champion(champion: Champion, into: Path) -> Path:
         place = client.get_model_version_download_uri(champion.model_name, champion.version)
         model = mlflow.artifacts.download_artifacts(place, dst_path=str(into), tracking_uri=champion.tracking_uri)
     flavor = Model.load(model).flavors.get(mlflow.pyfunc.FLAVOR_NAME, {})
-    data = inside(Path(model), flavor.get(mlflow.pyfunc.DATA, "data"))
+    data = safe_join(Path(model), flavor.get(mlflow.pyfunc.DATA, "data"))
     if not (data / "policy" / CARD).is_file():
         raise RegistryError(
             f"{champion.model_name!r} version {champion.version} holds no policy/{CARD}, so Ebbflow did not register it; "

@@ -20,7 +20,7 @@ from ebbflow.evaluation.gate import REFUSED
 from ebbflow.plots import charts
 from ebbflow.plots.images import fit, open_rgb
 from ebbflow.recipe import Recipe
-from ebbflow.storage.disk import room_for, unfinished_name
+from ebbflow.storage.disk import write_text
 
 PICTURED_PROMPTS = 16
 MOST_COLUMNS = 6
@@ -117,7 +117,7 @@ def summary(inputs: ReportInputs) -> dict[str, Any]:
 
 def write_summary(path: Path, inputs: ReportInputs) -> None:
     """``summary`` as JSON."""
-    _write(path, json.dumps(summary(inputs), indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(summary(inputs), indent=2, allow_nan=False) + "\n")
 
 
 def summary_table(inputs: ReportInputs) -> str:
@@ -150,7 +150,7 @@ def write_report(path: Path, inputs: ReportInputs) -> None:
     )
     environment.globals["refused"] = REFUSED
     environment.filters |= {"number": _number, "label": charts.label, "duration": _duration}
-    _write(path, environment.get_template("report.html").render(_page(inputs)))
+    write_text(path, environment.get_template("report.html").render(_page(inputs)))
 
 
 def _page(inputs: ReportInputs) -> dict[str, Any]:
@@ -262,15 +262,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = unfinished_name(path)
-    try:
-        with room_for(path):
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

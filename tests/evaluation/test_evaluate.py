@@ -18,7 +18,7 @@ from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.rollouts.generate import generate
-from ebbflow.storage.tables import about_table, read_table, write_table
+from ebbflow.storage.tables import read_table, read_table_metadata, write_table
 from ebbflow.training.card import write_base_policy
 from ebbflow.training.policy import Policy
 
@@ -83,7 +83,7 @@ def test_means_are_over_their_own_split(run, prompts, tmp_path):
             {"reward": darkness[rows].mean(), "darkness": darkness[rows].mean(), "brightness": 1 - darkness[rows].mean()}
         )
     assert (evaluation.label, evaluation.policy_version, evaluation.coverage) == ("the label", 3, 1.0)
-    assert about_table(tmp_path / "samples.parquet")["label"] == "the label"
+    assert read_table_metadata(tmp_path / "samples.parquet")["label"] == "the label"
     assert evaluation.seconds.keys() == {"sampling", "scoring"}
 
 

@@ -23,7 +23,7 @@ from ebbflow.offline.shards import made_for, read_latents, require_shard
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
 from ebbflow.stage import Kept, Place
-from ebbflow.storage.tables import TableError, about_table, read_batches, read_table, write_table
+from ebbflow.storage.tables import TableError, read_batches, read_table, read_table_metadata, write_table
 from ebbflow.training.card import write_base_policy
 from ebbflow.training.policy import Policy
 
@@ -65,7 +65,7 @@ def test_a_damaged_shard_is_refused_or_reads_as_before(made, tmp_path, go_wrong)
 
     def everything():
         require_shard(place, path, prompts)
-        return read_table(path), read_latents(path), about_table(path), pa.Table.from_batches(read_batches(path, 3))
+        return read_table(path), read_latents(path), read_table_metadata(path), pa.Table.from_batches(read_batches(path, 3))
 
     read = only_speaks_plainly(everything, TableError, str(path))
     if read is not None:
@@ -74,7 +74,7 @@ def test_a_damaged_shard_is_refused_or_reads_as_before(made, tmp_path, go_wrong)
         assert table.equals(expected)
         assert batches.equals(expected)
         assert torch.equal(latents, read_latents(good))
-        assert about == about_table(good)
+        assert about == read_table_metadata(good)
 
 
 @cases(40, go_wrong=damage())
@@ -93,7 +93,7 @@ def rewritten(path: Path, about=None, columns=None, schema=None, **changed) -> P
     schema = schema or table.schema.remove_metadata()
     values = {name: table[name].combine_chunks() for name in table.schema.names} | changed
     batch = pa.record_batch([values[name] for name in schema.names], schema=schema)
-    write_table(path, schema, [batch], {**about_table(path), **(about or {})})
+    write_table(path, schema, [batch], {**read_table_metadata(path), **(about or {})})
     return path
 
 
@@ -164,9 +164,9 @@ def test_an_image_that_is_none_is_named(shard, score, image):
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
-        ({}, "does not say what it is"),
-        ({"ebbflow": "{}"}, "does not fit its sha256"),
-        ({"ebbflow": "{", "ebbflow.sha256": "0" * 64}, "does not fit its sha256"),
+        ({}, "was not written by Ebbflow"),
+        ({"ebbflow": "{}"}, "does not match its sha256"),
+        ({"ebbflow": "{", "ebbflow.sha256": "0" * 64}, "does not match its sha256"),
     ],
 )
 def test_metadata_that_was_tampered_with(shard, score, metadata, says):

@@ -20,7 +20,7 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.storage import identity
 from ebbflow.storage.identity import code_digest, inputs_digest
-from ebbflow.storage.locks import FolderInUse, held
+from ebbflow.storage.locks import FolderInUseError, exclusive_lock
 from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.parent_run import finish_run, tell_results
 from ebbflow.tracking.store import connect
@@ -31,8 +31,8 @@ HOLDER = "\n".join(
     [
         "import sys",
         "from pathlib import Path",
-        "from ebbflow.storage.locks import held",
-        "with held(Path(sys.argv[1])):",
+        "from ebbflow.storage.locks import exclusive_lock",
+        "with exclusive_lock(Path(sys.argv[1])):",
         "    print('has it', flush=True)",
         "    input()",
     ]
@@ -134,14 +134,14 @@ def _elsewhere(folder: Path | str) -> subprocess.Popen[str]:
 def test_a_second_start_is_refused_while_the_first_lives(make: Callable[..., Recipe]) -> None:
     run = start_run(recipe=make())
     with (
-        pytest.raises(FolderInUse, match=f"{run.folder} is in use by process {os.getpid()} on .*; wait until"),
-        held(Path(run.folder)),
+        pytest.raises(FolderInUseError, match=f"{run.folder} is in use by process {os.getpid()} on .*; wait until"),
+        exclusive_lock(Path(run.folder)),
     ):
         pass
     start_run(recipe=make(seed=1))  # this process turns to another run
     first = _elsewhere(run.folder)
     try:
-        with pytest.raises(FolderInUse, match=rf"is in use by process {first.pid} on .*another 'output'"):
+        with pytest.raises(FolderInUseError, match=rf"is in use by process {first.pid} on .*another 'output'"):
             start_run(recipe=make())
     finally:
         first.kill()
@@ -151,12 +151,12 @@ def test_a_second_start_is_refused_while_the_first_lives(make: Callable[..., Rec
 
 def test_a_folder_is_free_once_its_holder_was_killed(tmp_path: Path) -> None:
     holder = _elsewhere(tmp_path / "new")
-    with pytest.raises(FolderInUse), held(tmp_path / "new"):
+    with pytest.raises(FolderInUseError), exclusive_lock(tmp_path / "new"):
         pass
     holder.kill()
     holder.communicate()
     for _ in range(2):
-        with held(tmp_path / "new"):
+        with exclusive_lock(tmp_path / "new"):
             pass
 
 
@@ -165,7 +165,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", without)
-    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\): nothing keeps"), held(tmp_path):
+    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\): nothing keeps"), exclusive_lock(tmp_path):
         pass
 
 

@@ -111,7 +111,7 @@ def same_as_never_killed(stages, stage, name):
     assert verify(folder / name) == verify(folder / "whole")
     assert untimed(stages.told(stage, name)["rows"]) == untimed(stages.whole(stage)["rows"])
     assert last_checkpoint(folder / f"{name}-checkpoints") == last_checkpoint(folder / "whole-checkpoints")
-    left = [path.name for path in folder.rglob("*") if "unfinished" in path.name]
+    left = [path.name for path in folder.rglob("*") if "partial" in path.name]
     assert left == []
 
 

@@ -17,7 +17,7 @@ from ebbflow.offline.pairs import NOT_OURS, import_pairs, import_pairs_from_fold
 from ebbflow.offline.shards import read_latents
 from ebbflow.offline.training import train_epochs
 from ebbflow.stage import Kept, Place
-from ebbflow.storage.tables import about_table, read_column, read_table, write_table
+from ebbflow.storage.tables import read_column, read_table, read_table_metadata, write_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import Learner
 
@@ -154,7 +154,7 @@ def test_a_pair_goes_into_the_shard_of_its_number_and_images_are_read_once(
     for shard, path in enumerate(imported.rollouts):
         mine = [number for number in range(shard, 10, shards) if number != 3]
         assert read_column(path, "prompt_id").to_pylist() == [number for number in mine for _ in range(2)]
-        assert about_table(path)["shard"] == shard
+        assert read_table_metadata(path)["shard"] == shard
     assert len(imported.rollouts) == shards
 
 

@@ -25,7 +25,7 @@ from ebbflow.recipe.algorithms import BUILT_IN
 from ebbflow.recipe.recipe import Policy as PolicyConfig
 from ebbflow.stage import Kept, Place
 from ebbflow.storage.artifacts import verify
-from ebbflow.storage.tables import about_table, nullable, read_table, write_table
+from ebbflow.storage.tables import nan_to_null, read_table, read_table_metadata, write_table
 from ebbflow.training.batches import forward_batch
 from ebbflow.training.card import Progress, read_card, write_base_policy
 from ebbflow.training.distributed import Ranks
@@ -48,7 +48,7 @@ ABOUT_SCORES = {"seconds": {"scoring": 2.0}, "weights": {"darkness": 1.0}}
 def write_scores(path, keys, rewards):
     rewards = np.array(rewards, np.float64)
     prompt_ids, samples = zip(*keys, strict=True)
-    columns = [pa.array(prompt_ids), pa.array(samples), nullable(rewards), nullable(rewards)]
+    columns = [pa.array(prompt_ids), pa.array(samples), nan_to_null(rewards), nan_to_null(rewards)]
     failure = pa.array(["broken" if np.isnan(reward) else None for reward in rewards], pa.string())
     schema = score_schema(["darkness"])
     write_table(path, schema, [pa.record_batch([*columns, failure], schema=schema)], ABOUT_SCORES)
@@ -86,7 +86,7 @@ def test_advantages_are_over_all_shards_and_leave_out_what_says_nothing(place, t
     assert metrics == pytest.approx(expected.metrics, abs=1e-6)
     assert metrics["group/dropped_samples"] == 9
     assert metrics["group/zero_std_share"] == 0.5
-    said = about_table(tmp_path / "advantages.parquet")
+    said = read_table_metadata(tmp_path / "advantages.parquet")
     assert said["metrics"] == metrics
     assert said["seconds"] == {"scoring": 4.0}
 
@@ -194,7 +194,7 @@ def test_the_order_of_the_advantages_does_not_matter(make_recipe, stored, run, t
     first = keys_seen(run(place, rollouts, advantages))
     table = read_table(advantages)
     shuffled = table.take(np.random.default_rng(0).permutation(len(table))).combine_chunks()
-    write_table(tmp_path / "shuffled", ADVANTAGES, shuffled.to_batches(), about_table(advantages))
+    write_table(tmp_path / "shuffled", ADVANTAGES, shuffled.to_batches(), read_table_metadata(advantages))
     assert keys_seen(run(place, rollouts, tmp_path / "shuffled")) == first
 
 

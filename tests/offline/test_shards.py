@@ -19,7 +19,7 @@ from ebbflow.offline.shards import read_latents
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.stage import Place
-from ebbflow.storage.tables import TableError, about_table, nullable, read_table, write_table
+from ebbflow.storage.tables import TableError, nan_to_null, read_table, read_table_metadata, write_table
 from ebbflow.training.policy import Policy
 
 
@@ -90,7 +90,7 @@ def test_stages_and_rounds_share_no_noise(place, model, policy, shards, make_pro
 
 
 def test_a_shard_says_what_made_it(place, shards):
-    said = about_table(shards[1])
+    said = read_table_metadata(shards[1])
     assert said["recipe_digest"] == place.recipe.digest
     assert (said["stage"], said["shard"], said["seed"], said["micro_batch"]) == ("2.2 offline", 1, place.seed, 8)
     assert (said["sampler"]["name"], said["dtype"]) == ("ode", "float32")
@@ -100,7 +100,7 @@ def test_a_shard_says_what_made_it(place, shards):
 def test_rougher_rollouts_are_rougher_and_say_so(make_recipe, model, policy, shards, make_prompts, tmp_path):
     rough = Place(make_recipe(offline={"rollout_precision": "bfloat16"}), 1, 1)
     generate_shard(rough, model, policy, 7, make_prompts(6), 0, tmp_path / "rough.parquet")
-    assert about_table(tmp_path / "rough.parquet")["dtype"] == "bfloat16"
+    assert read_table_metadata(tmp_path / "rough.parquet")["dtype"] == "bfloat16"
     exact, found = read_latents(shards[0]), read_latents(tmp_path / "rough.parquet")
     assert 1e-4 < (found - exact).abs().max() < 0.5
 
@@ -138,7 +138,7 @@ def test_scores_are_those_of_the_stored_images(place, scorer, shards, make_promp
     assert scores["reward"].to_pylist() == pytest.approx(expected, abs=1e-12)
     assert scores["brightness"].to_pylist() == pytest.approx(1 - expected, abs=1e-12)
     assert scores["failure"].null_count == 8
-    said = about_table(tmp_path / "scores.parquet")
+    said = read_table_metadata(tmp_path / "scores.parquet")
     assert (said["stage"], said["shard"], said["recipe_digest"]) == ("2.2 offline", 0, place.recipe.digest)
     assert said["seconds"].keys() == {"scoring"}
 
@@ -171,7 +171,7 @@ def test_too_many_failures_stop_the_stage(make_recipe, model, policy, scorer, ma
 
 @given(st.lists(st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.just(float("nan"))), max_size=10))
 def test_not_scored_is_null(values):
-    column = nullable(np.array(values, np.float64))
+    column = nan_to_null(np.array(values, np.float64))
     assert column.type == pa.float64()
     assert column.to_pylist() == [None if np.isnan(value) else value for value in values]
 

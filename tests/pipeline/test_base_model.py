@@ -39,6 +39,6 @@ def test_a_committed_folder_that_was_damaged_is_refused_and_the_run_fails(
     source = shutil.copytree(base_folder, tmp_path / "base")
     assert (source / "COMMIT").is_file()
     (source / "model_index.json").write_text("{}")
-    with pytest.raises(ArtifactError, match=r"does not fit its manifest \(model_index.json\)"):
+    with pytest.raises(ArtifactError, match=r"does not match its manifest \(model_index.json\)"):
         copy_base_model(model=Model(path=str(source)), run=run)
     assert connect(run.tracking_uri).get_run(run.run_id).info.status == "FAILED"

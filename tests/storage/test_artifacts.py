@@ -26,8 +26,8 @@ def everything(folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    with new_folder(tmp_path / "artifact") as unfinished:
-        write(unfinished)
+    with new_folder(tmp_path / "artifact") as partial:
+        write(partial)
     return tmp_path / "artifact"
 
 
@@ -41,11 +41,11 @@ def test_a_new_folder_is_committed_and_in_place(folder, tmp_path):
 
 
 def test_the_digest_is_that_of_the_content(folder, tmp_path):
-    with new_folder(tmp_path / "elsewhere") as unfinished:
-        write(unfinished, dict(reversed(FILES.items())))
+    with new_folder(tmp_path / "elsewhere") as partial:
+        write(partial, dict(reversed(FILES.items())))
     assert verify(tmp_path / "elsewhere") == verify(folder)
-    with new_folder(tmp_path / "other") as unfinished:
-        write(unfinished, FILES | {"a.txt": b"First"})
+    with new_folder(tmp_path / "other") as partial:
+        write(partial, FILES | {"a.txt": b"First"})
     assert verify(tmp_path / "other") != verify(folder)
     shutil.copytree(folder, tmp_path / "copy")
     assert verify(tmp_path / "copy") == verify(folder)
@@ -116,8 +116,8 @@ def test_what_is_not_there_is_no_artifact(tmp_path):
 
 
 def fail_half_way(folder):
-    with new_folder(folder) as unfinished:
-        write(unfinished, {"a.txt": b"second"})
+    with new_folder(folder) as partial:
+        write(partial, {"a.txt": b"second"})
         raise RuntimeError("half way")
 
 
@@ -137,17 +137,17 @@ def test_an_exception_leaves_what_was_there_before(folder, tmp_path):
 
 
 def test_a_new_folder_takes_the_place_of_the_old_one(folder):
-    with new_folder(folder) as unfinished:
-        assert not list(unfinished.iterdir())
-        write(unfinished, {"only": b"this"})
+    with new_folder(folder) as partial:
+        assert not list(partial.iterdir())
+        write(partial, {"only": b"this"})
     verify(folder)
     assert everything(folder).keys() == {"only", MANIFEST, COMMIT}
 
 
 def test_it_does_not_exist_before_it_is_whole(tmp_path):
-    with new_folder(tmp_path / "deep" / "artifact") as unfinished:
-        write(unfinished)
+    with new_folder(tmp_path / "deep" / "artifact") as partial:
+        write(partial)
         assert not (tmp_path / "deep" / "artifact").exists()
         with pytest.raises(ArtifactError):
-            verify(unfinished)
+            verify(partial)
     verify(tmp_path / "deep" / "artifact")

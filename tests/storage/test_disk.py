@@ -22,9 +22,8 @@ from ebbflow.offline.scoring import score_shard
 from ebbflow.stage import Place
 from ebbflow.storage import artifacts
 from ebbflow.storage.artifacts import new_folder, verify
-from ebbflow.storage.disk import DiskFullError
-from ebbflow.storage.tables import about_table, row_count, write_table
-from ebbflow.tracking import report
+from ebbflow.storage.disk import DiskFullError, write_text
+from ebbflow.storage.tables import read_table_metadata, row_count, write_table
 from ebbflow.training.card import PolicyCard
 from ebbflow.training.checkpoint import write_part
 from ebbflow.training.policy import Policy
@@ -71,8 +70,8 @@ def test_a_checkpoint(model, make_recipe, tmp_path):
     folder = tmp_path / "step-00002"
 
     def write() -> None:
-        with new_folder(folder) as unfinished:
-            write_part(unfinished, learner)
+        with new_folder(folder) as partial:
+            write_part(partial, learner)
 
     require_refused_then_written(folder, write, size=40_000)
     verify(folder)
@@ -89,11 +88,11 @@ def test_rollouts_and_scores(model, make_recipe, make_prompts, scorer, tmp_path)
     assert row_count(scores) == row_count(rollouts) == 8
 
 
-def test_a_report(tmp_path):
+def test_a_text_file(tmp_path):
     path = tmp_path / "report.html"
     path.write_text("the report of the attempt before")
     with no_file_above(1000), pytest.raises(DiskFullError, match="report.html could not be written"):
-        report._write(path, "x" * 2000)
+        write_text(path, "x" * 2000)
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"report.html": "the report of the attempt before"}
 
 
@@ -103,9 +102,9 @@ def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
     folder = tmp_path / "artifact"
 
     def write(text: str) -> None:
-        with new_folder(folder) as unfinished:
-            (unfinished / "a").write_text(text)
-            (unfinished / "b").write_text(text)
+        with new_folder(folder) as partial:
+            (partial / "a").write_text(text)
+            (partial / "b").write_text(text)
 
     class Full:
         def __init__(self, calls: int) -> None:
@@ -150,8 +149,8 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from ebbflow.storage.artifacts import new_folder
-with new_folder(Path(sys.argv[1])) as unfinished:
-    (unfinished / "weights").write_bytes(bytes(1000))
+with new_folder(Path(sys.argv[1])) as partial:
+    (partial / "weights").write_bytes(bytes(1000))
     print("writing", flush=True)
     time.sleep(600)
 """
@@ -163,14 +162,14 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_n
         assert writer.stdout is not None
         writer.stdout.readline()
         try:
-            with new_folder(folder) as unfinished:
-                (unfinished / "weights").write_text("of another")
-            assert (tmp_path / f".step-00010.unfinished-{writer.pid}" / "weights").is_file()
+            with new_folder(folder) as partial:
+                (partial / "weights").write_text("of another")
+            assert (tmp_path / f".step-00010.partial-{writer.pid}" / "weights").is_file()
         finally:
             writer.send_signal(signal.SIGKILL)
     assert len(list(tmp_path.iterdir())) == 2
-    with new_folder(folder) as unfinished:
-        (unfinished / "weights").write_text("of the next attempt")
+    with new_folder(folder) as partial:
+        (partial / "weights").write_text("of the next attempt")
     assert [path.name for path in tmp_path.iterdir()] == ["step-00010"]
     assert (folder / "weights").read_text() == "of the next attempt"
 
@@ -181,15 +180,15 @@ from pathlib import Path
 import pyarrow as pa
 from ebbflow.storage.artifacts import new_folder, verify
 from ebbflow.storage.tables import write_table
-from ebbflow.storage.disk import DiskFullError
+from ebbflow.storage.disk import DiskFullError, write_text
 from safetensors.torch import save_file
 import torch
 
 disk, schema = Path(sys.argv[1]), pa.schema([("bytes", pa.binary())])
 
 def weights(megabytes):
-    with new_folder(disk / "policy") as unfinished:
-        save_file({"w": torch.ones(megabytes, 2**18)}, unfinished / "parameters.safetensors")
+    with new_folder(disk / "policy") as partial:
+        save_file({"w": torch.ones(megabytes, 2**18)}, partial / "parameters.safetensors")
 
 def table(megabytes):
     write_table(disk / "t.parquet", schema, (pa.record_batch([[os.urandom(2**20)]], schema) for _ in range(megabytes)), {})
@@ -227,4 +226,4 @@ def test_errors_of_other_kinds_stay_what_they_are(tmp_path):
     with pytest.raises(PermissionError, match="not yours"):
         write_table(tmp_path / "t.parquet", schema, batches(), {})
     write_table(tmp_path / "t.parquet", schema, [], {"seconds": time.time() * 0})
-    assert about_table(tmp_path / "t.parquet") == {"seconds": 0}
+    assert read_table_metadata(tmp_path / "t.parquet") == {"seconds": 0}

@@ -27,7 +27,7 @@ from ebbflow.recipe.pretrained import Pretrained
 from ebbflow.recipe.recipe import Recipe
 from ebbflow.stage import Place
 from ebbflow.storage.artifacts import ArtifactError, commit, new_folder, verify
-from ebbflow.storage.disk import PathError, inside
+from ebbflow.storage.disk import PathError, safe_join
 from ebbflow.tracking import waiting
 from ebbflow.tracking.child_run import Node
 
@@ -51,8 +51,8 @@ in_place = settings(suppress_health_check=[HealthCheck.function_scoped_fixture],
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_what_leads_out_is_refused(tmp_path, name):
-    with pytest.raises(PathError, match=r"is no name of a file below .*; give one without"):
-        inside(tmp_path, name)
+    with pytest.raises(PathError, match=r"is no file name below .*; remove"):
+        safe_join(tmp_path, name)
 
 
 def test_a_link_that_leads_out_is_refused(tmp_path):
@@ -61,9 +61,9 @@ def test_a_link_that_leads_out_is_refused(tmp_path):
     (folder / "up").symlink_to(tmp_path)
     (folder / "own").symlink_to(folder / "file")
     with pytest.raises(PathError, match="leads out of .* through a link"):
-        inside(folder, "up/secret")
-    assert inside(folder, "own") == folder / "own"
-    assert inside(folder, "deep/er/file") == folder / "deep/er/file"
+        safe_join(folder, "up/secret")
+    assert safe_join(folder, "own") == folder / "own"
+    assert safe_join(folder, "deep/er/file") == folder / "deep/er/file"
 
 
 @in_place
@@ -71,7 +71,7 @@ def test_a_link_that_leads_out_is_refused(tmp_path):
 @example("a/./b")
 def test_whatever_is_let_through_is_inside(tmp_path, name):
     try:
-        path = inside(tmp_path, name)
+        path = safe_join(tmp_path, name)
     except PathError:
         return
     assert path.resolve().is_relative_to(tmp_path.resolve())
@@ -79,14 +79,14 @@ def test_whatever_is_let_through_is_inside(tmp_path, name):
 
 def test_names_in_a_manifest_are_compared_and_never_followed(tmp_path):
     (tmp_path / "secret").write_text("secret")
-    with new_folder(tmp_path / "artifact") as unfinished:
-        (unfinished / "a").write_text("a")
+    with new_folder(tmp_path / "artifact") as partial:
+        (partial / "a").write_text("a")
     manifest = json.loads((tmp_path / "artifact" / "manifest.json").read_text())
     manifest["files"]["../secret"] = manifest["files"]["a"]
     (tmp_path / "artifact" / "manifest.json").write_text(json.dumps(manifest))
     digest = hashlib.sha256((tmp_path / "artifact" / "manifest.json").read_bytes()).hexdigest()
     (tmp_path / "artifact" / "COMMIT").write_text(digest)
-    with pytest.raises(ArtifactError, match=r"does not fit its manifest .*\.\./secret"):
+    with pytest.raises(ArtifactError, match=r"does not match its manifest .*\.\./secret"):
         verify(tmp_path / "artifact")
 
 
@@ -130,7 +130,7 @@ def test_images_of_prompts_and_pairs(tmp_path):
 @pytest.mark.parametrize("path", ["../report.html", "/etc/x", "dumps/../../x", "a\\..\\b", ".."])
 def test_files_of_a_run(path, tmp_path):
     tracked = TrackedRun(run_id="r", experiment_id="1", tracking_uri="", folder=str(tmp_path), recipe_digest="d", started_at=0.0)
-    with pytest.raises(PathError, match="is no name of a file below artifacts"):
+    with pytest.raises(PathError, match="is no file name below artifacts"):
         Node(tracked, "n").log_file(path, b"")
 
 

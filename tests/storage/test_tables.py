@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from ebbflow.data.schema import ADVANTAGES, score_schema
 from ebbflow.storage.tables import (
     TableError,
-    about_table,
-    new_table,
+    open_table_writer,
     read_batches,
     read_column,
     read_table,
+    read_table_metadata,
     row_count,
     write_table,
 )
@@ -41,7 +41,7 @@ def test_what_is_written_is_read(tmp_path, parts, said):
     write_table(path, SCHEMA, map(batch, parts), said)
     expected = pa.Table.from_batches([batch(part) for part in parts], SCHEMA)
     assert read_table(path, SCHEMA).equals(expected)
-    assert about_table(path) == json.loads(json.dumps(said))
+    assert read_table_metadata(path) == json.loads(json.dumps(said))
     assert row_count(path) == len(expected)
     assert read_column(path, "failure").to_pylist() == expected["failure"].to_pylist()
     small = list(read_batches(path, rows=2))
@@ -58,26 +58,26 @@ def test_about_may_be_filled_while_batches_are_drawn(tmp_path):
         said["seconds"] = 7
 
     write_table(tmp_path / "deep" / "table.parquet", SCHEMA, batches(), said)
-    assert about_table(tmp_path / "deep" / "table.parquet") == {"seconds": 7}
+    assert read_table_metadata(tmp_path / "deep" / "table.parquet") == {"seconds": 7}
 
 
 def test_several_tables_are_written_at_once_and_appear_together(tmp_path):
     one, other = tmp_path / "one.parquet", tmp_path / "other.parquet"
-    with new_table(one, SCHEMA, {"is": 1}) as write_one, new_table(other, SCHEMA, {"is": 2}) as write_other:
+    with open_table_writer(one, SCHEMA, {"is": 1}) as write_one, open_table_writer(other, SCHEMA, {"is": 2}) as write_other:
         for number in range(3):
             write_one(batch([(number, 0, 0.5, None, None)]))
             write_other(batch([(number, 1, 0.5, None, None)]))
         assert not one.exists()
         assert not other.exists()
     assert [read_table(path)["sample"].to_pylist() for path in (one, other)] == [[0] * 3, [1] * 3]
-    assert [about_table(path)["is"] for path in (one, other)] == [1, 2]
+    assert [read_table_metadata(path)["is"] for path in (one, other)] == [1, 2]
 
 
 def test_of_several_tables_none_appears_when_one_fails(tmp_path):
     def write():
         with (
-            new_table(tmp_path / "one.parquet", SCHEMA, {}) as write_one,
-            new_table(tmp_path / "other.parquet", SCHEMA, {}) as write_other,
+            open_table_writer(tmp_path / "one.parquet", SCHEMA, {}) as write_one,
+            open_table_writer(tmp_path / "other.parquet", SCHEMA, {}) as write_other,
         ):
             write_one(batch([(1, 2, 3.0, None, None)]))
             write_other(pa.record_batch([pa.array([1])], names=["x"]))
@@ -96,7 +96,7 @@ def test_a_truncated_file_is_refused_wherever_it_was_cut(tmp_path):
         with pytest.raises(TableError, match=r"(?s)table\.parquet is no whole Parquet file .*make it again"):
             read_table(path, SCHEMA)
     path.write_bytes(b"")
-    for read in (about_table, row_count, lambda p: list(read_batches(p)), lambda p: read_column(p, "reward")):
+    for read in (read_table_metadata, row_count, lambda p: list(read_batches(p)), lambda p: read_column(p, "reward")):
         with pytest.raises(TableError, match="no whole Parquet file"):
             read(path)
 
@@ -136,4 +136,4 @@ def test_errors_name_the_file_and_the_way_out(tmp_path):
         read_table(path, ADVANTAGES)
     pq.write_table(pa.table({"x": [1]}), path)
     with pytest.raises(TableError, match="not written by Ebbflow"):
-        about_table(path)
+        read_table_metadata(path)

@@ -310,9 +310,9 @@ def test_the_same_policy_is_served_with_the_same_commit(base_folder: Path, tmp_p
 def test_a_damaged_policy_gets_no_new_commit(recipe: Recipe, name: str, base_folder: Path, tmp_path: Path) -> None:
     trained = in_training(base_folder, tmp_path / "trained", CONFIGS["lora"])
     (trained / "old" / "parameters.safetensors").write_bytes(b"")
-    with pytest.raises(ArtifactError, match="does not fit its manifest"):
+    with pytest.raises(ArtifactError, match="does not match its manifest"):
         served_folder(trained, tmp_path / "served")
-    with pytest.raises(RegistryError, match="does not fit its manifest"):
+    with pytest.raises(RegistryError, match="does not match its manifest"):
         crown(new_run(recipe), trained, None, {}, model_name=name, expected_champion=None)
 
 
