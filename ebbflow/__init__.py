@@ -1,5 +1,26 @@
 """Reinforcement-learning post-training for diffusion and flow-matching models.
 
-The rooms, by the road that data takes: recipe, data, models, flow, rollouts, rewards,
-algorithms, training, online, evaluation, tracking. Nothing here imports flytekit.
+Nothing here imports flytekit. The rooms (packages) and modules, lowest first: each imports only what stands before it in this
+list, and a test reads the list (tests/test_house.py).
+
+- recipe: the config schema of a run
+- timing: wall time by phase
+- seeding: random streams that need no saved state
+- storage: committed folders, Parquet files, locks, digests
+- data: prompts, preference pairs, and the tables and records that pass between stages
+- plots: charts and image grids
+- flow: sigma schedules, the transition, noise
+- algorithms: advantages and losses, a file each
+- models: an adapter per model family
+- rewards: a file per reward, their combination, remote rewards
+- stage: what every part of a training stage knows about it
+- training: the policy and its copies, FSDP2, the update, checkpoints
+- rollouts: the engines that generate samples
+- evaluation: fixed prompts and noise, paired statistics, the gate
+- offline: stages that train on a fixed batch of rollouts or pairs
+- online: stages that generate, score and train step by step
+- tracking: MLflow runs, the registry, the report
+- estimate: the cost of a recipe
+- preflight: the checks before anything is paid for
+- cli: the command line
 """

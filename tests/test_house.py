@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+import ebbflow
+
 ROOT = Path(__file__).parents[1]
+ROOMS = re.findall(r"^- (\w+): ", ebbflow.__doc__ or "", re.MULTILINE)
+"""Lowest first, as the docstring of ``ebbflow`` lists them; a room is a package or a module right below ``ebbflow``."""
 ALL_OF_THE_LIBRARY = (
     "import importlib, pkgutil, ebbflow; "
     "[importlib.import_module(m.name) for m in pkgutil.walk_packages(ebbflow.__path__, 'ebbflow.')]"
@@ -55,3 +65,53 @@ def test_recipes_are_light() -> None:
 def test_datasets_is_no_package() -> None:
     assert (ROOT / "datasets").is_dir()
     assert not list((ROOT / "datasets").rglob("__init__.py")), "it would shadow Hugging Face's datasets"
+
+
+class Import(NamedTuple):
+    """One module of the library imports another: at the top, in a function or for types only."""
+
+    by: str
+    line: int
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.by}:{self.line} imports {self.module}"
+
+
+@cache
+def _modules() -> dict[str, Path]:
+    paths = {path.relative_to(ROOT).with_suffix(""): path for path in (ROOT / "ebbflow").rglob("*.py")}
+    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+
+
+def _imports() -> Iterator[Import]:
+    for by, path in _modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{by}:{node.lineno}: import by the full name"
+                below = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if name in _modules() else node.module or "" for name in below]
+            yield from (Import(by, node.lineno, name) for name in names if name.split(".")[0] == "ebbflow" and name != by)
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_room_is_in_the_list() -> None:
+    assert sorted(ROOMS) == sorted({_room(module) for module in _modules() if module != "ebbflow"})
+
+
+def test_rooms_import_only_lower_ones() -> None:
+    upward = [one for one in _imports() if ROOMS.index(_room(one.module)) > ROOMS.index(_room(one.by))]
+    assert not upward, "\n".join(map(str, upward))
+
+
+def test_modules_import_in_no_circle() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for one in _imports():
+        graph[one.by].add(one.module)
+    TopologicalSorter(graph).prepare()
