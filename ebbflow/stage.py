@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Journal(Protocol):
-    """Takes what a stage shows of itself; ``ebbflow.tracking.child_run.Node`` is one."""
+    """Takes what a stage shows of itself; ``ebbflow.tracking.child_run.RunLogger`` is one."""
 
     def log_metrics(self, values: Mapping[str, float], step: int) -> None:
         """The metrics of a training step, or some of them."""

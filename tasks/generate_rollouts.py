@@ -28,10 +28,10 @@ def generate_rollouts(
     from ebbflow.offline.rollouts import generate_shard_from_folders
     from ebbflow.stage import Place
     from ebbflow.tracking.child_run import node_run
-    from ebbflow.tracking.nodes import log_table_about
+    from ebbflow.tracking.nodes import log_shard
 
     place, path = Place(recipe, round, stage), scratch(f"rollouts-{shard}.parquet", run)
     with node_run(run, f"{place.label} rollout {shard}") as node:
         generate_shard_from_folders(place, fetch(base.folder), fetch(policy.folder), fetch(prompts), shard, path)
-        log_table_about(node, path)
+        log_shard(node, path)
     return FlyteFile(str(path))

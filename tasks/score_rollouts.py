@@ -21,10 +21,10 @@ def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: i
     from ebbflow.stage import Place
     from ebbflow.storage.tables import read_table_metadata
     from ebbflow.tracking.child_run import node_run
-    from ebbflow.tracking.nodes import log_table_about
+    from ebbflow.tracking.nodes import log_shard
 
     place, path, shard = Place(recipe, round, stage), scratch("scores.parquet", run), fetch(rollouts)
     with node_run(run, f"{place.label} scoring {read_table_metadata(shard)['shard']}") as node:
         score_shard(place, load_scorer(recipe.rewards.terms, ()), read_prompts(fetch(prompts), "train"), shard, path)
-        log_table_about(node, path)
+        log_shard(node, path)
     return FlyteFile(str(path))

@@ -36,8 +36,8 @@ def write_report(
 
     from ebbflow.tracking import report
     from ebbflow.tracking.child_run import node_run
-    from ebbflow.tracking.outage import settle
-    from ebbflow.tracking.parent_run import tell_results
+    from ebbflow.tracking.outage import deliver_saved
+    from ebbflow.tracking.parent_run import log_results
 
     page, numbers = scratch("report.html", run), scratch("summary.json", run)
     with node_run(run, "report"):
@@ -51,12 +51,12 @@ def write_report(
             verdict=verdict,
             registration=registration,
             base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,
-            outages=settle(run),
+            outages=deliver_saved(run),
         )
         report.write_report(page, inputs)
         report.write_summary(numbers, inputs)
     Deck("report", page.read_text())
-    tell_results(run, [evaluated.evaluation for evaluated in history], [page, numbers], over=not inputs.awaits_approval)
+    log_results(run, [evaluated.evaluation for evaluated in history], [page, numbers], finish=not inputs.awaits_approval)
     forget_checkpoints(run)
     print(f"\n{report.summary_table(inputs)}\n\nreport: {run.folder}/report.html")
     return Report(

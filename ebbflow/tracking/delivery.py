@@ -1,4 +1,4 @@
-"""How MLflow is told of parameters, pictures, tables, datasets and files: once, however often it is told."""
+"""How each kind of record is written to MLflow, so that writing it again changes nothing."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 from PIL import Image
 
 PARAMS_PER_BATCH = 100
-LONGEST_PARAM = 6000
+MAX_PARAM_LENGTH = 6000
 
 
-def flatten(value: Any, place: str = "") -> dict[str, str]:
+def flatten(value: Any, prefix: str = "") -> dict[str, str]:
     """Nested settings as ``{"stages.0.optimizer.lr": "0.0003"}``."""
     if isinstance(value, Mapping):
         items: list[tuple[Any, Any]] = list(value.items())
     elif isinstance(value, (list, tuple)):
         items = list(enumerate(value))
     else:
-        return {place: str(value)}
+        return {prefix: str(value)}
     if not items:
-        return {place: "[]" if isinstance(value, (list, tuple)) else "{}"}
-    return {key: text for name, item in items for key, text in flatten(item, f"{place}.{name}" if place else str(name)).items()}
+        return {prefix: "[]" if isinstance(value, (list, tuple)) else "{}"}
+    return {key: text for name, item in items for key, text in flatten(item, f"{prefix}.{name}" if prefix else str(name)).items()}
 
 
 def log_params(client: MlflowClient, run_id: str, params: Mapping[str, str]) -> None:
-    """Parameters are immutable in MLflow: writing the same ones again on a retry is a no-op, others are refused."""
-    entities = [Param(key, _cut(value)) for key, value in params.items()]
+    """MLflow's parameters are immutable: writing the same ones again on a retry is a no-op, others are refused."""
+    entities = [Param(key, _shorten(value)) for key, value in params.items()]
     for start in range(0, len(entities), PARAMS_PER_BATCH):
         client.log_batch(run_id, params=entities[start : start + PARAMS_PER_BATCH])
 
 
-def _cut(value: str) -> str:
-    if len(value) <= LONGEST_PARAM:
+def _shorten(value: str) -> str:
+    if len(value) <= MAX_PARAM_LENGTH:
         return value
     note = f" … ({len(value)} characters)"
-    return value[: LONGEST_PARAM - len(note)] + note
+    return value[: MAX_PARAM_LENGTH - len(note)] + note
 
 
 def _log_image(client: MlflowClient, run_id: str, key: str, content: bytes, step: int) -> None:
-    start = f"images/{re.sub('/', '~', key)}+step+{step}+"  # how MLflow names them
+    start = f"images/{re.sub('/', '~', key)}+step+{step}+"  # MLflow's own file names
     if not any(entry.path.startswith(start) for entry in client.list_artifacts(run_id, "images")):
         client.log_image(run_id, Image.open(io.BytesIO(content)), key=key, step=step)
 
@@ -71,12 +71,16 @@ def _log_dataset(client: MlflowClient, run_id: str, dataset: dict[str, str], con
     client.log_inputs(run_id, datasets=[DatasetInput(Dataset(**dataset), [InputTag("mlflow.data.context", context)])])
 
 
-DELIVER: dict[str, Callable[..., object]] = {
+def _log_tag(client: MlflowClient, run_id: str, key: str, value: str) -> None:
+    client.set_tag(run_id, key, value)
+
+
+WRITERS: dict[str, Callable[..., object]] = {
     "params": log_params,
     "image": _log_image,
     "table": _log_table,
     "dataset": _log_dataset,
     "file": _log_file,
-    "tag": lambda client, run_id, key, value: client.set_tag(run_id, key, value),
+    "tag": _log_tag,
 }
-"""What tells MLflow of a ``Record``, by what it is."""
+"""The writer of each kind of record: ``(client, run_id, **record.arguments)``."""

@@ -1,4 +1,4 @@
-"""After an outage of MLflow: what nodes had to keep is delivered, and the report is told."""
+"""After an outage of MLflow: deliver what nodes had to save, and explain in the report what came late or not at all."""
 
 from __future__ import annotations
 
@@ -6,49 +6,47 @@ import json
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.secrets import cleaned
-from ebbflow.tracking import waiting
-from ebbflow.tracking.child_run import Node
+from ebbflow.tracking.child_run import RunLogger
+from ebbflow.tracking.pending import FOLDER, PendingRecords, load_all
 from ebbflow.tracking.store import AWAY, NODE, PARENT, REFUSED, connect
-from ebbflow.tracking.waiting import Waiting
 
 
-def settle(tracked: TrackedRun) -> list[str]:
-    """Deliver what nodes that have ended had to keep. Sentences for the report: to which nodes MLflow was away, what it refused.
+def deliver_saved(tracked: TrackedRun) -> list[str]:
+    """Deliver what nodes that have ended could not. Returns a sentence per outage, refusal and file still undelivered.
 
-    One caller at a time, or metrics could be delivered twice: the tasks before the first node of a run and after its last.
+    One caller at a time, or metrics would be delivered twice: the tasks before the first node of a run and after its last.
     """
     try:
-        for name in waiting.nodes(tracked.folder):
-            kept = waiting.read(tracked.folder, name)
-            Node.taken_up(tracked, name).close("FAILED" if kept and kept.status == "FAILED" else "FINISHED")
-        still = [kept for name in waiting.nodes(tracked.folder) if (kept := waiting.read(tracked.folder, name))]
-    except Exception as error:  # as for a node
-        return [f"what waits for MLflow in {tracked.folder} cannot be read: {error}"]
-    return [*_told(tracked), *(_not_delivered(tracked, kept) for kept in still)]
+        for saved in load_all(tracked.folder):
+            RunLogger(tracked, saved.node).close(saved.status)
+        undelivered = load_all(tracked.folder)
+    except Exception as error:  # as for a node: records must not stop the work
+        return [f"cannot read the records that wait for MLflow in {tracked.folder}: {error}"]
+    return [*_outages_and_refusals(tracked), *(_undelivered(tracked, saved) for saved in undelivered)]
 
 
-def _told(tracked: TrackedRun) -> list[str]:
-    """What the nodes left in their tags: outages first, then refusals."""
+def _outages_and_refusals(tracked: TrackedRun) -> list[str]:
+    """From the tags of the run's nodes: outages first."""
     try:
         client = connect(tracked.tracking_uri)
         children = client.search_runs([tracked.experiment_id], f"tags.`{PARENT}` = '{tracked.run_id}'")
-        told = sorted((child.data.tags for child in children if NODE in child.data.tags), key=lambda tags: tags[NODE])
-        late = [_late(tags[NODE], **json.loads(tags[AWAY])) for tags in told if AWAY in tags]
-        return [*late, *(_refused(tags[NODE], json.loads(tags[REFUSED])) for tags in told if REFUSED in tags)]
-    except Exception as error:  # as for a node
-        return [f"MLflow cannot be asked which records came late or were refused: {cleaned(str(error))}"]
+        nodes = sorted((child.data.tags for child in children if NODE in child.data.tags), key=lambda tags: tags[NODE])
+        outages = [_outage(tags[NODE], **json.loads(tags[AWAY])) for tags in nodes if AWAY in tags]
+        return outages + [_refusal(tags[NODE], json.loads(tags[REFUSED])) for tags in nodes if REFUSED in tags]
+    except Exception as error:  # as above
+        return [f"cannot ask MLflow which records were late or refused: {cleaned(str(error))}"]
 
 
-def _late(node: str, seconds: float, late: int, lost: int) -> str:
+def _outage(node: str, seconds: float, late: int, lost: int) -> str:
     rest = f"; {lost} metrics were too many to keep and are lost" if lost else ""
     return f"{node}: MLflow was away for {seconds:g} s; {late} records were delivered late{rest}"
 
 
-def _refused(node: str, counts: dict[str, int]) -> str:
+def _refusal(node: str, counts: dict[str, int]) -> str:
     listed = ", ".join(f"{what} ({count})" for what, count in counts.items())
-    return f"{node}: MLflow refused {listed}; that is not in the run"
+    return f"{node}: MLflow refused {listed}; the run lacks them"
 
 
-def _not_delivered(tracked: TrackedRun, kept: Waiting) -> str:
-    count = len(kept.metrics) + len(kept.records)
-    return f"{kept.node}: MLflow is away; {count} records wait in {tracked.folder}/{waiting.FOLDER} for the next start of the run"
+def _undelivered(tracked: TrackedRun, saved: PendingRecords) -> str:
+    count = len(saved.metrics) + len(saved.records)
+    return f"{saved.node}: MLflow is away; {count} records wait in {tracked.folder}/{FOLDER} for the next start of the run"

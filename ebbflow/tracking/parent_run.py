@@ -1,6 +1,6 @@
-"""The parent run of an execution, found by tags and resumed when it is tried again.
+"""The parent run of an execution: found by its tags, and resumed when the execution is retried.
 
-It is opened before any work, so a store that is down is an error here.
+It is opened before any work starts, so here a store that is down is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ebbflow.data.records import Evaluation, TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.secrets import cleaned
 from ebbflow.tracking.delivery import flatten, log_params
-from ebbflow.tracking.outage import settle
+from ebbflow.tracking.outage import deliver_saved
 from ebbflow.tracking.store import (
     DIGEST,
     EXECUTION,
@@ -43,32 +43,33 @@ def start_run(recipe: Recipe, execution_id: str | None, tags: Mapping[str, str] 
 
     Args:
         recipe: logged as parameters and as recipe.yaml.
-        execution_id: what identifies the execution across retries; None (a run without an orchestrator) always opens a new run.
-        tags: what ``stopped_run`` is to find it by.
+        execution_id: identifies the execution across retries; None (no orchestrator) always opens a new run.
+        tags: what ``stopped_run`` finds it by.
 
     Raises:
-        TrackingError: the store cannot be used, or the execution was already tracked with another recipe.
+        TrackingError: the store cannot be used, or the execution has a run of another recipe.
     """
     client, experiment_id = _store(recipe)
-    known_by = {ROLE: "execution", EXECUTION: execution_id} if execution_id else {}
-    run = find(client, experiment_id, known_by) if known_by else None
+    identity = {ROLE: "execution", EXECUTION: execution_id} if execution_id else {}
+    run = find(client, experiment_id, identity) if identity else None
     if run is None:
-        about = _parent_tags(recipe, execution_id) | dict(tags or {})
-        run = create_run(client, experiment_id, known_by, about, recipe.name)
+        all_tags = _parent_tags(recipe, execution_id) | dict(tags or {})
+        run = create_run(client, experiment_id, identity, all_tags, recipe.name)
     elif run.data.tags.get(DIGEST) != recipe.digest:
         raise TrackingError(
-            f"execution {execution_id} is run {run.info.run_id} of recipe {run.data.tags.get(DIGEST, 'unknown')[:12]} "
-            f"and now comes with {recipe.digest[:12]}; a changed recipe needs a new execution"
+            f"execution {execution_id} is run {run.info.run_id} of recipe {run.data.tags.get(DIGEST, 'unknown')[:12]}, not of "
+            f"{recipe.digest[:12]}; a changed recipe needs a new execution"
         )
     tracked = _tracked(recipe, run)
     open_run(recipe, tracked)
+    log.info("MLflow run %s of recipe %s in %s", tracked.run_id, recipe.name, cleaned(tracked.tracking_uri))
     return tracked
 
 
 def stopped_run(recipe: Recipe, tags: Mapping[str, str]) -> TrackedRun | None:
-    """The newest run of the recipe with these tags, to go on with (``open_run``); None when there is none to go on with.
+    """The newest run of the recipe with these tags, to be resumed with ``open_run``.
 
-    That is so when it has FINISHED, and when its folder is not on this machine: deleting the folder is how one begins anew.
+    None if it FINISHED, or if its folder is not on this machine: deleting the folder is how a user starts over.
     """
     client, experiment_id = _store(recipe)
     run = find(client, experiment_id, {ROLE: "execution", DIGEST: recipe.digest, **tags}, order="DESC")
@@ -79,8 +80,8 @@ def stopped_run(recipe: Recipe, tags: Mapping[str, str]) -> TrackedRun | None:
 
 
 def open_run(recipe: Recipe, tracked: TrackedRun) -> None:
-    """Let the run be RUNNING, with its recipe as parameters and as recipe.yaml; doing it again changes nothing."""
-    settle(tracked)
+    """Set the run RUNNING and log its recipe as parameters and as recipe.yaml. Idempotent."""
+    deliver_saved(tracked)
     client, settings = connect(tracked.tracking_uri), recipe.model_dump(mode="json")
     client.update_run(tracked.run_id, status="RUNNING")
     log_params(client, tracked.run_id, flatten(settings))
@@ -92,10 +93,10 @@ def finish_run(tracked: TrackedRun, status: Literal["FINISHED", "FAILED", "KILLE
     connect(tracked.tracking_uri).set_terminated(tracked.run_id, status)
 
 
-def tell_results(tracked: TrackedRun, evaluations: Sequence[Evaluation], files: Sequence[Path], over: bool = True) -> None:
-    """Put the run's headline on the parent (held-out means by policy version, the report), and close it when it is over.
+def log_results(tracked: TrackedRun, evaluations: Sequence[Evaluation], files: Sequence[Path], finish: bool = True) -> None:
+    """Log the run's headline to the parent (held-out means by policy version, the report), and finish it.
 
-    Best effort: what a run has learnt does not get lost because the store went away at its very end.
+    Best effort: a run must not fail because the store went away at its very end.
     """
     client, run_id = connect(tracked.tracking_uri), tracked.run_id
     now = int(time.time() * 1000)
@@ -110,14 +111,14 @@ def tell_results(tracked: TrackedRun, evaluations: Sequence[Evaluation], files: 
         client.log_batch(run_id, metrics=metrics)
         for file in files:
             client.log_artifact(run_id, str(file))
-        if over:
+        if finish:
             finish_run(tracked, "FINISHED")
     except Exception as error:
-        log.warning("run %s could not be told its results in MLflow: %s", run_id, cleaned(str(error)))
+        log.warning("cannot log the results of run %s to MLflow: %s", run_id, cleaned(str(error)))
 
 
 def _store(recipe: Recipe) -> tuple[MlflowClient, str]:
-    """A client of the recipe's store, and the id of the recipe's experiment there."""
+    """A client of the recipe's store, and the id of the recipe's experiment in it."""
     uri = resolve_tracking_uri(recipe)
     check_store(uri)
     client = connect(uri)
@@ -129,18 +130,17 @@ def _experiment(client: MlflowClient, recipe: Recipe, uri: str) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         database = sqlite_file(uri)
-        # MLflow would put artifacts into ./mlruns of wherever a task happens to run
+        # without a location MLflow would use ./mlruns of the task's working directory
         location = (database.absolute().parent / "mlartifacts").as_uri() if database else None
         try:
             return client.create_experiment(name, artifact_location=location)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-            experiment = client.get_experiment_by_name(name)  # another execution was faster
+            experiment = client.get_experiment_by_name(name)  # another execution made it
     if experiment is None or experiment.lifecycle_stage != "active":
         raise TrackingError(
-            f"experiment {name!r} was deleted in {cleaned(uri)}; restore it with "
-            "`mlflow experiments restore`, or set tracking.experiment to another name"
+            f"experiment {name!r} was deleted in {cleaned(uri)}; run `mlflow experiments restore`, or rename tracking.experiment"
         )
     return experiment.experiment_id
 

@@ -48,7 +48,7 @@ class ReportInputs:
     base_seconds: float
     """Seconds that making the base model took; 0 when it was cached."""
     outages: Sequence[str] = ()
-    """A sentence for every node to which MLflow was away (``ebbflow.tracking.outage.settle``)."""
+    """A sentence for every node to which MLflow was away (``ebbflow.tracking.outage.deliver_saved``)."""
 
     def __post_init__(self) -> None:
         labels = [evaluation.label for evaluation, _ in self.evaluations]

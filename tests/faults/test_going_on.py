@@ -22,7 +22,7 @@ from ebbflow.storage import identity
 from ebbflow.storage.identity import code_digest, inputs_digest
 from ebbflow.storage.locks import FolderInUseError, exclusive_lock
 from ebbflow.tracking.child_run import node_run
-from ebbflow.tracking.parent_run import finish_run, tell_results
+from ebbflow.tracking.parent_run import finish_run, log_results
 from ebbflow.tracking.store import connect
 from tasks.start_run import start_run
 from tasks.types import BaseModelArtifact
@@ -76,7 +76,7 @@ def test_a_run_that_failed_goes_on(make: Callable[..., Recipe]) -> None:
 
 def test_a_run_that_waits_for_a_person_goes_on(make: Callable[..., Recipe]) -> None:
     waiting = start_run(recipe=make())
-    tell_results(waiting, [], [], over=False)
+    log_results(waiting, [], [], finish=False)
     assert start_run(recipe=make()) == waiting
 
 

@@ -22,10 +22,10 @@ from PIL import Image
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.stage import Kept
-from ebbflow.tracking import waiting
-from ebbflow.tracking.child_run import Node, node_run
-from ebbflow.tracking.outage import settle
-from ebbflow.tracking.parent_run import start_run, tell_results
+from ebbflow.tracking import pending
+from ebbflow.tracking.child_run import RunLogger, node_run
+from ebbflow.tracking.outage import deliver_saved
+from ebbflow.tracking.parent_run import log_results, start_run
 from ebbflow.tracking.store import connect
 
 FAST = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60", "MLFLOW_TRACKING_URI": ""}
@@ -125,9 +125,9 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(server: Server, t
             rollout.log_dataset("prompts", pa.table({"prompt": ["A"]}), "training", "made up")
             rollout.log_file("timeline.json", b"{}")
             rollout.log_image("held_out", Image.new("RGB", (8, 8), "red"), step=1)
-        told = settle(tracked)
+        told = deliver_saved(tracked)
         assert any("1.1 online rollout: MLflow is away; 10 records wait in" in sentence for sentence in told), told
-        assert any("cannot be asked" in sentence for sentence in told)
+        assert any("cannot ask MLflow" in sentence for sentence in told)
         server.start()
         log_some(online, range(900, 910))
 
@@ -135,7 +135,7 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(server: Server, t
     assert client.get_run(online.run_id).info.status == "FINISHED"
     assert client.get_run(online.run_id).data.params == {"optimizer_steps": "900"}
 
-    told = settle(tracked)
+    told = deliver_saved(tracked)
     assert [sentence.partition(" for ")[0] for sentence in told] == [
         "1.1 online: MLflow was away",
         "1.1 online rollout: MLflow was away",
@@ -147,9 +147,9 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(server: Server, t
     assert {"samples.json", "timeline.json", "images"} <= {entry.path for entry in client.list_artifacts(run_id)}
     assert json.loads(Path(client.download_artifacts(run_id, "samples.json", str(tmp_path))).read_text())["data"] == [["A", 0.5]]
     assert len(client.get_run(run_id).inputs.dataset_inputs) == 1
-    assert not list((Path(tracked.folder) / waiting.FOLDER).iterdir())
-    assert settle(tracked) == told, "nothing is delivered twice, and it stays known"
-    tell_results(tracked, [], [])
+    assert not list((Path(tracked.folder) / pending.FOLDER).iterdir())
+    assert deliver_saved(tracked) == told, "nothing is delivered twice, and it stays known"
+    log_results(tracked, [], [])
     assert client.get_run(tracked.run_id).info.status == "FINISHED"
 
 
@@ -212,7 +212,7 @@ def test_the_next_attempt_delivers_what_the_last_one_kept(tracked: TrackedRun, a
 
 def test_what_a_killed_process_had_not_sent_comes_with_its_checkpoint(tracked: TrackedRun) -> None:
     """Metrics travel in batches: after kill -9 those of the steps before the checkpoint may never have been sent."""
-    first = Kept(Node.taken_up(tracked, "train"))
+    first = Kept(RunLogger(tracked, "train"))
     first.journal.flush()
     log_some(first, range(4))
     first.journal.flush()
@@ -230,7 +230,7 @@ def test_two_attempts_without_a_store_keep_everything_once(tracked: TrackedRun, 
         for attempt in (range(6), range(4, 9)):
             with node_run(tracked, "train") as node:
                 log_some(node, attempt)
-    [sentence] = settle(tracked)
+    [sentence] = deliver_saved(tracked)
     assert "18 records were delivered late" in sentence
     assert steps(connect(tracked.tracking_uri), child(tracked, "train"), "loss") == list(range(9))
 
@@ -249,12 +249,12 @@ def test_what_waits_is_kept_behind_a_uri_too(tracked: TrackedRun, away, tmp_path
     with away(), node_run(behind, "1.1 online") as node:
         log_some(node, range(3))
         node.log_file("bytes.bin", bytes(range(256)))
-    kept = waiting.read(behind.folder, "1.1 online")
-    assert kept is not None
-    assert [metric.step for metric in kept.metrics if metric.key == "loss"] == [0, 1, 2]
-    assert kept.records[0].about["content"] == bytes(range(256))
-    settle(behind)
-    assert waiting.nodes(behind.folder) == []
+    saved = pending.load(behind.folder, "1.1 online")
+    assert saved is not None
+    assert [metric.step for metric in saved.metrics if metric.key == "loss"] == [0, 1, 2]
+    assert saved.records[0].arguments["content"] == bytes(range(256))
+    deliver_saved(behind)
+    assert pending.load_all(behind.folder) == []
 
 
 def test_without_a_place_to_keep_them_they_are_lost_and_the_stage_is_not(tracked: TrackedRun, away, tmp_path, caplog) -> None:

@@ -28,8 +28,8 @@ from ebbflow.recipe.recipe import Recipe
 from ebbflow.stage import Place
 from ebbflow.storage.artifacts import ArtifactError, commit, new_folder, verify
 from ebbflow.storage.disk import PathError, safe_join
-from ebbflow.tracking import waiting
-from ebbflow.tracking.child_run import Node
+from ebbflow.tracking import pending
+from ebbflow.tracking.child_run import RunLogger
 
 OUTSIDE = [
     "../x",
@@ -131,15 +131,15 @@ def test_images_of_prompts_and_pairs(tmp_path):
 def test_files_of_a_run(path, tmp_path):
     tracked = TrackedRun(run_id="r", experiment_id="1", tracking_uri="", folder=str(tmp_path), recipe_digest="d", started_at=0.0)
     with pytest.raises(PathError, match="is no file name below artifacts"):
-        Node(tracked, "n").log_file(path, b"")
+        RunLogger(tracked, "n").log_file(path, b"")
 
 
 @given(st.text(max_size=40))
 @example("../../x")
 @example("1.1 online rollout 0")
 def test_the_names_of_nodes_stay_in_their_folder(node):
-    place = Path(waiting._place("/run", node))
-    assert place.parent == Path("/run") / waiting.FOLDER
+    place = Path(pending._uri("/run", node))
+    assert place.parent == Path("/run") / pending.FOLDER
     assert place.name.endswith(".jsonl")
 
 

@@ -22,8 +22,8 @@ from PIL import Image
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.tracking.child_run import node_run
-from ebbflow.tracking.delivery import LONGEST_PARAM, flatten
-from ebbflow.tracking.outage import settle
+from ebbflow.tracking.delivery import MAX_PARAM_LENGTH, flatten
+from ebbflow.tracking.outage import deliver_saved
 from ebbflow.tracking.parent_run import finish_run, start_run
 from ebbflow.tracking.store import TrackingError, check_store, connect, resolve_tracking_uri, uploading
 
@@ -183,12 +183,12 @@ def test_a_child_that_could_not_be_opened_is_opened_later(tracked: TrackedRun, m
 def test_what_is_too_much_to_keep_is_reported_as_lost(
     tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ebbflow.tracking.child_run.MOST_WAITING", 3)
+    monkeypatch.setattr("ebbflow.tracking.pending.MAX_METRICS", 3)
     monkeypatch.setattr(MlflowClient, "search_runs", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("refused")))
     with caplog.at_level(logging.WARNING), node_run(tracked, "lost") as node:
         for step in range(5):
             node.log_metrics({"loss": 1.0}, step)
-    assert node.dropped == 2
+    assert node.pending.lost == 2
     assert "3 metrics and 0 other records wait in" in caplog.text
     assert "2 metrics are lost" in caplog.text
 
@@ -203,7 +203,7 @@ def test_what_mlflow_refuses_does_not_block_the_rest(
     assert "refuses params" in caplog.text
     assert client.get_run(node.run_id).data.params == {"lr": "0.1"}
     assert steps(client, node.run_id, "loss") == [1]
-    assert settle(tracked) == ["train: MLflow refused params (1); that is not in the run"]
+    assert deliver_saved(tracked) == ["train: MLflow refused params (1); the run lacks them"]
 
 
 def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(
@@ -215,7 +215,7 @@ def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(
             node.flush()
     assert steps(client, node.run_id, "loss") == [0, 1, 2]
     assert sum("refuses metric score/P(yes)" in message for message in caplog.messages) == 1
-    assert settle(tracked) == ["train: MLflow refused metric score/P(yes) (3); that is not in the run"]
+    assert deliver_saved(tracked) == ["train: MLflow refused metric score/P(yes) (3); the run lacks them"]
 
 
 def test_what_was_refused_adds_up_and_fits_into_a_tag(tracked: TrackedRun, client: MlflowClient) -> None:
@@ -226,14 +226,14 @@ def test_what_was_refused_adds_up_and_fits_into_a_tag(tracked: TrackedRun, clien
     assert sum(told.values()) == 120
     assert told.pop("others") == 120 - 40 * 2
     assert set(told.values()) == {2}
-    assert len(settle(tracked)) == 1
+    assert len(deliver_saved(tracked)) == 1
 
 
 def test_runs_of_other_people_below_the_parent_are_passed_over(tracked: TrackedRun, client: MlflowClient) -> None:
     parent = {"mlflow.parentRunId": tracked.run_id}
     for tags in ({}, {"ebbflow.node": "twice"}, {"ebbflow.node": "twice"}):
         client.create_run(tracked.experiment_id, tags=parent | tags)
-    assert settle(tracked) == []
+    assert deliver_saved(tracked) == []
 
 
 def test_a_server_without_its_database_is_away(
@@ -250,7 +250,7 @@ def test_a_server_without_its_database_is_away(
         node.log_metrics({"loss": 1.0}, 0)
         assert not node.flush()
     assert steps(client, node.run_id, "loss") == [0]
-    assert not node.refused
+    assert not node.sender.refused
 
 
 @pytest.mark.parametrize("node", [None, "train"], ids=["parent", "child"])
@@ -376,5 +376,5 @@ def test_params_are_flat_and_short_enough(tracked: TrackedRun, client: MlflowCli
     with node_run(tracked, "long") as node:
         node.log_params({"text": "x" * 10_000})
     value = client.get_run(node.run_id).data.params["text"]
-    assert len(value) == LONGEST_PARAM
+    assert len(value) == MAX_PARAM_LENGTH
     assert value.endswith("(10000 characters)")

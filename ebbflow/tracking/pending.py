@@ -1,0 +1,129 @@
+"""Records that MLflow does not hold yet: in memory while a node runs, in the run's folder once it has ended without the store.
+
+A saved file is JSON lines: a header, a line per metric, a line per other record. It is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import fsspec
+from mlflow.entities import Metric
+
+FOLDER = "waiting-for-mlflow"
+MAX_METRICS = 100_000
+"""Pending metrics of a node (about 30 MB); beyond that the oldest are dropped and counted."""
+
+Status = Literal["FINISHED", "FAILED"]
+
+
+class Record(NamedTuple):
+    """Anything but a metric, as plain data: its kind and the arguments of its writer (``delivery.WRITERS``)."""
+
+    kind: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass
+class PendingRecords:
+    """What one node has logged and MLflow does not hold yet, in the order in which it was logged.
+
+    Attributes:
+        status: how the node ended; of a running node it says nothing.
+        since: when the store went away, in seconds since 1970; None while it answers.
+        late: records delivered since then.
+        lost: metrics dropped because too many were pending.
+    """
+
+    node: str
+    status: Status = "FINISHED"
+    since: float | None = None
+    late: int = 0
+    lost: int = 0
+    metrics: list[Metric] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+
+    def drop_excess(self) -> None:
+        """Drop and count the oldest metrics beyond ``MAX_METRICS``."""
+        excess = max(0, len(self.metrics) - MAX_METRICS)
+        del self.metrics[:excess]
+        self.lost += excess
+
+    def remove_metrics(self, delivered: Sequence[Metric]) -> None:
+        """Forget these very metrics, which need no further attempt."""
+        gone = set(map(id, delivered))
+        self.metrics = [metric for metric in self.metrics if id(metric) not in gone]
+        self._count_late(len(delivered))
+
+    def remove_first_record(self) -> None:
+        """Forget the oldest record, which needs no further attempt."""
+        del self.records[0]
+        self._count_late(1)
+
+    def _count_late(self, count: int) -> None:
+        if self.since is not None:
+            self.late += count
+
+
+def save(folder: str, pending: PendingRecords) -> str:
+    """Write the records into the run's folder, a path or a URI. Returns the file's path or URI."""
+    uri = _uri(folder, pending.node)
+    header = {"node": pending.node, "status": pending.status, "since": pending.since, "lost": pending.lost}
+    metrics = [["metric", metric.key, metric.value, metric.timestamp, metric.step] for metric in pending.metrics]
+    lines = [json.dumps(line, default=_encode_bytes) + "\n" for line in (header, *metrics, *pending.records)]
+    store, path = _open_store(uri)
+    store.makedirs(path.rpartition("/")[0], exist_ok=True)
+    store.pipe_file(f"{path}.unfinished", "".join(lines).encode())
+    store.mv(f"{path}.unfinished", path)
+    return uri
+
+
+def load(folder: str, node: str) -> PendingRecords | None:
+    """What an earlier attempt at the node saved, if anything."""
+    store, path = _open_store(_uri(folder, node))
+    return _parse(store.cat_file(path)) if store.exists(path) else None
+
+
+def load_all(folder: str) -> list[PendingRecords]:
+    """What all nodes of the run have saved, by file name."""
+    store, path = _open_store(f"{folder}/{FOLDER}")
+    files = sorted(store.ls(path, detail=False)) if store.exists(path) else []
+    return [_parse(store.cat_file(file)) for file in files if file.endswith(".jsonl")]
+
+
+def delete(folder: str, node: str) -> None:
+    """Remove the file of a node whose records have been delivered."""
+    store, path = _open_store(_uri(folder, node))
+    store.rm_file(path)
+
+
+def _open_store(uri: str) -> tuple[Any, str]:
+    """The file system of a path or a URI, without its listing cache, and the path in it."""
+    store, path = fsspec.core.url_to_fs(uri)
+    store.invalidate_cache()
+    return store, path
+
+
+def _uri(folder: str, node: str) -> str:
+    return f"{folder}/{FOLDER}/{re.sub(r'[^A-Za-z0-9.]+', '-', node)}.jsonl"
+
+
+def _parse(content: bytes) -> PendingRecords:
+    header, *lines = (json.loads(line, object_hook=_decode_bytes) for line in content.splitlines())
+    metrics = [Metric(*values) for kind, *values in lines if kind == "metric"]
+    return PendingRecords(**header, metrics=metrics, records=[Record(*line) for line in lines if line[0] != "metric"])
+
+
+def _encode_bytes(value: Any) -> dict[str, str]:
+    if not isinstance(value, bytes):
+        raise TypeError(f"cannot save {type(value).__name__} for MLflow")
+    return {"base64": base64.b64encode(value).decode()}
+
+
+def _decode_bytes(value: dict[str, Any]) -> Any:
+    return base64.b64decode(value["base64"]) if value.keys() == {"base64"} else value
