@@ -42,7 +42,7 @@ def test_a_pairs_file_must_be_there(tmp_path: Path) -> None:
 
 def test_a_pairs_file_must_be_readable(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "p", "chosen": "a.png", "rejected": "b.png"}\n')
-    with pytest.raises(PairError, match=r"pairs\.jsonl, line 1: chosen = 'a\.png': there is no such image"):
+    with pytest.raises(PairError, match=r"pairs\.jsonl, line 1: chosen = 'a\.png' is no image file"):
         check_recipe(with_pairs(tmp_path, str(tmp_path / "pairs.jsonl")), SERVER, on_cluster=False)
 
 

@@ -1,21 +1,34 @@
-"""Images as PNG, videos as animated PNG, and back; lossless, so a score never depends on whether a sample was stored."""
+"""Images as PNG, videos as animated PNG, and back; and images from files that somebody else wrote.
+
+PNG is lossless, so a score never depends on whether a sample was stored.
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
 from itertools import count
+from pathlib import Path
 from struct import pack
 
 import numpy as np
-from PIL import Image, ImageSequence
+from PIL import Image, ImageOps, ImageSequence
 from PIL.PngImagePlugin import getchunks, putchunk
+
+from ebbflow.recipe.base import printable
+from ebbflow.storage.disk import PathError, resolve_inside
 
 FRAMES_PER_SECOND = 16
 """How fast a stored video is played; nothing else depends on it."""
 VIDEO_COMPRESSION = 1
 """zlib's fastest level: a sixth more bytes than the usual one for a sixth of its seconds, and a video has many frames."""
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+MAX_PIXELS = 64_000_000
+"""Of an image that somebody else wrote: a file of kilobytes can unpack to one that fills memory."""
+
+
+class ImageError(ValueError):
+    """An image that cannot be used: the predicate of a sentence about the value, with the fix."""
 
 
 def encode_png(pictures: np.ndarray) -> list[bytes]:
@@ -64,3 +77,63 @@ def _decode(picture: bytes) -> np.ndarray:
         if "loop" in image.info:  # only animations say how often they are played
             return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])
         return np.asarray(image.convert("RGB"))
+
+
+def condition_image(value: str | bytes, folder: Path) -> bytes:
+    """The PNG, RGB without metadata, of an image to edit: an encoded image or the path of one.
+
+    The pixels are those of diffusers' ``load_image``: turned as EXIF says, without alpha; the first of an animation.
+
+    Raises:
+        ImageError: as ``read_image``.
+    """
+    return encode_png(read_image(value, folder, ("PNG", "JPEG", "WEBP"), upright=True)[None])[0]
+
+
+def read_image(value: str | bytes, folder: Path, formats: tuple[str, ...] = ("PNG", "JPEG"), upright: bool = False) -> np.ndarray:
+    """uint8 RGB [height, width, 3] of an encoded image or of an image file in ``folder`` or below.
+
+    Args:
+        value: the bytes of a file, or the path of one, absolute or relative to ``folder``.
+        formats: as Pillow names them.
+        upright: turn the image as EXIF says.
+
+    Raises:
+        ImageError: there is no such image, it cannot be read, is too large, or lies outside the folder.
+    """
+    source = io.BytesIO(value) if isinstance(value, bytes) else _image_path(value, folder)
+    try:
+        with Image.open(source, formats=formats) as image:
+            _check_pixels(image)
+            return np.asarray((ImageOps.exif_transpose(image) if upright else image).convert("RGB"))
+    except ImageError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"is too large ({error}); make it smaller") from None
+    except Exception as error:  # every decoder of Pillow has its own errors
+        reason = printable(str(error), 200)
+        raise ImageError(f"is no {' or '.join(formats)} image that can be read ({reason}); write it again") from None
+
+
+def _check_pixels(image: Image.Image) -> None:
+    """Before an image is decoded: that memory is bounded and nothing is lost on the way to 8-bit RGB."""
+    if image.width * image.height > MAX_PIXELS:
+        raise ImageError(f"has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}; make it smaller")
+    if image.mode.startswith("I"):
+        raise ImageError("has greys of 16 bits, of which 8 would be cut off; write it with 8 bits")
+
+
+def _image_path(value: str, folder: Path) -> Path:
+    try:
+        path = resolve_inside(folder, value)
+        exists = path.is_file()
+    except PathError:
+        raise ImageError(f"lies outside {folder}; move the image into that folder or below it") from None
+    except (OSError, ValueError) as error:
+        raise ImageError(f"is no valid path ({error}); correct it") from None
+    if not exists:
+        raise ImageError(
+            f"is no image file in {folder}. Paths are relative to the file that names them. From a URI only that file is "
+            "fetched; there put the images' bytes into Parquet"
+        )
+    return path

@@ -5,30 +5,27 @@ The format is in ``datasets/README.md``.
 
 from __future__ import annotations
 
-import io
-import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
 
-from ebbflow.data.condition import check_picture
-from ebbflow.recipe.base import printable, short
+from ebbflow.data.files import check_file, first_line, parse_object, read_lines
+from ebbflow.data.images import ImageError, read_image
+from ebbflow.recipe.base import lone_surrogate, printable, short
 
 IMAGES = ("chosen", "rejected")
 LATENTS = ("chosen_latent", "rejected_latent")
-ROWS_AT_ONCE = 16
-"""Of a Parquet file; what a row holds can be megabytes."""
+ROWS_PER_BATCH = 16
+"""Of a Parquet file: a row can be megabytes."""
 
 
 class PairError(ValueError):
-    """Preference pairs that cannot be used: names the file, the row or line, the value and the way out."""
+    """Preference pairs that cannot be used: names the file, the row or line, the value and the fix."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +34,14 @@ class Pair:
 
     Attributes:
         number: of the row in the file, from zero.
-        place: the row, for error messages.
-        columns: ``IMAGES`` or ``LATENTS``: what the two sides are and where they stood.
+        location: the file and the row, for error messages.
+        columns: ``IMAGES`` or ``LATENTS``: what the two sides are.
         chosen: an image, uint8 RGB [height, width, 3], or the elements of a latent, finite float32 [D].
         rejected: the same.
     """
 
     number: int
-    place: str
+    location: str
     prompt: str
     columns: tuple[str, str]
     chosen: np.ndarray
@@ -52,7 +49,7 @@ class Pair:
 
     @property
     def tie(self) -> bool:
-        """Nothing tells the sides apart, so nothing can be learnt from them."""
+        """Whether the sides are equal, so that there is nothing to learn."""
         return np.array_equal(self.chosen, self.rejected)
 
 
@@ -62,24 +59,24 @@ def read_pairs(path: Path) -> Iterator[Pair]:
     Raises:
         PairError: the file or a row cannot be used.
     """
-    for number, place, record in _records(path, set()):
+    for number, location, record in _records(path, set()):
         columns = IMAGES if IMAGES[0] in record else LATENTS
         read = _image if columns == IMAGES else _latent
-        chosen, rejected = (read(record[column], f"{place}: {column}", path.parent) for column in columns)
-        yield Pair(number, place, _prompt(record["prompt"], place), columns, chosen, rejected)
+        chosen, rejected = (read(record[column], f"{location}: {column}", path.parent) for column in columns)
+        yield Pair(number, location, _prompt(record["prompt"], location), columns, chosen, rejected)
 
 
 def read_pair_prompts(path: Path, ignored: set[str]) -> Iterator[tuple[int, str]]:
     """Number and prompt of every pair; reads no image and no latent.
 
     Args:
-        ignored: gets the names of the columns that no pair is made of.
+        ignored: receives the names of the columns that pairs do not use.
 
     Raises:
         PairError: the file, its columns or a prompt cannot be used.
     """
-    for number, place, record in _records(path, ignored, prompts_only=True):
-        yield number, _prompt(record["prompt"], place)
+    for number, location, record in _records(path, ignored, prompts_only=True):
+        yield number, _prompt(record["prompt"], location)
 
 
 def check_pairs(path: Path) -> None:
@@ -91,22 +88,19 @@ def check_pairs(path: Path) -> None:
     next(read_pairs(path))
 
 
-# From here on: files to records. A record is a row's columns by name; its place is for error messages.
+# Files to records. A record is a row's columns by name; a location is the row for error messages.
 
 Record = dict[str, Any]
 
 
 def _records(path: Path, ignored: set[str], prompts_only: bool = False) -> Iterator[tuple[int, str, Record]]:
-    if path.suffix.lower() not in (".parquet", ".jsonl"):
-        raise PairError(f"{path}: its suffix {path.suffix!r} is neither .parquet nor .jsonl; convert or rename it")
-    if not os.path.isfile(path):  # no error of its own for a name that no file can have
-        raise PairError(f"{path}: no such file; check the stage's 'pairs'")
+    check_file(path, (".parquet", ".jsonl"), "the stage's 'pairs'", PairError)
     rows = _parquet(path, ignored, prompts_only) if path.suffix.lower() == ".parquet" else _jsonl(path, ignored)
     number = -1
-    for number, (place, record) in enumerate(rows):
-        yield number, place, record
+    for number, (location, record) in enumerate(rows):
+        yield number, location, record
     if number < 0:
-        raise PairError(f"{path}: there is no pair in it; write at least one")
+        raise PairError(f"{path}: no pair in it; write at least one")
 
 
 def _parquet(path: Path, ignored: set[str], prompts_only: bool) -> Iterator[tuple[str, Record]]:
@@ -116,126 +110,68 @@ def _parquet(path: Path, ignored: set[str], prompts_only: bool) -> Iterator[tupl
             names = file.schema_arrow.names
             used = ["prompt", *_sides(names, str(path))]
             ignored.update(set(names).difference(used))
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=["prompt"] if prompts_only else used):
+            for batch in file.iter_batches(ROWS_PER_BATCH, columns=["prompt"] if prompts_only else used):
                 for row in range(len(batch)):
                     number += 1
                     yield f"{path}, row {number}", {name: batch[name][row] for name in batch.schema.names}
     except PairError:
         raise
-    except Exception as error:  # what is damaged can look like anything: Arrow has a dozen errors, memory and text their own
-        reason = printable(str(error).partition("\n")[0] or type(error).__name__, 300)
+    except Exception as error:  # a damaged file can look like anything: Arrow has a dozen errors, memory and text their own
+        reason = first_line(error)
         raise PairError(f"{path}: not a Parquet file that can be read, after row {number} ({reason}); write it again") from None
 
 
 def _jsonl(path: Path, ignored: set[str]) -> Iterator[tuple[str, Record]]:
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                place = f"{path}, line {number}"
-                if text := line.removeprefix(b"\xef\xbb\xbf").strip():
-                    record = _object(text, place)
-                    if _sides(record, place) == LATENTS:
-                        raise PairError(f"{place}: latents are read from Parquet alone; write the pairs as a .parquet file")
-                    ignored.update(record.keys() - {"prompt", *IMAGES})
-                    yield place, record
-    except OSError as error:
-        raise PairError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    for location, line in read_lines(path, PairError):
+        if text := line.strip():
+            record = parse_object(text, location, PairError)
+            if _sides(record, location) == LATENTS:
+                raise PairError(f"{location}: latents are read from Parquet only; write the pairs as a .parquet file")
+            ignored.update(record.keys() - {"prompt", *IMAGES})
+            yield location, record
 
 
-def _object(line: bytes, place: str) -> Record:
-    try:
-        record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise PairError(f"{place}: {short(line)} is not JSON ({error}); write one JSON object a line, in UTF-8") from None
-    if not isinstance(record, dict):
-        raise PairError(f'{place}: {short(record)} is no object; write {{"prompt": ..., "chosen": ..., "rejected": ...}}')
-    return record
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> Record:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError("a key is there twice")
-    return record
-
-
-def _joined(names: list[str]) -> str:
-    return printable(", ".join(names), 300)
-
-
-def _sides(names: Iterable[str], place: str) -> tuple[str, str]:
+def _sides(names: Iterable[str], location: str) -> tuple[str, str]:
     """The two columns that make a pair."""
     names = list(names)
+    listed = printable(", ".join(names), 300)
     if "prompt" not in names:
-        raise PairError(f"{place}: no column 'prompt' among {_joined(names)}; name the columns as datasets/README.md says")
-    there = [sides for sides in (IMAGES, LATENTS) if set(sides) <= set(names)]
-    if not there:
-        raise PairError(
-            f"{place}: a pair needs {' and '.join(IMAGES)} (images) or {' and '.join(LATENTS)}, and there is {_joined(names)}; "
-            "rename the columns"
-        )
-    if len(there) > 1:
-        raise PairError(f"{place}: images and latents of the same pair; leave out {' and '.join(IMAGES)} to train on the latents")
-    if twice := [name for name in ("prompt", *there[0]) if names.count(name) > 1]:
-        raise PairError(f"{place}: the column {twice[0]!r} is there twice; rename one")
-    return there[0]
+        raise PairError(f"{location}: no column 'prompt' among {listed}; name the columns as datasets/README.md says")
+    found = [sides for sides in (IMAGES, LATENTS) if set(sides) <= set(names)]
+    if not found:
+        needed = " or ".join(" and ".join(sides) for sides in (IMAGES, LATENTS))
+        raise PairError(f"{location}: a pair needs {needed}, and there is {listed}; rename the columns")
+    if len(found) > 1:
+        raise PairError(f"{location}: both images and latents; remove {' and '.join(IMAGES)} to train on the latents")
+    if twice := [name for name in ("prompt", *found[0]) if names.count(name) > 1]:
+        raise PairError(f"{location}: the column {twice[0]!r} is there twice; rename one")
+    return found[0]
 
 
 # Records to prompts, images and latents. Values are Arrow scalars, or what JSON held.
 
 
-def _prompt(value: Any, place: str) -> str:
+def _prompt(value: Any, location: str) -> str:
     value = _plain(value)
     if not isinstance(value, str) or not value.strip():
-        raise PairError(f"{place}: {short(value)} is no prompt; give every row a 'prompt' that is not empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise PairError(f"{place}: prompt = {short(value)} holds half of a surrogate pair; escape characters whole") from None
+        raise PairError(f"{location}: {short(value)} is no prompt; give every row a 'prompt' that is not empty")
+    if reason := lone_surrogate(value):
+        raise PairError(f"{location}: prompt = {short(value)} {reason}")
     return value.strip()
 
 
-def _image(value: Any, place: str, folder: Path) -> np.ndarray:
+def _image(value: Any, location: str, folder: Path) -> np.ndarray:
     """uint8 RGB [height, width, 3] of PNG or JPEG bytes, or of a file in ``folder``."""
     value = _plain(value)
-    if isinstance(value, str):
-        source: io.BytesIO | Path = _inside(value, place, folder)
-    elif isinstance(value, bytes):
-        source = io.BytesIO(value)
-    else:
-        raise PairError(f"{place} = {short(value)} is no image; write PNG or JPEG bytes (in Parquet) or a path")
+    if not isinstance(value, (str, bytes)):
+        raise PairError(f"{location} = {short(value)} is no image; write PNG or JPEG bytes (in Parquet) or a path")
     try:
-        with Image.open(source, formats=("PNG", "JPEG")) as image:
-            check_picture(image)
-            return np.asarray(image.convert("RGB"))
-    except Exception as error:  # of many kinds: every decoder of Pillow has its own
-        raise PairError(
-            f"{place} = {short(value)} is no PNG or JPEG that can be read ({printable(str(error), 200)}); write it again"
-        ) from None
+        return read_image(value, folder)
+    except ImageError as error:
+        raise PairError(f"{location} = {short(value)} {error}") from None
 
 
-def _inside(value: str, place: str, folder: Path) -> Path:
-    path = PurePath(value)
-    if path.is_absolute() or ".." in path.parts or _links_out(folder / path, folder):
-        raise PairError(
-            f"{place} = {short(value)} leaves the folder of the pairs file; keep images below it and name them from there"
-        )
-    if not os.path.isfile(folder / path):
-        raise PairError(
-            f"{place} = {short(value)}: there is no such image in {folder}. Paths are relative to the pairs file; of pairs at a "
-            "URI only the file itself is fetched: put the bytes of the images into Parquet there"
-        )
-    return folder / path
-
-
-def _links_out(path: Path, folder: Path) -> bool:
-    try:
-        return not path.resolve().is_relative_to(folder.resolve())
-    except (OSError, ValueError):  # no path at all: said when it is opened
-        return False
-
-
-def _latent(value: Any, place: str, folder: Path) -> np.ndarray:
+def _latent(value: Any, location: str, folder: Path) -> np.ndarray:
     """The elements of a latent, float32 [D], from a tensor or a (nested) list."""
     numbers = value.values if isinstance(value, pa.ListScalar) and value.is_valid else None
     if isinstance(value, pa.FixedShapeTensorScalar) and value.is_valid:
@@ -243,11 +179,12 @@ def _latent(value: Any, place: str, folder: Path) -> np.ndarray:
     while isinstance(numbers, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):
         numbers = numbers.flatten()
     if numbers is None or not pa.types.is_floating(numbers.type):
-        raise PairError(f"{place} = {short(_plain(value))} is no latent; write a list or a fixed-shape tensor of floats")
-    with np.errstate(over="ignore"):  # too large for float32 is infinite, which is refused below
-        elements = numbers.to_numpy(zero_copy_only=False).astype(np.float32)
+        raise PairError(f"{location} = {short(_plain(value))} is no latent; write a list or a fixed-shape tensor of floats")
+    with np.errstate(over="ignore"):  # too large for float32 becomes infinite, which is rejected below
+        elements: np.ndarray = numbers.to_numpy(zero_copy_only=False).astype(np.float32)
     if not np.isfinite(elements).all():
-        raise PairError(f"{place}: {np.sum(~np.isfinite(elements))} of {elements.size} numbers are not finite; leave the row out")
+        wrong = np.sum(~np.isfinite(elements))
+        raise PairError(f"{location}: {wrong} of {elements.size} numbers are not finite; remove the row")
     return elements
 
 
@@ -257,4 +194,4 @@ def _plain(value: Any) -> Any:
     try:
         return value.as_py()
     except (ValueError, OverflowError, pa.ArrowException):
-        return value  # of no kind that Python has, so neither text nor bytes
+        return value  # of a type that Python does not have, so neither text nor bytes

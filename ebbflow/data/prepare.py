@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ebbflow.data.prompts import (
-    PromptError,
-    PromptRow,
-    make_glyph_prompts,
-    read_prompt_file,
-    require_targets,
-    split_prompts,
-)
+from ebbflow.data.prompt_files import read_prompt_file
+from ebbflow.data.prompts import PromptError, PromptRow, make_glyph_prompts, require_targets, split_prompts
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import FAMILIES, Model
 

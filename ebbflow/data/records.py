@@ -1,4 +1,4 @@
-"""What stages tell each other, as typed records. Imports nothing heavy, so that tasks and workflows can name them."""
+"""The typed records that pass between stages. Imports nothing heavy: tasks and workflows name these types while they register."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ebbflow.recipe.base import Strict
 
 
 class Evaluation(Strict):
-    """Means over fixed prompts with fixed noise; the samples behind them are a table (``evaluation_schema``)."""
+    """Means over fixed prompts with fixed noise; the samples are in a table (``schema.evaluation_schema``)."""
 
     label: str
     """Which policy: ``before``, ``1.1 online``, ``1.2 offline`` ..., or the champion's name."""
@@ -28,7 +28,7 @@ class Evaluation(Strict):
 
 
 class Comparison(Strict):
-    """Paired difference candidate - champion of one metric with its bootstrap interval."""
+    """Paired difference candidate - champion of one metric, with its bootstrap confidence interval [low, high]."""
 
     metric: str
     champion: float
@@ -50,11 +50,11 @@ class Verdict(Strict):
     guards: list[Comparison]
     coverage: float
     reasons: list[str]
-    """One sentence for every rule: what held, or what kept the candidate back."""
+    """One sentence per rule: what passed, or what failed."""
 
 
 class StageRecord(Strict):
-    """What a training stage did; kept in the policy folder it produced."""
+    """What a training stage did; kept in the policy folder that it produced."""
 
     label: str
     algorithm: str
@@ -64,31 +64,31 @@ class StageRecord(Strict):
     seconds: dict[str, float]
     """Wall time by phase: rollout, scoring, training ..."""
     alarms: list[str] = []
-    """What a person should look at before the policy is used."""
+    """What a person should check before the policy is used."""
 
 
 class TrackedRun(Strict):
-    """The parent run of an execution: what a task needs to find it again."""
+    """The parent MLflow run of an execution: what a task needs to find it."""
 
     run_id: str
     experiment_id: str
     tracking_uri: str
     folder: str
-    """Where this run's report and summary go: ``<output>/<recipe name>-<first 8 characters of the run id>``."""
+    """Path or URI of the run's report and summary: ``<output>/<recipe name>-<first 8 characters of the run id>``."""
     recipe_digest: str
     started_at: float
     """Seconds since 1970."""
 
 
 class Registration(Strict):
-    """What became of a policy in the registry."""
+    """A policy in the registry."""
 
     model_name: str
     version: str
     champion: bool
     """Whether it holds the alias ``champion``."""
     previous: str | None
-    """The version that it replaced as champion."""
+    """The version that was champion before."""
 
 
 class Champion(Strict):
@@ -100,4 +100,4 @@ class Champion(Strict):
     run_id: str
     recipe_digest: str
     base_digest: str
-    """What the policy was trained from; empty when it was registered without this tag."""
+    """Digest of the base model that the policy was trained from; empty when it was registered without this tag."""

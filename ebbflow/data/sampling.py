@@ -9,7 +9,7 @@ from ebbflow.seeding import Stream, generator
 
 
 class SamplingError(Exception):
-    """A step that asks for more prompts than there are."""
+    """A step needs more prompts than there are."""
 
 
 def prompt_batch(prompts: Sequence[Prompt], count: int, step: int, seed: int) -> list[Prompt]:
@@ -17,11 +17,14 @@ def prompt_batch(prompts: Sequence[Prompt], count: int, step: int, seed: int) ->
 
     Steps walk through a seeded permutation of the prompts, a new one when fewer than ``count`` are left, so a step never
     holds a prompt twice.
+
+    Raises:
+        SamplingError: there are fewer than ``count`` prompts.
     """
     if count > len(prompts):
         raise SamplingError(
-            f"a step wants {count} different prompts and the training split has {len(prompts)}; "
-            "lower the stage's number of prompts or give more in prompts.source"
+            f"a step needs {count} different prompts and the training split has {len(prompts)}; lower the stage's number of "
+            "prompts or add prompts to prompts.source"
         )
     epoch, position = divmod(step, len(prompts) // count)
     order = generator(seed, prompt_id=0, sample=0, step=epoch, stream=Stream.PROMPTS).permutation(len(prompts))

@@ -1,7 +1,7 @@
 """The Arrow schemas of every table that passes between stages, in one place.
 
-Sample tables are keyed by ``(prompt_id, sample)``. ``sample`` numbers the draws of a prompt within a run; with the run's seed
-it fixes the noise (``ebbflow.flow.noise``).
+Sample tables are keyed by ``(prompt_id, sample)``. ``sample`` numbers the samples of a prompt within a stage; with the stage's
+seed the key fixes the noise (``ebbflow.seeding``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PROMPTS = pa.schema(
         pa.field("source", pa.string(), nullable=False),
         pa.field("split", pa.string(), nullable=False),
         pa.field("metadata", pa.string(), nullable=False),  # the source's other columns, as a JSON object
-        pa.field("image", pa.binary()),  # PNG of the picture to edit; null for text-to-image
+        pa.field("image", pa.binary()),  # PNG of the image to edit; null for text-to-image
     ]
 )
 

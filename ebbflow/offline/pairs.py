@@ -165,13 +165,13 @@ def _check_sizes(pair: Pair, latent: tuple[int, ...], picture: tuple[int, ...]) 
     for column, side in zip(pair.columns, (pair.chosen, pair.rejected), strict=True):
         if pair.columns == LATENTS and side.size != np.prod(latent):
             raise PairError(
-                f"{pair.place}: {column} has {side.size} numbers, and a latent of this model {np.prod(latent)}, shape {latent}; "
-                "give its latents, or images"
+                f"{pair.location}: {column} has {side.size} numbers, and a latent of this model {np.prod(latent)}, shape "
+                f"{latent}; give its latents, or images"
             )
         if pair.columns != LATENTS and side.shape != picture:
             raise PairError(
-                f"{pair.place}: {column} is {side.shape[1]} pixels wide and {side.shape[0]} high, and this model draws images of "
-                f"{picture[1]} by {picture[0]}; resize it"
+                f"{pair.location}: {column} is {side.shape[1]} pixels wide and {side.shape[0]} high, and this model draws images "
+                f"of {picture[1]} by {picture[0]}; resize it"
             )
 
 

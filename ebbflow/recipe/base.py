@@ -116,10 +116,15 @@ def _not_a_value(value: Any) -> str | None:
         return None if math.isfinite(value) else "Input should be a finite number"
     if not isinstance(value, str):
         return f"YAML reads this as a {type(value).__name__}; put it in quotes, or take it out"
+    return lone_surrogate(value)
+
+
+def lone_surrogate(text: str) -> str | None:
+    """Why a text cannot be written as UTF-8, or None: JSON's escapes can spell half of a surrogate pair."""
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError:
-        return "it holds half of a surrogate pair; escape characters whole"
+        return "holds half of a surrogate pair; escape characters whole"
     return None
 
 

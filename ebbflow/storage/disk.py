@@ -115,23 +115,27 @@ def safe_join(folder: Path, name: str) -> Path:
     """``folder / name`` for a name that comes from elsewhere.
 
     Raises:
-        PathError: it is absolute, empty, contains ``..`` or a backslash, or leads out of the folder through a link.
+        PathError: it is absolute, empty, contains ``..`` or a backslash, or leads through a link out of the folder.
     """
     plain = name and "\\" not in name and "\0" not in name and not PureWindowsPath(name).drive
     if not plain or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise PathError(f"{name!r} is no file name below {folder}; remove '..', backslashes and the leading slash")
-    if not is_inside(folder, folder / name):
-        raise PathError(f"{name!r} leads out of {folder} through a link; put the file itself there")
+    resolve_inside(folder, name)
     return folder / name
 
 
-def is_inside(folder: Path, path: Path) -> bool:
-    """Whether a path leads, through all links, to something in ``folder`` or to the folder itself.
+def resolve_inside(folder: Path, path: str) -> Path:
+    """Where a path, absolute or relative to ``folder``, leads through all links.
 
     Raises:
+        PathError: not into the folder.
         OSError, ValueError: no path can look like that.
     """
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    root = os.path.realpath(folder)
+    resolved = Path(os.path.realpath(os.path.join(root, path)))
+    if not resolved.is_relative_to(root):
+        raise PathError(f"{path!r} leads out of {folder}; put the file itself there")
+    return resolved
 
 
 def sha256_of(path: Path) -> str:

@@ -125,7 +125,7 @@ BAD_ROWS = {
     "no prompt": ({"prompt": "  "}, "row 2: '  ' is no prompt; give every row"),
     "null prompt": ({"prompt": None}, "row 2: None is no prompt"),
     "no image": ({"rejected": b"nonsense"}, "row 2: rejected = .*nonsense.* is no PNG or JPEG"),
-    "half an image": ({"rejected": png(SIDES[1, 1])[:-30]}, "row 2: rejected = .* is no PNG or JPEG that can be read"),
+    "half an image": ({"rejected": png(SIDES[1, 1])[:-30]}, "row 2: rejected = .* is no PNG or JPEG image that can be read"),
     "null image": ({"chosen": None}, "row 2: chosen = None is no image"),
 }
 
@@ -141,20 +141,23 @@ def test_a_bad_row_is_named(tmp_path, change):
 
 GOOD_LINE = {"prompt": "p", "chosen": "a.png", "rejected": "b.png"}
 BAD_LINES = {
-    "not JSON": (b'{"prompt": ', "is not JSON .*one JSON object a line"),
-    "not UTF-8": (b'{"prompt": "\xff"}', "is not JSON .*UTF-8"),
-    "no object": (["p"], "is no object"),
+    "not JSON": (b'{"prompt": ', "is not JSON .*one JSON object per line"),
+    "not UTF-8": (b'{"prompt": "\xff"}', "is not UTF-8 .*save the file as UTF-8"),
+    "no object": (["p"], "is not an object"),
     "twice": (b'{"prompt": "p", "prompt": "q", "chosen": "a.png", "rejected": "b.png"}', "a key is there twice"),
     "no rejected": ({"prompt": "p", "chosen": "a.png"}, "a pair needs chosen and rejected .*there is prompt, chosen; rename"),
     "no prompt": ({"chosen": "a.png", "rejected": "b.png"}, "no column 'prompt' among chosen, rejected"),
     "surrogate": (b'{"prompt": "\\ud800", "chosen": "a.png", "rejected": "b.png"}', "surrogate pair"),
-    "latents": ({"prompt": "p", "chosen_latent": [0.1], "rejected_latent": [0.2]}, "from Parquet alone; write .* .parquet"),
-    "not there": (GOOD_LINE | {"chosen": "none.png"}, r"chosen = 'none.png': there is no such image in .*at a URI only the file"),
-    "folder": (GOOD_LINE | {"chosen": "."}, "chosen = '.': there is no such image"),
-    "above": (GOOD_LINE | {"rejected": "../b.png"}, r"rejected = '\.\./b.png' leaves the folder of the pairs file"),
-    "above below": (GOOD_LINE | {"rejected": "x/../../b.png"}, "leaves the folder of the pairs file"),
-    "absolute": (GOOD_LINE | {"rejected": "/etc/passwd"}, "rejected = '/etc/passwd' leaves the folder"),
-    "NUL": (GOOD_LINE | {"chosen": "a\0.png"}, "chosen = .*: there is no such image"),
+    "latents": ({"prompt": "p", "chosen_latent": [0.1], "rejected_latent": [0.2]}, "from Parquet only; write .* .parquet"),
+    "not there": (
+        GOOD_LINE | {"chosen": "none.png"},
+        r"chosen = 'none.png' is no image file in .*From a URI only that file is fetched",
+    ),
+    "folder": (GOOD_LINE | {"chosen": "."}, "chosen = '.' is no image file"),
+    "above": (GOOD_LINE | {"rejected": "../b.png"}, r"rejected = '\.\./b.png' lies outside"),
+    "above below": (GOOD_LINE | {"rejected": "x/../../b.png"}, "lies outside"),
+    "absolute": (GOOD_LINE | {"rejected": "/etc/passwd"}, "rejected = '/etc/passwd' lies outside"),
+    "NUL": (GOOD_LINE | {"chosen": "a\0.png"}, "chosen = .* is no valid path"),
     "number": (GOOD_LINE | {"chosen": 3}, "chosen = 3 is no image"),
 }
 
@@ -204,9 +207,9 @@ def test_a_tensor_that_is_null_is_refused(tmp_path):
 def test_a_file_that_is_none_is_named(tmp_path):
     for name, content, says in [
         ("none.parquet", None, "no such file; check the stage's 'pairs'"),
-        ("pairs.csv", b"prompt,chosen,rejected\n", "neither .parquet nor .jsonl"),
+        ("pairs.csv", b"prompt,chosen,rejected\n", "none of .parquet, .jsonl"),
         ("broken.parquet", b"PAR1", "not a Parquet file that can be read"),
-        ("empty.jsonl", b"\n \n", "there is no pair in it; write at least one"),
+        ("empty.jsonl", b"\n \n", "no pair in it; write at least one"),
     ]:
         if content is not None:
             (tmp_path / name).write_bytes(content)
@@ -219,7 +222,7 @@ def test_columns_that_do_not_make_a_pair_are_named(tmp_path):
     latents = dict.fromkeys(LATENTS, [0.5])
     with pytest.raises(PairError, match=r"pairs\.parquet: a pair needs .*there is prompt, rejected; rename"):
         check_pairs(parquet(tmp_path, [{"prompt": "p", "rejected": b""}]))
-    with pytest.raises(PairError, match="images and latents of the same pair; leave out chosen and rejected"):
+    with pytest.raises(PairError, match="both images and latents; remove chosen and rejected"):
         check_pairs(parquet(tmp_path, [ROWS[0] | latents]))
     with pytest.raises(PairError, match="no column 'prompt' among chosen_latent"):
         check_pairs(parquet(tmp_path, [latents]))
@@ -228,7 +231,7 @@ def test_columns_that_do_not_make_a_pair_are_named(tmp_path):
     with pytest.raises(PairError, match="the column 'chosen' is there twice"):
         check_pairs(tmp_path / "twice.parquet")
     pq.write_table(pa.Table.from_pylist(ROWS).slice(0, 0), tmp_path / "empty.parquet")
-    with pytest.raises(PairError, match="there is no pair in it"):
+    with pytest.raises(PairError, match="no pair in it"):
         check_pairs(tmp_path / "empty.parquet")
 
 

@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import (
     PromptError,
     PromptRow,
     make_glyph_prompts,
-    read_prompt_file,
     read_prompts,
     require_targets,
     split_prompts,
@@ -296,11 +296,11 @@ def test_images_get_into_the_prompt_table_and_out(pictures):
 @pytest.mark.parametrize(
     ("image", "says"),
     [
-        ("in/none.png", "no image file in .* Paths are relative to the prompt file; of prompts at a URI"),
-        ("../in/0.png", "lies outside the folder of the prompt file"),
-        ("p.jsonl", "no PNG, JPEG or WebP image"),
+        ("in/none.png", "no image file in .* Paths are relative to the file that names them"),
+        ("../in/0.png", "lies outside"),
+        ("p.jsonl", "no PNG or JPEG or WEBP image"),
         ("https://example.org/0.png", "no image file in"),
-        ("a\u0000b", "is no path"),
+        ("a\u0000b", "is no valid path"),
         ("\ud800", "surrogate"),
         (7, "is not text"),
         (["in/0.png"], "is not text"),
@@ -316,7 +316,7 @@ def test_an_image_that_cannot_be_used_is_named_with_its_line(pictures, image, sa
 
 def test_bytes_in_parquet_that_are_no_image_are_named_with_their_row(tmp_path):
     pq.write_table(pa.table({"prompt": ["a", "b"], "image": [picture(0), b"GIF89a" + bytes(500)]}), tmp_path / "p.parquet")
-    with pytest.raises(PromptError, match=r"p.parquet, row 2: image = b'GIF89a.*\.\.\..* is no PNG, JPEG or WebP") as caught:
+    with pytest.raises(PromptError, match=r"p.parquet, row 2: image = b'GIF89a.*\.\.\..* is no PNG or JPEG or WEBP") as caught:
         read_prompt_file(tmp_path / "p.parquet")
     assert len(str(caught.value)) < 500
 

@@ -42,5 +42,5 @@ def test_a_step_is_a_function_of_its_arguments():
 
 
 def test_too_few_prompts():
-    with pytest.raises(SamplingError, match=r"wants 4 different prompts and the training split has 3; lower .* or give more"):
+    with pytest.raises(SamplingError, match=r"needs 4 different prompts and the training split has 3; lower .* or add prompts"):
         prompt_batch(list(range(3)), 4, 0, 0)

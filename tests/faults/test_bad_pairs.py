@@ -143,7 +143,7 @@ def test_a_pipe_that_nobody_writes_to_is_no_file(tmp_path):
     with pytest.raises(PairError, match="no such file"):
         check_pairs(tmp_path / "pairs.jsonl")
     (tmp_path / "lines.jsonl").write_text('{"prompt": "AB", "chosen": "a.png", "rejected": "a.png"}')
-    with pytest.raises(PairError, match="there is no such image"):
+    with pytest.raises(PairError, match="is no image file"):
         check_pairs(tmp_path / "lines.jsonl")
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from plain_cases import anything, assert_readable, cases, damage, only_speaks_plainly
 
-from ebbflow.data.prompts import PromptError, read_prompt_file, read_prompts, split_prompts, write_prompts
+from ebbflow.data.prompt_files import read_prompt_file
+from ebbflow.data.prompts import PromptError, read_prompts, split_prompts, write_prompts
 
 LINES = ['a sign "AB"', "une pomme “É”", 'three "X" and "Y"', "日本", "plain"]
 

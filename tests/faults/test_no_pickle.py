@@ -19,7 +19,8 @@ import torch
 import yaml
 
 from ebbflow.data.pairs import PairError, read_pairs
-from ebbflow.data.prompts import PromptError, read_prompt_file
+from ebbflow.data.prompt_files import read_prompt_file
+from ebbflow.data.prompts import PromptError
 from ebbflow.models import ModelError, load_model
 from ebbflow.models.prepare import copy_base, download_base
 from ebbflow.recipe.recipe import RecipeError, load_recipe

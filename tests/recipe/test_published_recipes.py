@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.data.prepare import prepare
-from ebbflow.data.prompts import QUOTED, read_prompt_file
+from ebbflow.data.prompt_files import QUOTED, read_prompt_file
 from ebbflow.flow.windows import plan
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.recipe.model import FAMILIES, Model

@@ -1,0 +1,69 @@
+"""Strict reading of files that somebody else wrote, line by line; the errors name the file and the line.
+
+``error`` is the exception to raise: ``PromptError`` or ``PairError``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from ebbflow.recipe.base import printable, short
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def check_file(path: Path, suffixes: Collection[str], key: str, error: type[ValueError]) -> None:
+    """Check that there is a file with one of the suffixes; ``key`` of the recipe names it."""
+    if path.suffix.lower() not in suffixes:
+        raise error(f"{path}: its suffix {path.suffix!r} is none of {', '.join(suffixes)}; convert or rename it")
+    if not os.path.isfile(path):  # unlike pathlib's, no error for a name that no file can have
+        raise error(f"{path}: no such file; check {key}")
+
+
+def read_lines(path: Path, error: type[ValueError]) -> Iterator[tuple[str, str]]:
+    """Location and text of every line. Only newlines end a line: prompts may hold the other separators of Unicode."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                location = f"{path}, line {number}"
+                yield location, _decoded(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, location, error)
+    except OSError as failure:
+        raise error(f"{path}: cannot be read ({failure.strerror}); check its permissions") from None
+
+
+def _decoded(line: bytes, location: str, error: type[ValueError]) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as failure:
+        raise error(f"{location}: {short(line)} is not UTF-8 ({failure.reason}); save the file as UTF-8") from None
+
+
+def parse_object(line: str, location: str, error: type[ValueError]) -> dict[str, Any]:
+    """The JSON object of a line."""
+    try:
+        record = json.loads(line, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as failure:
+        raise error(f"{location}: {short(line)} is not JSON ({failure}); write one JSON object per line") from None
+    if not isinstance(record, dict):
+        raise error(f'{location}: {short(line)} is not an object; write {{"prompt": "...", ...}}')
+    return record
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError("a key is there twice")
+    return record
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def first_line(error: Exception) -> str:
+    """What a library says about a damaged file, on one line."""
+    return printable(str(error).partition("\n")[0] or type(error).__name__, 300)
