@@ -13,7 +13,7 @@ from torch import Tensor
 from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.flow.windows import plan
 from ebbflow.models.base import DTYPES, Conditioning
-from ebbflow.models.sd3 import SD3Model
+from ebbflow.models.families.sd3 import SD3Model
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.recipe import Policy as PolicyConfig

@@ -37,7 +37,7 @@ from ebbflow.evaluation.evaluate import DRIFT_SIGMAS
 from ebbflow.flow.dpm_solver import shorter_schedule
 from ebbflow.flow.windows import plan
 from ebbflow.models.pipeline import ENCODED_AT_ONCE, PIXELS_AT_ONCE
-from ebbflow.models.sizes import Sample, Sizes, lora_parameters, lora_targets, sample_of, sizes_of
+from ebbflow.models.sizes import Sample, Sizes, lora_parameters, measure
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.model import Precision
@@ -149,8 +149,8 @@ def estimate(recipe: Recipe, processes: int = 2) -> Estimate:
     """
     if processes < 1:
         raise ValueError(f"processes = {processes}: an offline stage trains with at least one")
-    sizes = sizes_of(recipe.model)
-    facts = _Facts(recipe, sizes, sample_of(recipe.model, sizes), trained_parameters(recipe, sizes))
+    sizes, sample = measure(recipe.model)
+    facts = _Facts(recipe, sizes, sample, trained_parameters(recipe, sizes))
     places = [Place(recipe, 0, index) for index in range(len(recipe.stages))]
     work = {place.label: _work(facts, place) for place in places}
     judged = recipe.prompts.validation + recipe.prompts.held_out
@@ -183,7 +183,7 @@ def trained_parameters(recipe: Recipe, sizes: Sizes) -> int:
     """
     if recipe.policy.train == "full":
         return sizes.parameters
-    return lora_parameters(sizes.linears, recipe.policy.targets or lora_targets(recipe.model), recipe.policy.rank)
+    return lora_parameters(sizes.linears, recipe.policy.targets or sizes.lora_targets, recipe.policy.rank)
 
 
 def activation_bytes(sizes: Sizes, tokens: int, precision: Precision, checkpointing: bool) -> int:
@@ -263,13 +263,12 @@ class _Facts:
     def encoding(self) -> Memory:
         """The text encoders come beside the policy."""
         precision, sizes = self.recipe.model.precision, self.sizes
-        edits = self.recipe.model.family == "qwen_image_edit"
         return Memory(
             weights=self.weights("float32"),
             copies=4 * self.trained,
             activations=ENCODED_AT_ONCE * inference_bytes(sizes.text_width, self.sample.text_tokens, precision),
             samples=ENCODED_AT_ONCE * self.prompt_bytes,
-            others=BYTES[precision] * sizes.text_encoders + (4 * sizes.vae if edits else 0),
+            others=BYTES[precision] * sizes.text_encoders + (4 * sizes.vae if sizes.vae_encodes_prompts else 0),
         )
 
     def evaluation(self) -> Memory:
@@ -349,7 +348,8 @@ class _Facts:
         """The network's, or the VAE's after it."""
         network = min(samples, at_once) * inference_bytes(self.sizes.width, self.sample.tokens, precision)
         decoded = min(samples, max(1, PIXELS_AT_ONCE // self.sample.pixels)) * self.sample.pixels
-        decoded = decoded * min(self.recipe.model.frames, self.sizes.pace) // self.recipe.model.frames  # a latent's at a time
+        frames = self.recipe.model.frames
+        decoded = decoded * min(frames, self.sizes.frames_per_latent) // frames  # a latent's at a time
         return max(network, 4 * self.sizes.vae + VAE_BYTES_PER_PIXEL * decoded if self.sizes.vae else 0)
 
     def _training(self, place: Place) -> int:
@@ -444,7 +444,7 @@ def describe(made: Estimate) -> str:
     """The estimate as text for people."""
     sizes, sample, recipe = made.sizes, made.sample, made.recipe
     share = f"a LoRA of rank {recipe.policy.rank}" if recipe.policy.train == "lora" else "all"
-    text = f"{sample.text_tokens} of text" + ("" if recipe.model.family == "wan" else ", which are among them")
+    text = f"{sample.text_tokens} of text" + (", which are among them" if sample.joint else "")
     kept = sum(made.stored.values())
     lines = [
         f"{recipe.name}: {recipe.model.path or 'the glyph model'} ({recipe.model.family})",

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from ebbflow.data.pairs import check_pairs
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.algorithms import Custom, import_path
-from ebbflow.recipe.model import PIPELINES, Model
+from ebbflow.recipe.algorithms import Custom
+from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.model import Model
 from ebbflow.recipe.stages import Stage
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.storage.artifacts import ArtifactError
@@ -58,19 +59,16 @@ def _check_shared(output: str, tracking_uri: str) -> None:
 
 
 def _check_model(model: Model, on_cluster: bool) -> None:
-    if ":" in model.family:
-        import_path(model.family)
+    if model.family not in FAMILIES:
+        from ebbflow.models.families import adapter_of  # imports torch
+
+        adapter_of(model.family)
     elif model.path and "://" not in model.path and not model.on_hub:
         if on_cluster:
             raise RecipeError(f"model.path = {model.path!r} {ON_ONE_MACHINE}")
-        if model.family in PIPELINES:
-            from ebbflow.models.layout import check_layout  # brings torch along
+        from ebbflow.models import check_folder  # imports torch
 
-            check_layout(Path(model.path), model.family)
-        else:
-            from ebbflow.models.glyph import check_glyph_folder
-
-            check_glyph_folder(Path(model.path))
+        check_folder(Path(model.path), model.family)
 
 
 def _check_start(path: str, on_cluster: bool) -> None:

@@ -14,8 +14,10 @@ from tasks.files import scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact
 
+SOURCES = ("models/families/glyph.py", "models/glyph_training/train.py", "models/glyph_training/lettering.py")
 
-@task(cache=once_for_all_runs("models/glyph.py", "models/glyph_training.py", "models/lettering.py"), **accelerated())
+
+@task(cache=once_for_all_runs(*SOURCES), **accelerated())
 def train_base_model(training: GlyphTraining, threads: int, run: TrackedRun) -> BaseModelArtifact:
     """A committed base-model folder in the Hugging Face layout."""
     from ebbflow.models.prepare import train_base

@@ -16,7 +16,7 @@ from hypothesis import settings
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model, load_model
-from ebbflow.models.glyph import new_glyph
+from ebbflow.models.families.glyph import new_glyph
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.algorithms import BUILT_IN

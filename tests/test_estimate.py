@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from ebbflow.estimate import (
     units_of,
 )
 from ebbflow.models import ModelError, load_model
-from ebbflow.models.sizes import PUBLISHED, SizeError, Sizes, lora_parameters, sample_of, sizes_of
+from ebbflow.models.sizes import SizeError, Sizes, lora_parameters, measure
 from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
@@ -44,7 +45,6 @@ from ebbflow.training.update import Learner
 from tests.conftest import TINY_SIZES, Darkness
 
 RECIPES = Path(__file__).parents[1] / "workflows" / "recipes"
-SD35, FLUX = "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev"
 
 
 # --- what a policy holds
@@ -55,7 +55,7 @@ SD35, FLUX = "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.
 def test_lora_counts_are_pefts(tiny_recipe, family, targets):
     recipe = tiny_recipe(family, policy={"train": "lora", "rank": 3, "targets": targets})
     policy = Policy(load_model(Path(recipe.model.path), recipe.model), recipe.policy, 0)
-    assert trained_parameters(recipe, sizes_of(recipe.model)) == sum(map(torch.Tensor.numel, policy.parameters.values()))
+    assert trained_parameters(recipe, measure(recipe.model)[0]) == sum(map(torch.Tensor.numel, policy.parameters.values()))
 
 
 @pytest.mark.parametrize("train", ["full", "lora"])
@@ -83,7 +83,7 @@ def test_sixteen_bits_halve_the_weights_under_a_lora_and_add_casts_to_trained_on
         return estimate(recipe).memory["1.1 online training"].weights, recipe
 
     (small, recipe), (large, _) = weights("bfloat16", "lora"), weights("float32", "lora")
-    sizes = sizes_of(recipe.model)
+    sizes, _ = measure(recipe.model)
     numbers, adapters = sizes.parameters + sizes.buffers, trained_parameters(recipe, sizes)
     assert (small, large) == (2 * numbers + 4 * adapters, 4 * numbers + 4 * adapters)
     assert weights("bfloat16", "full")[0] - weights("float32", "full")[0] == 2 * sizes.parameters
@@ -92,7 +92,7 @@ def test_sixteen_bits_halve_the_weights_under_a_lora_and_add_casts_to_trained_on
 def test_processes_share_weights_and_optimiser_and_hold_one_block(tiny_recipe):
     recipe = tiny_recipe("sd3", stages=[{"kind": "offline", "batch_size": 64}])
     alone, four = (estimate(recipe, count).memory["1.1 offline training"] for count in (1, 4))
-    block = alone.weights // sizes_of(recipe.model).blocks
+    block = alone.weights // measure(recipe.model)[0].blocks
     assert four.weights == alone.weights // 4 + block
     assert (four.optimizer, four.copies) == (alone.optimizer // 4, alone.copies // 4)
     assert four.samples == alone.samples // 4
@@ -186,7 +186,7 @@ def saved_bytes(family, blocks, mode, checkpointing=False):
 
 def toy(blocks):
     return Sizes(
-        parameters=0, blocks=blocks, width=WIDTH, linears={}, text_encoders=0, vae=0, text_width=0, stored=0, config={}, scale=8
+        parameters=0, blocks=blocks, width=WIDTH, linears={}, lora_targets=(), text_encoders=0, vae=0, text_width=0, stored=0
     )
 
 
@@ -312,7 +312,7 @@ def train_on(place, model, policy, prompts, shard, folder):
 
 def test_a_shard_is_keys_latents_and_pictures(tiny_recipe):
     recipe = tiny_recipe("sd3")
-    sample = sample_of(recipe.model, sizes_of(recipe.model))
+    _, sample = measure(recipe.model)
     assert shard_bytes(sample, 10) == 10 * (KEY_BYTES + 4 * 4 * 8 * 8 + PNG_BYTES_PER_PIXEL * 64 * 64)
 
 
@@ -416,24 +416,28 @@ def test_pairs_are_named_as_not_counted(make_recipe):
     [
         ({"family": "sd3", "path": "nowhere"}, r"'nowhere' no sizes are known.*stable-diffusion-3.5-medium.*name its folder"),
         ({"family": "sd3", "path": "some/body", "revision": "0" * 40}, r"'some/body' no sizes are known"),
-        ({"family": "examples.mine.shifted:load", "path": "x"}, r"your own, no sizes are known"),
+        ({"family": "examples.mine.shifted:ShiftedGlyph", "path": "x"}, r"your own, no sizes are known"),
     ],
 )
 def test_a_model_of_unknown_size_is_named(model, says):
     with pytest.raises(SizeError, match=says):
-        sizes_of(Recipe.model_validate({"model": model}).model)
+        measure(Recipe.model_validate({"model": model}).model)
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path):
     (tmp_path / "transformer").mkdir()
     recipe = Recipe.model_validate({"model": {"family": "sd3", "path": str(tmp_path)}})
-    with pytest.raises(SizeError, match=r"vae/config.json is missing.*fetch it again"):
+    with pytest.raises(ModelError, match="model_index.json missing; give the folder of a StableDiffusion3Pipeline"):
+        estimate(recipe)
+    parts = {part: ["diffusers", kind] for part, kind in (("transformer", "SD3Transformer2DModel"), ("vae", "AutoencoderKL"))}
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusion3Pipeline"} | parts))
+    with pytest.raises(ModelError, match=r"transformer/config.json is missing.*fetch the folder again"):
         estimate(recipe)
 
 
 def test_layers_that_are_not_there_are_named():
     with pytest.raises(SizeError, match="no layer of the transformer is called to_x; see policy.targets"):
-        lora_parameters(PUBLISHED[SD35].linears, ["to_x"], 4)
+        lora_parameters({"attn.to_q": (4, 4)}, ["to_x"], 4)
 
 
 def test_a_size_that_the_family_cannot_draw_is_refused():

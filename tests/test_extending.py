@@ -22,7 +22,7 @@ from ebbflow.data.prompts import Prompt, PromptError
 from ebbflow.evaluation.serve import generate_images
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
-from ebbflow.models.glyph import to_latents
+from ebbflow.models.families.glyph import to_latents
 from ebbflow.models.prepare import copy_base
 from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.preflight import check_recipe
@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 DOC = (ROOT / "docs" / "extending.md").read_text()
 REINFORCE = {"name": "custom", "path": "mine.reinforce:ALGORITHM"}
-CONTRAST, SHIFTED = "mine.contrast:Contrast", "mine.shifted:load"
+CONTRAST, SHIFTED = "mine.contrast:Contrast", "mine.shifted:ShiftedGlyph"
 MODEL = ModelConfig(family=SHIFTED, path="base")
 
 
@@ -125,8 +125,8 @@ def test_the_first_task_refuses_a_wrong_family(tmp_path, base_folder):
         check_recipe(recipe, "https://mlflow.example", on_cluster=False)
 
     first_task(SHIFTED)
-    with pytest.raises(RecipeError, match="the module 'mine.shifted' has no 'lod'; did you mean 'load'"):
-        first_task("mine.shifted:lod")
+    with pytest.raises(RecipeError, match="the module 'mine.shifted' has no 'ShiftedGlif'; did you mean 'ShiftedGlyph'"):
+        first_task("mine.shifted:ShiftedGlif")
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""What is known of the sizes of models: of tiny folders as they are loaded, of published ones as their classes build them."""
+"""The sizes of models: of tiny folders as they are loaded, of published ones as they were counted once."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,10 @@ from ebbflow.estimate import (
     trained_parameters,
 )
 from ebbflow.models import load_model
-from ebbflow.models import sizes as known
-from ebbflow.models.sizes import PUBLISHED, sample_of, sizes_of
+from ebbflow.models.published import PUBLISHED
+from ebbflow.models.sizes import measure
 from ebbflow.recipe import Recipe, load_recipe
+from ebbflow.recipe.model import Model as ModelConfig
 from tests.conftest import TINY_SIZES
 
 RECIPES = Path(__file__).parents[1] / "workflows" / "recipes"
@@ -61,7 +63,7 @@ def numel(module: nn.Module) -> int:
 @pytest.mark.parametrize("family", TINY_SIZES)
 def test_a_folder_is_as_large_as_what_is_loaded_from_it(tiny_recipe, family):
     recipe = tiny_recipe(family)
-    model, sizes = load_model(Path(recipe.model.path), recipe.model), sizes_of(recipe.model)
+    model, (sizes, sample) = load_model(Path(recipe.model.path), recipe.model), measure(recipe.model)
     assert sizes.parameters == numel(model.transformer)
     assert sizes.buffers == sum(value.numel() for value in model.transformer.state_dict().values()) - sizes.parameters
     assert sizes.blocks == len(model.blocks())
@@ -70,7 +72,6 @@ def test_a_folder_is_as_large_as_what_is_loaded_from_it(tiny_recipe, family):
     assert sizes.text_encoders == sum(map(numel, encoders))
     linears = {name: layer for name, layer in model.transformer.named_modules() if isinstance(layer, nn.Linear)}
     assert sizes.linears == {name: (layer.in_features, layer.out_features) for name, layer in linears.items()}
-    sample = sample_of(recipe.model, sizes)
     assert sample.latent_shape == model.latent_shape
     assert sample.pixels == model.height * model.width
 
@@ -79,7 +80,7 @@ def test_a_folder_is_as_large_as_what_is_loaded_from_it(tiny_recipe, family):
 def test_tokens_and_prompts_are_those_that_the_network_gets(tiny_recipe, family):
     recipe = tiny_recipe(family, {"max_tokens": 24})
     model, seen = load_model(Path(recipe.model.path), recipe.model), []
-    sample = sample_of(recipe.model, sizes_of(recipe.model))
+    _, sample = measure(recipe.model)
     conditioning = model.encode([Prompt(0, "a cup", "", None, "test", "train", "{}")])
     model.blocks()[0].register_forward_pre_hook(
         lambda block, args, keys: seen.append((keys.get("hidden_states", *args[:1]), keys.get("encoder_hidden_states"))),
@@ -93,8 +94,7 @@ def test_tokens_and_prompts_are_those_that_the_network_gets(tiny_recipe, family)
 
 
 def test_videos_have_frames_and_tokens_for_them(tiny_recipe):
-    sizes = sizes_of(tiny_recipe("wan").model)
-    one, nine = (sample_of(tiny_recipe("wan", {"frames": frames}).model, sizes) for frames in (1, 9))
+    one, nine = (measure(tiny_recipe("wan", {"frames": frames}).model)[1] for frames in (1, 9))
     assert nine.latent_shape[1] == 3 * one.latent_shape[1] == 3
     assert (nine.tokens, nine.pixels) == (3 * one.tokens, 9 * one.pixels)
 
@@ -108,14 +108,16 @@ def test_the_vae_takes_a_latents_frames_at_a_time(tiny_recipe):
 def test_the_glyph_model_trained_here_is_as_large_as_its_folder(base_folder):
     here, there = Recipe(), Recipe.model_validate({"model": {"path": str(base_folder)}})
     model = load_model(base_folder)
+    samples = []
     for recipe in (here, there):
-        sizes = sizes_of(recipe.model)
+        sizes, sample = measure(recipe.model)
+        samples.append(sample)
         assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (numel(model.transformer), numel(model.text_encoder), 0)
-        assert sample_of(recipe.model, sizes).latent_shape == model.latent_shape
-    assert sample_of(here.model, sizes_of(here.model)) == sample_of(there.model, sizes_of(there.model))
+        assert sample.latent_shape == model.latent_shape
+    assert samples[0] == samples[1]
 
 
-# --- the published models, against the same classes on the meta device, where weights take no memory
+# --- the published models, against the same classes with configurations of their own and against the numbers of the hub
 
 CLIP_L = CLIPTextConfig(
     hidden_size=768, intermediate_size=3072, projection_dim=768, num_hidden_layers=12, num_attention_heads=12
@@ -180,6 +182,31 @@ PARTS = {
 }
 
 
+FAMILY = {SD35: "sd3", FLUX: "flux", QWEN: "qwen_image", WAN: "wan"}
+OTHERS = {
+    SD35: ("CLIP_L_PROJECTED", "CLIP_G", "T5_XXL", "VAE_16_CHANNELS"),
+    FLUX: ("CLIP_L", "T5_XXL", "VAE_16_CHANNELS"),
+    QWEN: ("QWEN25_VL_7B", "VAE_QWEN"),
+    WAN: ("UMT5_XXL", "VAE_WAN22"),
+}
+"""The text encoders and the VAE of each."""
+PARAMETERS = {
+    SD35: 2_243_171_520,
+    FLUX: 11_901_408_320,
+    QWEN: 20_430_401_088,
+    WAN: 4_999_787_712,
+    "CLIP_L": 123_060_480,
+    "CLIP_L_PROJECTED": 123_650_304,
+    "CLIP_G": 694_659_840,
+    "T5_XXL": 4_762_310_656,
+    "UMT5_XXL": 5_680_910_336,
+    "QWEN25_VL_7B": 8_292_166_656,
+    "VAE_16_CHANNELS": 83_819_683,
+    "VAE_QWEN": 126_892_531,
+    "VAE_WAN22": 704_688_668,
+}
+
+
 def clip(width, layers, text_width, text_layers):
     text = {"hidden_size": text_width, "intermediate_size": 4 * text_width, "num_hidden_layers": text_layers}
     vision = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "patch_size": 14}
@@ -187,27 +214,44 @@ def clip(width, layers, text_width, text_layers):
     return CLIPModel(CLIPConfig(text_config=text | heads, vision_config=vision | heads, projection_dim=text_width))
 
 
+def published(name: str, family: str):
+    return measure(ModelConfig(family=family, path=name, revision="0" * 40))[0]
+
+
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_a_published_transformer_is_as_large_as_its_class_builds_it(name):
     with torch.device("meta"):
         transformer = TRANSFORMERS[name]()
-    blocks = {key: layer for key, layer in transformer.named_modules() if isinstance(layer, nn.Linear) and "blocks." in key}
-    sizes = PUBLISHED[name]
-    assert sizes.parameters == numel(transformer)
+    layers = {key: layer for key, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
+    sizes = published(name, FAMILY[name])
+    assert sizes.parameters == numel(transformer) == PARAMETERS[name]
     assert sizes.buffers == sum(value.numel() for value in transformer.state_dict().values()) - sizes.parameters
-    assert sizes.linears == {key: (layer.in_features, layer.out_features) for key, layer in blocks.items()}
+    assert sizes.linears == {key: (layer.in_features, layer.out_features) for key, layer in layers.items()}
     config = transformer.config
     assert sizes.width == config.num_attention_heads * config.attention_head_dim
     assert sizes.blocks == config.num_layers + config.get("num_single_layers", 0)
     assert sizes.text_width == config.get("joint_attention_dim", config.get("text_dim"))
-    assert {key: config[key] for key in sizes.config} == sizes.config
+    part = PUBLISHED[name]["transformer"]
+    assert {key: config[key] for key in part.config} == part.config
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_published_part_is_as_large_as_its_class_builds_it(name):
     with torch.device("meta"):
         part = PARTS[name]()
-    assert getattr(known, name) == numel(part)
+    assert PARAMETERS[name] == numel(part)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_published_model_has_the_text_encoders_and_the_vae_of_these_sizes(name):
+    *encoders, vae = OTHERS[name]
+    sizes = published(name, FAMILY[name])
+    assert (sizes.text_encoders, sizes.vae) == (sum(PARAMETERS[part] for part in encoders), PARAMETERS[vae])
+
+
+def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
+    plain, editing = published(QWEN, "qwen_image"), published("Qwen/Qwen-Image-Edit", "qwen_image_edit")
+    assert editing == replace(plain, vae_encodes_prompts=True)
 
 
 def test_the_networks_of_rewards_are_as_large_as_their_classes_build_them():
@@ -220,4 +264,4 @@ def test_the_networks_of_rewards_are_as_large_as_their_classes_build_them():
 def test_a_published_lora_has_382_matrices_of_rank_32():
     """As a run of Flow-GRPO's script on SD3.5-medium counted: 18,776,064 parameters, 382 tensors of 32 x 1536."""
     recipe = load_recipe(RECIPES / "sd35_medium_ocr_512.yaml")
-    assert trained_parameters(recipe, PUBLISHED[SD35]) == 382 * 32 * 1536 == 18_776_064
+    assert trained_parameters(recipe, measure(recipe.model)[0]) == 382 * 32 * 1536 == 18_776_064

@@ -11,10 +11,8 @@ import pyarrow as pa
 from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import PromptError, PromptRow, make_glyph_prompts, require_targets, split_prompts
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.model import FAMILIES, Model
-
-EDITING_FAMILIES = ("qwen_image_edit",)
-"""Of those that come along, the families that are told an image beside the prompt."""
+from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.model import Model
 
 
 def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
@@ -46,15 +44,16 @@ def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
 
 def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> None:
     given = sum(row.image is not None for row in rows)
-    if family in EDITING_FAMILIES and given < len(rows):
+    known = FAMILIES.get(family)
+    if known and known.edits_images and given < len(rows):
         raise PromptError(
             f"{source or 'prompts.source is left out'}: {len(rows) - given} of {len(rows)} prompts have no image, and {family} "
             "edits images; take a prompt file with an image in every row (column 'image')"
         )
-    if given and family in FAMILIES and family not in EDITING_FAMILIES:
+    if given and known and not known.edits_images:
         warnings.warn(
             f"{source}: {given} of {len(rows)} prompts have an image, which {family} does not look at; "
-            f"leave the column out, or take one of {', '.join(EDITING_FAMILIES)}",
+            f"leave the column out, or take a family that edits images",
             stacklevel=3,
         )
 
@@ -62,7 +61,8 @@ def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> No
 def _warn_of_negative_prompts(model: Model, rows: list[PromptRow], source: Path | None) -> None:
     """Where there is no classifier-free guidance, nothing steers away from them."""
     given = sum(bool(row.negative_prompt) for row in rows)
-    if given and (model.guidance == 1 or model.family == "flux"):
+    family = FAMILIES.get(model.family)
+    if given and (model.guidance == 1 or (family and not family.guided)):
         warnings.warn(
             f"{source}: {given} of {len(rows)} prompts have a negative prompt, which {model.family} does not look at with "
             f"guidance = {model.guidance:g}; leave the column out, or set model.guidance above 1 for a family that takes it",

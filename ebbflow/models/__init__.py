@@ -1,37 +1,80 @@
-"""Model families: one adapter each, behind one interface."""
+"""Base models: one adapter per family behind one interface, and the folders they are loaded from.
+
+Where it fits
+    Above ``recipe`` and ``data`` (prompts), below everything that generates or trains. ``ebbflow.models.base.Model`` is all that
+    the other rooms see of a family.
+
+Why
+    Rollout, training and evaluation must compute the same velocity, or the first ratio of a policy gradient is not 1. So there is
+    ONE forward pass, ``predict``, and everything that differs between families (layouts, schedules, guidance, VAE) is behind it.
+
+How
+    ``recipe.families`` has a record per family, light enough to be read without torch. It names the adapter in ``families/``, one
+    file each: diffusers' own parts, called as its pipeline calls them (``pipeline.py``). ``load_model`` checks a folder and loads
+    it, ``prepare.py`` makes the folder of a run, ``hub.py`` fetches repositories, ``encoding.py`` encodes each prompt once.
+    ``sizes.py`` builds models on the meta device for ``ebbflow estimate``; ``tiny/`` writes small ones for tests;
+    ``glyph_training/`` trains the glyph model.
+
+Gotchas
+    Times are never truncated to integers, as some pipelines do. Prompts stay padded to one length: else a row's last bits would
+    depend on the rows beside it. Conditioning waits on the CPU, and text encoders and VAE are on the device only while they are
+    called. Folders come from elsewhere: only safetensors are read, and no code in them is run.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before it is imported: it warns of parts that nothing here uses
 
 import torch
 
 from ebbflow.models.base import Conditioning, Model, ModelError, default_device, predict
-from ebbflow.recipe.algorithms import import_path
+from ebbflow.models.families import adapter_of
+from ebbflow.models.folder import INDEX, read_object
+from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import Model as ModelConfig
 
-FAMILIES = {
-    "glyph": "ebbflow.models.glyph:load_glyph",
-    "sd3": "ebbflow.models.sd3:load",
-    "qwen_image": "ebbflow.models.qwen_image:load",
-    "qwen_image_edit": "ebbflow.models.qwen_image:load_edit",
-    "flux": "ebbflow.models.flux:load",
-    "wan": "ebbflow.models.wan:load",
-}
-"""What loads each family, ``(folder, config, device) -> Model``; imported when a recipe names it."""
-
-__all__ = ["Conditioning", "Model", "ModelError", "load_model", "predict"]
+__all__ = ["Conditioning", "Model", "ModelError", "check_folder", "load_model", "predict"]
 
 
 def load_model(folder: Path, config: ModelConfig = ModelConfig(), device: torch.device | None = None) -> Model:
-    """Load a base-model folder with the adapter of its family, to draw as ``config`` says, frozen and in evaluation mode.
+    """The model of a base-model folder, to generate as ``config`` says, frozen and in evaluation mode.
 
     Raises:
-        RecipeError: nothing can be imported from a path.
+        RecipeError: ``config.family`` is a path that nothing can be imported from.
         ModelError: the folder is no base model of the family.
     """
-    load = import_path(FAMILIES.get(config.family, config.family))
-    return load(folder, config, device or default_device())
+    if config.family in FAMILIES:
+        check_folder(folder, config.family)
+    return adapter_of(config.family).load(folder, config, device or default_device())
+
+
+def check_folder(folder: Path, family: str) -> None:
+    """Check that a folder has the layout of one of our families, without loading it.
+
+    Raises:
+        ModelError: there is no such folder, files are missing, or it is the folder of another pipeline.
+    """
+    adapter: Any = adapter_of(family)
+    wanted = adapter.pipeline_class.__name__
+    fix = (
+        "leave model.path out to train one, or name another folder"
+        if family == "glyph"
+        else f"give the folder of a {wanted}, or a Hugging Face repository with its commit as model.revision"
+    )
+    if not folder.is_dir():
+        raise ModelError(f"model.path = {str(folder)!r}: there is no base-model folder; {fix}")
+    if missing := [name for name in adapter.folder_files if not (folder / name).exists()]:
+        raise ModelError(f"{folder} is not a {family} base model: {', '.join(missing)} missing; {fix}")
+    if (found := read_object(folder / INDEX).get("_class_name")) != wanted:
+        raise ModelError(f"{folder} is a {found}, and model.family = {family!r} is a {wanted}; {_hint(found)}")
+
+
+def _hint(pipeline: Any) -> str:
+    """What to do with a folder of this pipeline."""
+    adapters: dict[str, Any] = {family: adapter_of(family) for family in FAMILIES if family != "glyph"}
+    same = [family for family, adapter in adapters.items() if adapter.pipeline_class.__name__ == pipeline]
+    return f"set model.family to {same[0]}" if same else f"name a folder of {', '.join(adapters)}"

@@ -1,4 +1,4 @@
-"""What the rest of the library asks of a model family. One adapter (one file) per family implements it."""
+"""What the rest of the library asks of a model family; the adapters in ``ebbflow.models.families`` implement it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.layout import ModelError
+from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.model import Precision
 
-__all__ = ["DTYPES", "Conditioning", "Model", "ModelError", "default_device", "device_of", "predict"]
-
 DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModelError(Exception):
+    """A base model that cannot be used: names the folder or the key, what is wrong and how to fix it."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,9 @@ class Conditioning:
     """Encoded prompts, a row each.
 
     Attributes:
-        tensors: what the family's network is told, by name; each [N, ...], those of rank 3 and masks padded along dimension 1.
-        negative: what guidance steers away from, a row each; None where there is no classifier-free guidance.
-        guidance: its scale, or the one that the network takes as an input.
+        tensors: the network's inputs beside latents and sigma, by name; each [N, ...], padded along dimension 1 from rank 2 on.
+        negative: the encoded negative prompts, a row each; None without classifier-free guidance.
+        guidance: scale of classifier-free guidance, or the guidance that the network takes as an input.
     """
 
     tensors: Mapping[str, Tensor]
@@ -45,7 +47,7 @@ class Conditioning:
         return next(iter(self.tensors.values())).device
 
     def rows(self, index: Tensor | slice) -> Conditioning:
-        """The conditioning of some rows, repeated where ``index`` repeats them."""
+        """Some rows, repeated where ``index`` repeats them."""
         return self._map(lambda values: values[index])
 
     def to(self, device: torch.device) -> Conditioning:
@@ -56,7 +58,7 @@ class Conditioning:
         return self._map(lambda values: values.float() if values.is_floating_point() else values)
 
     def unguided(self) -> Conditioning:
-        """The prompts alone, for losses on the network's own prediction; a guidance that it takes as an input stays."""
+        """Without negative prompts, for losses on the network's own prediction; a guidance that is an input stays."""
         return replace(self, negative=None)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
@@ -72,25 +74,39 @@ class Conditioning:
 
 
 def _padded(tensors: list[Tensor]) -> Tensor:
+    """The rows of all tensors, those of rank 2 and more padded with zeros to the longest dimension 1."""
     if tensors[0].ndim < 2:
         return torch.cat(tensors)
     longest = max(values.shape[1] for values in tensors)
-    return torch.cat([_lengthened(values, longest) for values in tensors])
+    lengths = [(0, 0) * (values.ndim - 2) + (0, longest - values.shape[1]) for values in tensors]
+    return torch.cat([nn.functional.pad(values, length) for values, length in zip(tensors, lengths, strict=True)])
 
 
-def _lengthened(values: Tensor, length: int) -> Tensor:
-    missing = values.new_zeros(len(values), length - values.shape[1], *values.shape[2:])
-    return torch.cat([values, missing], 1) if missing.shape[1] else values
+@dataclass(frozen=True)
+class Tokens:
+    """How many tokens a sample has, for estimates.
+
+    Attributes:
+        image: of its latents.
+        text: of its prompt, encoded, at most.
+        edited: of the image that it edits.
+        joint: text goes through the blocks with the image, instead of only being attended to.
+    """
+
+    image: int
+    text: int
+    edited: int = 0
+    joint: bool = True
 
 
 class Model(Protocol):
-    """A loaded base model.
+    """A loaded base model. A user's family is a class with these members (``docs/extending.md``).
 
     Attributes:
         transformer: the velocity network, the only part that is ever trained.
-        latent_shape: shape of one latent, without the batch.
-        lora_targets: names of the linear layers that LoRA adapts.
-        pipeline_class: the diffusers pipeline of the family, which reads and writes its LoRA files.
+        latent_shape: of one latent, without the batch.
+        lora_targets: names of the linear layers that LoRA adapts unless the recipe names others.
+        pipeline_class: the family's diffusers pipeline, which reads and writes LoRA files.
         precision: of the network's arithmetic.
     """
 
@@ -100,11 +116,19 @@ class Model(Protocol):
     pipeline_class: Any
     precision: Precision
 
+    @classmethod
+    def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Model:
+        """The model of a base-model folder, to generate as ``config`` says, frozen and in evaluation mode.
+
+        Raises:
+            ModelError: the folder is no base model of the family, or ``config`` asks for what it cannot do.
+        """
+
     def sigmas(self, steps: int) -> Tensor:
         """The family's schedule of ``steps`` denoising steps: float32 [steps + 1], descending, ending in 0."""
 
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """Encode prompts, with what guidance needs of them; deterministic, without gradient, on any device (``encode_once``)."""
+        """Encoded prompts, and negative prompts under guidance; deterministic, without gradient, on any device."""
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """The forward pass, guidance included, [N, *latent_shape]; ``sigma`` is [N] in [0, 1]. Called through ``predict``."""
@@ -113,10 +137,10 @@ class Model(Protocol):
         """Images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3]."""
 
     def encode_images(self, images: np.ndarray) -> Tensor:
-        """Latents [N, *latent_shape] of images, uint8 RGB [N, height, width, 3]: the inverse of ``decode`` up to quantisation.
+        """Latents [N, *latent_shape] of uint8 RGB images or videos: the inverse of ``decode`` up to quantisation.
 
         Raises:
-            ModelError: the images do not have the size of the latents; names both.
+            ModelError: the images do not have the size of the latents.
         """
 
     def save(self, folder: Path) -> None:
@@ -129,21 +153,21 @@ class Model(Protocol):
 def predict(
     model: Model, latents: Tensor, sigma: Tensor, conditioning: Conditioning, precision: Precision | None = None
 ) -> Tensor:
-    """The ONE forward pass of rollout, training and evaluation: the velocity, float32 [N, *latent_shape].
+    """The velocity, float32 [N, *latent_shape], in ``precision`` or the model's own.
 
-    That all use it is what makes the first ratio of a policy gradient exactly 1. ``precision`` is the model's unless a rollout
-    asks for another one.
+    Rollout, training and evaluation all call this one forward pass, which makes the first ratio of a policy gradient exactly 1.
     """
     precision = precision or model.precision
-    if precision == "float32":  # where nothing casts, prompts that were encoded in 16 bits must be cast here
+    if precision == "float32":  # nothing casts then, so prompts that were encoded in 16 bits are cast here
         conditioning = conditioning.float()
     with torch.autocast(latents.device.type, DTYPES[precision], enabled=precision != "float32"):
         return model.velocity(latents, sigma, conditioning).float()
 
 
 def device_of(model: Model) -> torch.device:
-    """Where the network of a model is."""
-    return next(model.transformer.parameters()).device
+    """The device of a model's network."""
+    device: torch.device = next(model.transformer.parameters()).device
+    return device
 
 
 def default_device() -> torch.device:

@@ -1,30 +1,29 @@
-"""What the families that diffusers has a pipeline for share: the pipeline's own parts, called as the pipeline calls them.
+"""What the families with a diffusers pipeline share: the pipeline's own parts, called as the pipeline calls them.
 
 With the deterministic sampler, the same noise and the same prompt, an adapter's image is the pipeline's (the tests compare them).
-Only the transformer stays on the device: text encoders and VAE come for the time of their call.
+Only the transformer stays on the device; text encoders and VAE are moved there for each call.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
-from diffusers.utils.logging import disable_progress_bar as silence_diffusers
 from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar as silence_transformers
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.base import DTYPES, Conditioning, ModelError
-from ebbflow.models.layout import check_configs, check_layout
+from ebbflow.models.base import DTYPES, Conditioning, ModelError, Tokens
+from ebbflow.models.folder import reading
 from ebbflow.recipe.model import Model as ModelConfig
 
 JOINT_ATTENTION = [
@@ -37,7 +36,7 @@ JOINT_ATTENTION = [
     "attn.add_v_proj",
     "attn.to_add_out",
 ]
-"""The attention layers of blocks in which image and text attend to each other, which Flow-GRPO adapts in all families."""
+"""The attention layers of blocks in which image and text attend to each other; Flow-GRPO (2505.05470) adapts them."""
 ENCODED_AT_ONCE = 16
 """Prompts per pass of the text encoders."""
 VARIANT = re.compile(r"\.(fp16|bf16|fp32)[.-]")
@@ -48,34 +47,45 @@ PIXELS_AT_ONCE = 2**21
 
 
 class PipelineModel:
-    """Adapter of a diffusers pipeline; see ``ebbflow.models.base.Model``. A family says what differs.
+    """Adapter of a diffusers pipeline; see ``ebbflow.models.base.Model``. A family overrides what differs.
 
     Attributes:
         device: where the network runs.
+        folder_files: what a base-model folder of the family must have.
         text_parts: the pipeline's parts that encode prompts.
-        default_size: height and width in pixels that the pipeline draws.
-        guided: whether the pipeline takes ``guidance`` for classifier-free guidance.
-        draws_videos: whether ``frames`` may be more than one.
+        default_size: height and width in pixels where the recipe gives none.
+        default_max_tokens: longest prompt, in tokens of the large text encoder, where the recipe gives none.
+        guided: whether ``model.guidance`` is the scale of classifier-free guidance.
+        draws_videos: whether ``model.frames`` may be more than one.
     """
 
     pipeline_class: ClassVar[Any]
     lora_targets: ClassVar[list[str]]
+    folder_files: ClassVar[tuple[str, ...]] = ("model_index.json",)
     text_parts: ClassVar[tuple[str, ...]]
     default_size: ClassVar[tuple[int, int]]
+    default_max_tokens: ClassVar[int] = 512
     guided: ClassVar[bool] = True
     draws_videos: ClassVar[bool] = False
 
     def __init__(self, pipeline: Any, config: ModelConfig, device: torch.device) -> None:
+        if config.frames > 1 and not self.draws_videos:
+            raise ModelError(f"model.frames = {config.frames}: {config.family} draws images; leave it out, or take family wan")
         self.pipeline = pipeline
         self.transformer = pipeline.transformer
         self.config = config
         self.device = device
         self.precision = config.precision
-        height, width = self.default_size
-        self.height, self.width = config.height or height, config.width or width
-        if config.frames > 1 and not self.draws_videos:
-            raise ModelError(f"model.frames = {config.frames}: {config.family} draws images; leave it out, or take family wan")
+        self.height, self.width = config.height or self.default_size[0], config.width or self.default_size[1]
+        self.max_tokens = config.max_tokens or self.default_max_tokens
         self.latent_shape = self._latent_shape()
+
+    @classmethod
+    def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Self:
+        """As ``ebbflow.models.base.Model.load``."""
+        pipeline = load_pipeline(cls, folder, config, device)
+        cls._check(pipeline, config)
+        return cls(pipeline, config, device)
 
     # What a family says.
 
@@ -85,7 +95,7 @@ class PipelineModel:
 
     @abstractmethod
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """What the network is told of each text; ``prompts`` hold the images to edit."""
+        """The network's inputs for each text; ``prompts`` hold the images to edit."""
 
     @abstractmethod
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
@@ -99,10 +109,18 @@ class PipelineModel:
     def blocks(self) -> list[nn.Module]:
         """As ``ebbflow.models.base.Model.blocks``."""
 
+    @classmethod
+    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+        """Raise ``ModelError`` for a pipeline that is not supported, or a key of the recipe that it does not take."""
+
     @staticmethod
-    def own_parts(folder: Path) -> dict[str, Any]:
+    def _own_parts(folder: Path) -> dict[str, Any]:
         """Parts of the pipeline that the family reads by itself; diffusers reads the others."""
         return {}
+
+    def tokens(self) -> Tokens:
+        """The tokens of one sample; every family makes one of 2 x 2 latents."""
+        return Tokens(image=math.prod(self.latent_shape[1:]) // 4, text=self.max_tokens)
 
     def _guide(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
         """Classifier-free guidance (2207.12598) of the network's predictions."""
@@ -114,17 +132,19 @@ class PipelineModel:
 
     def _to_vae(self, latents: Tensor) -> Tensor:
         """Latents as the VAE decodes them: its shift and scale undone."""
-        return latents / self.pipeline.vae.config.scaling_factor + self.pipeline.vae.config.shift_factor
+        scaled: Tensor = latents / self.pipeline.vae.config.scaling_factor + self.pipeline.vae.config.shift_factor
+        return scaled
 
     def _from_vae(self, latents: Tensor) -> Tensor:
         """The inverse of ``_to_vae``."""
-        return (latents - self.pipeline.vae.config.shift_factor) * self.pipeline.vae.config.scaling_factor
+        scaled: Tensor = (latents - self.pipeline.vae.config.shift_factor) * self.pipeline.vae.config.scaling_factor
+        return scaled
 
     # What follows from it.
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """As ``ebbflow.models.base.Model.encode``; the negative prompt of a row is encoded where the guidance is above 1."""
+        """As ``ebbflow.models.base.Model.encode``."""
         parts = []
         with self._on_device(*self.text_parts):
             for start in tqdm(range(0, len(prompts), ENCODED_AT_ONCE), "encoding prompts", unit="batch", disable=None):
@@ -139,6 +159,7 @@ class PipelineModel:
         return Conditioning(tensors, negative, self.config.guidance)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """As ``ebbflow.models.base.Model.velocity``."""
         if conditioning.negative is None:
             return self._unpack(self._predict(latents, sigma, conditioning))
         # One pass over both keeps a device busier than two over half as many rows.
@@ -148,30 +169,32 @@ class PipelineModel:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> np.ndarray:
+        """As ``ebbflow.models.base.Model.decode``."""
         with self._on_device("vae"):
-            images = torch.cat([self._decode(part.to(self.device)).cpu() for part in latents.split(self._at_once())])
+            images = torch.cat([self._decode(part.to(self.device)).cpu() for part in torch.split(latents, self._at_once())])
         return images.numpy()
 
     def _decode(self, latents: Tensor) -> Tensor:
         """uint8 [n, height, width, 3], or [n, frames, height, width, 3]."""
-        pixels = self.pipeline.vae.decode(self._to_vae(latents.float()), return_dict=False)[0]
+        pixels: Tensor = self.pipeline.vae.decode(self._to_vae(latents.float()), return_dict=False)[0]
         return ((pixels / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).movedim(1, -1)
 
     @torch.no_grad()
     def encode_images(self, images: np.ndarray) -> Tensor:
+        """As ``ebbflow.models.base.Model.encode_images``."""
         wanted = (self.height, self.width, 3) if self.config.frames == 1 else (self.config.frames, self.height, self.width, 3)
         if images.shape[1:] != wanted:
-            raise ModelError(f"images of shape {images.shape[1:]} do not fit a model that draws {wanted}; resize them")
+            raise ModelError(f"images of shape {images.shape[1:]}: the model draws {wanted}; resize them")
         with self._on_device("vae"):
-            return torch.cat(
-                [self._encode_pixels(part.to(self.device)) for part in torch.from_numpy(images).split(self._at_once())]
-            )
+            parts = torch.split(torch.from_numpy(images), self._at_once())
+            return torch.cat([self._encode_pixels(part.to(self.device)) for part in parts])
 
     def _encode_pixels(self, images: Tensor) -> Tensor:
         pixels = images.movedim(-1, 1).float() / 127.5 - 1
         return self._from_vae(self.pipeline.vae.encode(pixels).latent_dist.mode())
 
     def save(self, folder: Path) -> None:
+        """As ``ebbflow.models.base.Model.save``."""
         self.pipeline.save_pretrained(folder, max_shard_size=SHARD)
 
     def _at_once(self) -> int:
@@ -207,34 +230,29 @@ class PackedPipelineModel(PipelineModel):
     def sigmas(self, steps: int) -> Tensor:
         scheduler, tokens = self.pipeline.scheduler, self.latent_shape[1] * self.latent_shape[2] // 4
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **dynamic_shift(scheduler, tokens))
-        return scheduler.sigmas.clone()
+        sigmas: Tensor = scheduler.sigmas.clone()
+        return sigmas
 
     def _unpack(self, prediction: Tensor) -> Tensor:
         return unpack(prediction, self.latent_shape)
 
 
 def load_pipeline(adapter: type[PipelineModel], folder: Path, config: ModelConfig, device: torch.device) -> Any:
-    """The pipeline of a folder, frozen and in evaluation mode: the transformer in the precision that it was published in and on
-    the device, text encoders in ``config.precision``, the VAE in float32.
+    """The pipeline of a folder, frozen and in evaluation mode.
+
+    The transformer is on the device in the precision that it was published in, text encoders are in ``config.precision`` and the
+    VAE in float32, both on the CPU.
 
     Raises:
-        ModelError: the folder does not hold a pipeline of this class, its parts cannot be read, or its attention cannot be
-            computed as ``config.attention`` says.
+        ModelError: a part cannot be read, or its attention cannot be computed as ``config.attention`` says.
     """
-    silence_diffusers()  # a bar per part would bury the bars that matter
-    silence_transformers()
-    check_layout(folder, config.family)
-    check_configs(folder)
     weights = sorted((folder / "transformer").glob("*.safetensors"))
     if not weights:
         raise ModelError(f"{folder / 'transformer'} holds no .safetensors weights; fetch them in that format")
-    try:
+    with reading(folder, config.family):
         dtypes = {"default": DTYPES[config.precision], "vae": torch.float32, "transformer": _dtype(weights)}
-        options = {"local_files_only": True, "use_safetensors": True} | adapter.own_parts(folder)
+        options = {"local_files_only": True, "use_safetensors": True} | adapter._own_parts(folder)
         pipeline = adapter.pipeline_class.from_pretrained(folder, dtype=dtypes, **options)
-    except Exception as error:  # three libraries read the parts, each with errors of its own
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelError(f"{folder} cannot be read as a {config.family} base model ({reason}); fetch it again") from error
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
@@ -250,7 +268,8 @@ def _dtype(files: list[Path]) -> torch.dtype:
     """Of the published weights; variants in another precision, which may lie beside them, are not loaded."""
     file = next((file for file in files if not VARIANT.search(file.name)), files[0])
     with safe_open(file, "pt") as weights:
-        return weights.get_tensor(next(iter(weights.keys()))).dtype
+        dtype: torch.dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
+    return dtype
 
 
 def _choose_attention(transformer: Any, backend: str, family: str) -> None:
@@ -282,20 +301,20 @@ def unpack(tokens: Tensor, latent_shape: tuple[int, ...]) -> Tensor:
 
 
 def channel_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel of a video VAE's latents, to go with latents [N, C, ...]."""
+    """Mean and standard deviation of each channel of a video VAE's latents, to broadcast with latents [N, C, ...]."""
     shape = (-1, *[1] * (like.ndim - 2))
     mean, std = (torch.tensor(values).view(shape).to(like) for values in (vae.config.latents_mean, vae.config.latents_std))
     return mean, std
 
 
-def dynamic_shift(scheduler: Any, tokens: int, most: float = 1.15) -> dict[str, float]:
+def dynamic_shift(scheduler: Any, tokens: int, max_shift: float = 1.15) -> dict[str, float]:
     """``mu`` for schedulers whose shift depends on the image's tokens: linear between two sizes; nothing for the others.
 
-    ``most`` is what the pipeline takes for ``max_shift`` where the scheduler's configuration does not say.
+    ``max_shift`` is what the pipeline takes where the scheduler's configuration does not say.
     """
     config = scheduler.config
     if not config.get("use_dynamic_shifting"):
         return {}
     small, large = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    low, high = config.get("base_shift", 0.5), config.get("max_shift", most)
+    low, high = config.get("base_shift", 0.5), config.get("max_shift", max_shift)
     return {"mu": low + (high - low) * (tokens - small) / (large - small)}

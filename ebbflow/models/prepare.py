@@ -9,15 +9,14 @@ from pathlib import Path
 import torch
 
 from ebbflow.models import ModelError, load_model
-from ebbflow.models.glyph_training import train_glyph_base
+from ebbflow.models.folder import INDEX, read_object
+from ebbflow.models.glyph_training.train import train_glyph_base
 from ebbflow.models.hub import pretrained_folder
-from ebbflow.models.layout import read_index
 from ebbflow.recipe.model import GlyphTraining
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.pretrained import Pretrained
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder, verify
 
-INDEX = "model_index.json"
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
@@ -64,7 +63,7 @@ def _files(folder: Path) -> list[str]:
     Raises:
         ModelError: a part is called what no folder in this one could be called.
     """
-    parts = [part for part, kind in read_index(folder).items() if isinstance(kind, list) and kind and kind[0]]
+    parts = [part for part, kind in read_object(folder / INDEX).items() if isinstance(kind, list) and kind and kind[0]]
     if strange := [part for part in parts if not part.isidentifier()]:
         raise ModelError(f"{folder / INDEX} names the part {strange[0]!r}, which is no name of a part; fetch another repository")
     return [INDEX, *(f"{part}/{suffix}" for part in parts for suffix in PART_FILES)]

@@ -1,4 +1,4 @@
-"""The base model of a run: its family, where its weights come from, and how it draws."""
+"""The base model of a run: its family, where its weights come from, and how it generates."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ from pydantic import Field, model_validator
 
 from ebbflow.recipe.algorithms import name_or_path
 from ebbflow.recipe.base import Strict
+from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.pretrained import Pretrained
 
 Precision = Literal["float32", "bfloat16", "float16"]
-PIPELINES = {
-    "sd3": "StableDiffusion3Pipeline",
-    "qwen_image": "QwenImagePipeline",
-    "qwen_image_edit": "QwenImageEditPipeline",
-    "flux": "FluxPipeline",
-    "wan": "WanPipeline",
-}
-"""The families that diffusers has a pipeline for, and the pipeline, as a folder's ``model_index.json`` calls it."""
-FAMILIES = ("glyph", *PIPELINES)
 
 
 class GlyphTraining(Strict):
@@ -34,31 +26,31 @@ class GlyphTraining(Strict):
     lr: float = Field(2e-3, gt=0, le=1)
     ema: float = Field(0.99, ge=0, lt=1)
     caption_noise: float = Field(0.35, ge=0, le=1)
-    """In the last third each letter of a caption is replaced with this probability. It leaves the headroom that
-    reinforcement learning then wins back: without it the base already spells almost everything right."""
+    """Probability of replacing each letter of a caption in the last third. It leaves reinforcement learning something to improve:
+    without it the base already spells almost everything right."""
     seed: int = Field(0, ge=0, lt=2**63)
 
 
 class Model(Pretrained):
-    """The base model, in the Hugging Face layout of its family; or the glyph model, trained here unless it has a path."""
+    """The base model: a folder or repository in the Hugging Face layout of its family, or the glyph model, trained here."""
 
     family: Annotated[str, name_or_path(*FAMILIES)] = "glyph"
-    """A family that comes along, or ``package.module:load`` of a user's own (``docs/extending.md``)."""
+    """A family that Ebbflow ships, or ``package.module:Class``, an adapter of your own (``docs/extending.md``)."""
     height: int | None = Field(None, ge=8)
-    """Of the images, in pixels; left out, what the family's pipeline draws. The glyph model's is ``training.height``."""
+    """Of the images, in pixels; left out, the default of the family's pipeline. The glyph model's is ``training.height``."""
     width: int | None = Field(None, ge=8)
     frames: int = Field(1, ge=1)
     """Of a video; 1 draws images."""
     guidance: float = Field(1.0, ge=1)
-    """How far samples are steered from the negative prompt towards the prompt: classifier-free guidance (``sd3``, ``wan``), with
-    the norm rescaled (``qwen_image``), or the guidance that the network takes as an input (``flux``). 1 is none."""
+    """Scale of classifier-free guidance (``sd3``, ``wan``; ``qwen_image`` rescales the norm), or the guidance that the network
+    takes as an input (``flux``). 1 is none."""
     max_tokens: int | None = Field(None, ge=1)
-    """Longest prompt in tokens of the large text encoder; left out, the default of the family's pipeline."""
+    """Longest prompt, in tokens of the large text encoder; left out, the default of the family's pipeline."""
     precision: Precision = "float32"
-    """Of the network's arithmetic while it generates, trains and is evaluated, and of the weights that are not trained. Latents,
-    log-probs and trained parameters are float32 always."""
+    """Of the network's arithmetic in rollout, training and evaluation, and of frozen weights. Latents, log-probs and trained
+    parameters are always float32."""
     gradient_checkpointing: bool = False
-    """Compute the activations of each block again in the backward pass: slower, and far less memory."""
+    """Recompute the activations of each block in the backward pass: slower, far less memory."""
     attention: str | None = None
     """An attention backend of diffusers (``native``, ``flash``, ``_flash_3_hub`` ...); left out, its default."""
     training: GlyphTraining = GlyphTraining()

@@ -15,8 +15,6 @@ MODES = {
 }
 Mode = Literal["sync", "one_step_off", "async"]
 Role = Literal["training", "rollout", "reward"]
-VLLM_OMNI = ("sd3", "qwen_image")
-"""Families that the vLLM-Omni engine generates with."""
 
 
 class Workers(Strict):

@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, model
 
 from ebbflow.recipe.algorithms import Following
 from ebbflow.recipe.base import RecipeError, Strict, every_value, explain, printable, require_plain
+from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import Model
-from ebbflow.recipe.online import VLLM_OMNI
 from ebbflow.recipe.pretrained import Pretrained
 from ebbflow.recipe.rewards import Rewards
 from ebbflow.recipe.secrets import require_no_secrets
@@ -137,10 +137,11 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _engines_know_the_family(self) -> Recipe:
+        known = [name for name, family in FAMILIES.items() if family.vllm_omni]
         for index, stage in enumerate(self.stages):
-            if isinstance(stage, OnlineStage) and stage.engine == "vllm_omni" and self.model.family not in VLLM_OMNI:
+            if isinstance(stage, OnlineStage) and stage.engine == "vllm_omni" and self.model.family not in known:
                 raise ValueError(
-                    f"stages.{index}.engine = 'vllm_omni' generates with {' and '.join(VLLM_OMNI)}, not with model.family = "
+                    f"stages.{index}.engine = 'vllm_omni' generates with {' and '.join(known)}, not with model.family = "
                     f"{self.model.family!r}; set engine: diffusers, or leave it out"
                 )
         return self

@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.lettering import fitting_size, render_letter
+from ebbflow.models.glyph_training.lettering import fitting_size, render_letter
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.text import NO_TARGET
 

@@ -24,7 +24,6 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.choices import Sampler
-from ebbflow.recipe.online import VLLM_OMNI
 from ebbflow.rollouts.generate import Rollouts, join
 from ebbflow.rollouts.weights import checksum, in_buckets
 from ebbflow.rollouts.wire import Header, Task, Tensors, receive, send, unpack_rollouts
@@ -55,15 +54,11 @@ class VllmOmni:
         base: the base-model folder.
 
     Raises:
-        EngineError: the engine's environment is missing, the family is not one that it draws, or it does not start.
+        EngineError: the engine's environment is missing, or it does not start.
     """
 
     def __init__(self, place: Place, base: Path) -> None:
         recipe = place.recipe
-        if recipe.model.family not in VLLM_OMNI:
-            raise EngineError(
-                f"model.family = {recipe.model.family!r}: vllm_omni draws {' and '.join(VLLM_OMNI)} here; set engine: diffusers"
-            )
         self.policy, self.micro_batch = recipe.policy, place.config.micro_batch
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it is written to for as long as the process lives)
         self._socket, self._process = _start(_interpreter(), self._log)

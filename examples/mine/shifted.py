@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import torch
 from torch import Tensor
 
-from ebbflow.models.glyph import GlyphModel, load_glyph
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.models.families.glyph import GlyphModel
 
 SHIFT = 3.0
 
@@ -19,10 +15,3 @@ class ShiftedGlyph(GlyphModel):
     def sigmas(self, steps: int) -> Tensor:
         sigmas = super().sigmas(steps)
         return SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
-
-
-def load(folder: Path, config: ModelConfig, device: torch.device) -> ShiftedGlyph:
-    """Load the base-model folder of a glyph model."""
-    glyph = load_glyph(folder, config, device)
-    _, height, width = glyph.latent_shape
-    return ShiftedGlyph(glyph.transformer, glyph.text_encoder, glyph.tokenizer, glyph.scheduler, height, width)

@@ -13,7 +13,7 @@ from ebbflow.data.schema import PROMPTS, evaluation_schema
 from ebbflow.evaluation.evaluate import EvaluationError, evaluate, evaluate_folder, evaluation_keys, require_same_pictures
 from ebbflow.flow.noise import noise
 from ebbflow.models import load_model
-from ebbflow.models.glyph import GlyphModel
+from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.recipe.choices import Sampler
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.recipe.recipe import Policy as PolicyConfig
@@ -147,7 +147,7 @@ def test_videos_are_stored_whole_and_scored_over_their_frames(run, tmp_path, mon
     assert evaluation.coverage == 1
 
 
-SHIFTED = "mine.shifted:load"
+SHIFTED = "mine.shifted:ShiftedGlyph"
 
 
 @pytest.mark.parametrize("family", ["glyph", SHIFTED])

@@ -57,7 +57,8 @@ class Stages:
         self.folder, self.base, self.prompts = folder, base, prompts
         self.processes = multiprocessing.get_context("forkserver")
         # What takes seconds to import, once for all processes.
-        self.processes.set_forkserver_preload(["ebbflow.online.loop", "ebbflow.offline.training", "ebbflow.models.glyph"])
+        preload = ["ebbflow.online.loop", "ebbflow.offline.training", "ebbflow.models.families.glyph"]
+        self.processes.set_forkserver_preload(preload)
         self.known: dict[str, dict[str, Any]] = {}
 
     def run(self, stage: str, name: str, death: Death | None = None) -> int | None:

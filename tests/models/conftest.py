@@ -13,8 +13,8 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from pipeline_cases import EDITED_PIXELS, FirstOrderUniPC, family, guidance
 
 from ebbflow.models import load_model
+from ebbflow.models.families.qwen_image import PictureProcessor, QwenImageEditModel
 from ebbflow.models.pipeline import PipelineModel
-from ebbflow.models.qwen_image import PictureProcessor, QwenImageEditModel
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.model import Model as ModelConfig
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ebbflow.models.lettering import render_batch, render_text
+from ebbflow.models.glyph_training.lettering import render_batch, render_text
 
 
 def ink_box(image: np.ndarray) -> tuple[int, int, int, int]:

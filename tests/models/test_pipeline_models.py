@@ -324,7 +324,7 @@ def test_images_of_another_size_are_refused_with_both_sizes_by_pipelines(tiny, s
 def test_a_folder_of_another_pipeline_is_refused_with_its_family(tiny_folder, open_tiny, tmp_path):
     with pytest.raises(ModelError, match="flux is a FluxPipeline, and model.family = 'sd3' is a StableDiffusion3Pipeline.*flux"):
         open_tiny("sd3", tiny_folder("flux"))
-    with pytest.raises(ModelError, match="has no model_index.json"):
+    with pytest.raises(ModelError, match="is not a sd3 base model: model_index.json missing"):
         open_tiny("sd3", tmp_path)
     (tmp_path / "model_index.json").write_text("[1")
     with pytest.raises(ModelError, match="model_index.json is not the JSON object"):
@@ -358,7 +358,7 @@ def test_only_safetensors_are_read(tiny_folder, open_tiny, tmp_path):
     [
         ("transformer/diffusion_pytorch_model.safetensors", "broken cannot be read as a sd3 base model .*fetch it again"),
         ("text_encoder/model.safetensors", "broken cannot be read as a sd3 base model .*fetch it again"),
-        ("vae/config.json", "broken/vae/config.json is not the JSON object .*copy the folder again"),
+        ("vae/config.json", "broken/vae/config.json is not the JSON object .*fetch the folder again"),
         ("tokenizer/tokenizer.json", "broken cannot be read as a sd3 base model .*fetch it again"),
     ],
 )

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor
 from transformers.utils import is_torchvision_available
 
 from ebbflow.models import ModelError
-from ebbflow.models.tiny import TINY_FAMILIES, build_tiny
+from ebbflow.models.tiny import TINY, build_tiny
 
 CLIP, T5 = "CLIPTokenizer", "T5TokenizerFast"
 QWEN = {
@@ -100,7 +100,7 @@ def open_folder(folder):
     return pipeline
 
 
-@pytest.fixture(scope="module", params=TINY_FAMILIES)
+@pytest.fixture(scope="module", params=TINY)
 def family(request):
     return request.param
 
@@ -242,8 +242,8 @@ def rebuilt(tmp_path_factory):
     """All families with the same seed, built in another process: hash tables have another order there."""
     root = tmp_path_factory.mktemp("rebuilt")
     code = (
-        "import sys, pathlib; from ebbflow.models.tiny import TINY_FAMILIES, build_tiny; "
-        "[build_tiny(family, pathlib.Path(sys.argv[1], family)) for family in TINY_FAMILIES]"
+        "import sys, pathlib; from ebbflow.models.tiny import TINY, build_tiny; "
+        "[build_tiny(family, pathlib.Path(sys.argv[1], family)) for family in TINY]"
     )
     done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from ebbflow.data.images import decode_png, encode_png
 from ebbflow.data.pairs import LATENTS, PairError, read_pairs
 from ebbflow.data.prompts import read_prompts
 from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema
-from ebbflow.models.lettering import render_text
+from ebbflow.models.glyph_training.lettering import render_text
 from ebbflow.offline import pairs
 from ebbflow.offline.pairs import NOT_OURS, import_pairs, import_pairs_from_folder
 from ebbflow.offline.shards import read_latents

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
 from ebbflow.data.images import encode_png
-from ebbflow.models.lettering import render_text
+from ebbflow.models.glyph_training.lettering import render_text
 from tests.pipeline.conftest import run_pipeline
 
 WORDS = ("GATE", "LAMP", "MOON", "RIVE", "SALT", "TUNE", "VASE", "WOLF", "YARN")

@@ -11,7 +11,8 @@ from ebbflow.data.prepare import prepare
 from ebbflow.data.prompt_files import QUOTED, read_prompt_file
 from ebbflow.flow.windows import plan
 from ebbflow.recipe import Recipe, load_recipe
-from ebbflow.recipe.model import FAMILIES, Model
+from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.model import Model
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "workflows" / "recipes").glob("*.yaml"))

@@ -5,7 +5,7 @@ import pytest
 from reward_cases import as_prompt, as_rgb
 
 from ebbflow.data.prompts import Prompt, make_glyph_prompts
-from ebbflow.models.lettering import render_text
+from ebbflow.models.glyph_training.lettering import render_text
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from reward_cases import as_prompt, as_rgb
 
-from ebbflow.models.lettering import render_text
+from ebbflow.models.glyph_training.lettering import render_text
 from ebbflow.rewards import ocr
 
 

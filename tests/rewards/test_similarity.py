@@ -1,7 +1,7 @@
 import numpy as np
 from reward_cases import as_prompt, as_rgb
 
-from ebbflow.models.lettering import render_text
+from ebbflow.models.glyph_training.lettering import render_text
 from ebbflow.rewards.similarity import Similarity
 
 

@@ -6,12 +6,12 @@ by the trainer, as with the engine of its own process, and never by when request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
@@ -20,66 +20,17 @@ from vllm.lora.request import LoRARequest
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
-from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageTransformer2DModel
-from vllm_omni.diffusion.models.qwen_image.rope_utils import txt_seq_lens_from_embeds
-from vllm_omni.diffusion.models.sd3.sd3_transformer import SD3Transformer2DModel
-from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
-from ebbflow.models.pipeline import PipelineModel
-from ebbflow.models.qwen_image import QwenImageModel
-from ebbflow.models.sd3 import SD3Model
+from ebbflow.models.families import adapter_of
+from ebbflow.recipe.algorithms import import_path
+from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.wire import Task, pack_rollouts
+from ebbflow_vllm_omni.networks import Network
 
 PREFIX = "transformer."
-
-
-@dataclass(frozen=True)
-class Family:
-    """What differs between families.
-
-    Attributes:
-        transformer: builds vLLM-Omni's network.
-        scale: pixels to a latent, of a VAE, as the family's pipeline computes it.
-        renamed: ends of layer names that vLLM-Omni calls differently than diffusers.
-    """
-
-    adapter: type[PipelineModel]
-    transformer: Callable[[OmniDiffusionConfig], nn.Module]
-    vae: Any
-    scale: Callable[[Any], int]
-    renamed: Mapping[str, str] = field(default_factory=dict)
-
-
-def _qwen_image(config: OmniDiffusionConfig) -> nn.Module:
-    arguments = get_transformer_config_kwargs(config.tf_model_config, QwenImageTransformer2DModel)
-    transformer = QwenImageTransformer2DModel(od_config=config, **arguments)
-    transformer.register_forward_pre_hook(_add_text_lengths, with_kwargs=True)
-    return transformer
-
-
-def _add_text_lengths(transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """An argument of vLLM-Omni's network that diffusers reads off the embeddings."""
-    return args, kwargs | {"txt_seq_lens": txt_seq_lens_from_embeds(kwargs["encoder_hidden_states"])}
-
-
-FAMILIES = {
-    "sd3": Family(
-        SD3Model,
-        lambda config: SD3Transformer2DModel(od_config=config),
-        AutoencoderKL,
-        lambda vae: 2 ** (len(vae.config.block_out_channels) - 1),
-    ),
-    "qwen_image": Family(
-        QwenImageModel,
-        _qwen_image,
-        AutoencoderKLQwenImage,
-        lambda vae: 2 ** len(vae.temperal_downsample),
-        {"attn.to_out.0": "attn.to_out"},
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -104,15 +55,15 @@ class EbbflowPipeline(nn.Module):
         config = ModelConfig.model_validate(od_config.custom_pipeline_args["model"])
         base = od_config.model
         self.od_config = od_config
-        self.family = FAMILIES[config.family]
+        self.network: Network = import_path(FAMILIES[config.family].vllm_omni)
         self.weights_sources = [DiffusersPipelineLoader.ComponentSource(base, "transformer", None, PREFIX)]
         self.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(base, subfolder="scheduler", local_files_only=True)
         options = {"local_files_only": True, "use_safetensors": True, "torch_dtype": torch.float32}
-        self.vae = self.family.vae.from_pretrained(base, subfolder="vae", **options)
-        self.vae_scale_factor = self.family.scale(self.vae)
-        self.transformer = self.family.transformer(od_config)
+        self.vae = self.network.vae.from_pretrained(base, subfolder="vae", **options)
+        self.vae_scale_factor = self.network.scale(self.vae)
+        self.transformer = self.network.transformer(od_config)
         self.transformer.config = od_config.tf_model_config  # where diffusers' networks have it, and the adapters look
-        self.adapter = self.family.adapter(self, config, get_local_device())
+        self.adapter: Any = adapter_of(config.family)(self, config, get_local_device())
         self.lora: Lora | None = None
 
     def forward(self, batch: DiffusionRequestBatch) -> DiffusionOutput:
@@ -146,7 +97,7 @@ class EbbflowPipeline(nn.Module):
 
     def _own_name(self, layer: str) -> str:
         """A layer of diffusers' transformer as vLLM-Omni calls it."""
-        for theirs, ours in self.family.renamed.items():
+        for theirs, ours in self.network.renamed.items():
             if layer.endswith(theirs):
                 return layer.removesuffix(theirs) + ours
         return layer

@@ -14,10 +14,10 @@ from vllm_omni.entrypoints.omni import Omni
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from ebbflow.models.base import DTYPES
-from ebbflow.recipe.model import PIPELINES
+from ebbflow.models.families import adapter_of
 from ebbflow.recipe.model import Model as ModelConfig
 from ebbflow.rollouts.wire import Header, Task, Tensors, serve
-from ebbflow_vllm_omni.pipeline import FAMILIES, EbbflowPipeline
+from ebbflow_vllm_omni.pipeline import EbbflowPipeline
 from ebbflow_vllm_omni.worker import POLICY, Weights
 
 
@@ -31,10 +31,8 @@ class Engine:
         """Load the base model: ``base`` its folder, ``model`` the recipe's, ``threads`` of torch."""
         torch.set_num_threads(header["threads"])
         config = ModelConfig.model_validate(header["model"])
-        if config.family not in FAMILIES:
-            raise ValueError(f"this engine draws {', '.join(FAMILIES)}, not {config.family}")
         # Ours are images already, with more beside them than the library's own function takes.
-        registry._DIFFUSION_POST_PROCESS_FUNCS.pop(PIPELINES[config.family], None)
+        registry._DIFFUSION_POST_PROCESS_FUNCS.pop(adapter_of(config.family).pipeline_class.__name__, None)
         self.omni = Omni(
             model=header["base"],
             dtype=str(DTYPES[config.precision]).removeprefix("torch."),

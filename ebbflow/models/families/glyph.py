@@ -1,4 +1,4 @@
-"""The glyph family: short strings drawn in pixel space by a small SD3 transformer.
+"""The glyph family: short strings drawn in pixel space by a small SD3 transformer, which Ebbflow trains itself.
 
 A folder of this family is a Hugging Face folder of the SD3 family (``transformer/``, ``text_encoder/``, ``tokenizer/``,
 ``scheduler/``, ``model_index.json``) whose VAE is the identity: latent = (pixel - .55) / .75 with pixels in [-1, 1], exactly the
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,19 +19,22 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, St
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar as silence_transformers
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.layout import check_configs
-from ebbflow.recipe.base import printable
+from ebbflow.models.base import Conditioning, ModelError, Tokens
+from ebbflow.models.folder import INDEX, reading
+from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import GlyphTraining, Precision
 from ebbflow.recipe.model import Model as ModelConfig
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PIXEL_SHIFT, PIXEL_SCALE = 0.55, 0.75
+"""A latent is (pixel - shift) / scale, of pixels in [-1, 1]."""
 PATCH = 8
 WIDTH = 64
+SIZE = "glyph.json"
+"""The file of a folder that says height and width."""
 PIPELINE_PARTS = {
     "transformer": ["diffusers", "SD3Transformer2DModel"],
     "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
@@ -46,6 +49,9 @@ class GlyphModel:
 
     lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
     pipeline_class = StableDiffusion3Pipeline
+    folder_files = (*PIPELINE_PARTS, SIZE, INDEX)
+    text_parts = ("text_encoder",)
+    guided = FAMILIES["glyph"].guided
 
     def __init__(
         self,
@@ -61,17 +67,56 @@ class GlyphModel:
         self.text_encoder = text_encoder
         self.tokenizer = tokenizer
         self.scheduler = scheduler
+        self.height, self.width = height, width
         self.latent_shape: tuple[int, ...] = (1, height, width)
         self.precision = precision
 
+    @classmethod
+    def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Self:
+        """As ``ebbflow.models.base.Model.load``."""
+        with reading(folder, config.family):
+            model = cls._read(folder, config.precision)
+        for part in (model.transformer, model.text_encoder):
+            part.requires_grad_(False).eval().to(device)
+        return model
+
+    @classmethod
+    def _read(cls, folder: Path, precision: Precision) -> Self:
+        size = GlyphTraining.model_validate_json((folder / SIZE).read_bytes())
+        if size.model_fields_set != {"height", "width"}:
+            raise ValueError(f"{SIZE} must hold height and width")
+        transformer = _read_network(SD3Transformer2DModel, folder / "transformer")
+        if max(size.height, size.width) > (limit := PATCH * transformer.config.pos_embed_max_size):
+            raise ValueError(f"its network draws {limit} pixels at most and {SIZE} wants more")
+        model = cls(
+            transformer,
+            _read_network(CLIPTextModelWithProjection, folder / "text_encoder"),
+            PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", local_files_only=True),
+            FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler", local_files_only=True),
+            size.height,
+            size.width,
+            precision,
+        )
+        with torch.no_grad():
+            model.encode_texts(["", "A"])  # a tokenizer of something else is found here, and not in the middle of a stage
+        return model
+
+    def tokens(self) -> Tokens:
+        """The tokens of one sample."""
+        _, height, width = self.latent_shape
+        return Tokens(image=height * width // PATCH**2, text=self.tokenizer.model_max_length)
+
     def sigmas(self, steps: int) -> Tensor:
+        """As ``ebbflow.models.base.Model.sigmas``."""
         # The pipelines of the newer families pass this list; the scheduler's own default ends in a step from .001 to 0,
         # a forward pass that changes nothing.
         self.scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps).tolist())
-        return self.scheduler.sigmas.clone()
+        sigmas: Tensor = self.scheduler.sigmas.clone()
+        return sigmas
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """As ``ebbflow.models.base.Model.encode``."""
         return self.encode_texts([prompt.prompt for prompt in prompts])
 
     def encode_texts(self, prompts: list[str]) -> Conditioning:
@@ -81,112 +126,56 @@ class GlyphModel:
             ModelError: a prompt has more letters than the model can draw.
         """
         tokens = self.tokenizer(prompts, padding="max_length").input_ids
-        most = self.tokenizer.model_max_length
-        if too_long := [prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > most]:
-            raise ModelError(f"this glyph model draws {most - 2} letters at most and was asked for {too_long[0]!r}")
+        limit = self.tokenizer.model_max_length
+        if too_long := [prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > limit]:
+            raise ModelError(f"this glyph model draws {limit - 2} letters at most and was asked for {too_long[0]!r}")
         output = self.text_encoder(input_ids=torch.tensor(tokens, device=self.text_encoder.device))
         return Conditioning({"embeds": output.last_hidden_state, "pooled": output.text_embeds})
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        return self.transformer(
+        """As ``ebbflow.models.base.Model.velocity``."""
+        velocity: Tensor = self.transformer(
             hidden_states=latents,
             timestep=1000 * sigma,  # never truncated to an integer: rollout and training must agree
             encoder_hidden_states=conditioning["embeds"],
             pooled_projections=conditioning["pooled"],
             return_dict=False,
         )[0]
+        return velocity
 
     def decode(self, latents: Tensor) -> np.ndarray:
+        """As ``ebbflow.models.base.Model.decode``."""
         pixels = (latents.float() * PIXEL_SCALE + PIXEL_SHIFT).clamp(-1, 1)
         grey = ((pixels + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
         return grey.transpose(0, 2, 3, 1).repeat(3, axis=3)
 
     def encode_images(self, images: np.ndarray) -> Tensor:
+        """As ``ebbflow.models.base.Model.encode_images``."""
         _, height, width = self.latent_shape
         if images.shape[1:] != (height, width, 3):
-            raise ModelError(
-                f"images of shape {images.shape[1:]} (height, width, channels) do not fit a glyph model that draws "
-                f"{(height, width, 3)}; resize them"
-            )
+            raise ModelError(f"images of shape {images.shape[1:]}: the model draws {(height, width, 3)}; resize them")
         return to_latents(images.mean(axis=3)).to(self.text_encoder.device)
 
     def blocks(self) -> list[nn.Module]:
+        """As ``ebbflow.models.base.Model.blocks``."""
         return list(self.transformer.transformer_blocks)
 
     def save(self, folder: Path) -> None:
-        """Write the Hugging Face folder layout."""
-        disable_progress_bar()
+        """As ``ebbflow.models.base.Model.save``."""
+        silence_transformers()
         for part in PIPELINE_PARTS:
             getattr(self, part).save_pretrained(folder / part)
         absent = {part: [None, None] for part in ABSENT_PARTS}
         index = {"_class_name": "StableDiffusion3Pipeline", **PIPELINE_PARTS, **absent}
-        (folder / "model_index.json").write_text(json.dumps(index, indent=2))
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
         _, height, width = self.latent_shape
-        (folder / "glyph.json").write_text(json.dumps({"height": height, "width": width}, indent=2))
+        (folder / SIZE).write_text(json.dumps({"height": height, "width": width}, indent=2))
 
 
 def to_latents(grey: np.ndarray) -> Tensor:
     """Grey images, [N, height, width] in 0 to 255, as latents, float32 [N, 1, height, width]."""
     pixels = torch.from_numpy(grey).float()[:, None] / 127.5 - 1
     return (pixels - PIXEL_SHIFT) / PIXEL_SCALE
-
-
-def check_glyph_folder(folder: Path) -> None:
-    """Check that a folder has the parts of a glyph base model.
-
-    Raises:
-        ModelError: it does not; names the missing parts.
-    """
-    if not folder.is_dir():
-        raise ModelError(f"there is no base-model folder {folder}; leave model.path out to train one")
-    missing = [name for name in (*PIPELINE_PARTS, "glyph.json") if not (folder / name).exists()]
-    if missing:
-        raise ModelError(
-            f"{folder} is not a glyph base model: {', '.join(missing)} missing; "
-            "leave model.path out to train one, or name a folder in the layout that Ebbflow saves"
-        )
-
-
-def load_glyph(folder: Path, config: ModelConfig, device: torch.device) -> GlyphModel:
-    """Load a glyph base model, frozen and in evaluation mode.
-
-    Raises:
-        ModelError: the folder is not a glyph base model.
-    """
-    check_glyph_folder(folder)
-    check_configs(folder)
-    disable_progress_bar()  # a bar per file of a few tensors would bury the bars that matter
-    try:
-        model = _read_glyph(folder, config.precision)
-    except Exception as error:  # three libraries read the parts, each with errors of its own
-        reason = printable(" ".join(f"{type(error).__name__}: {error}".split()))
-        raise ModelError(f"{folder} cannot be read as a glyph base model ({reason}); copy it again or make it again") from error
-    for part in (model.transformer, model.text_encoder):
-        part.requires_grad_(False).eval().to(device)
-    return model
-
-
-def _read_glyph(folder: Path, precision: Precision) -> GlyphModel:
-    size = GlyphTraining.model_validate_json((folder / "glyph.json").read_bytes())
-    if size.model_fields_set != {"height", "width"}:
-        raise ValueError("glyph.json must hold height and width")
-    transformer = _read_network(SD3Transformer2DModel, folder / "transformer")
-    if max(size.height, size.width) > PATCH * transformer.config.pos_embed_max_size:
-        raise ValueError(
-            f"its network draws {PATCH * transformer.config.pos_embed_max_size} pixels at most and glyph.json wants more"
-        )
-    model = GlyphModel(
-        transformer,
-        _read_network(CLIPTextModelWithProjection, folder / "text_encoder"),
-        PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", local_files_only=True),
-        FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler", local_files_only=True),
-        size.height,
-        size.width,
-        precision,
-    )
-    with torch.no_grad():
-        model.encode_texts(["", "A"])  # a tokenizer of something else is found here, and not in the middle of a stage
-    return model
 
 
 def _read_network(kind: Any, folder: Path) -> Any:

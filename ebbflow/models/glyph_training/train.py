@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
-from ebbflow.models.glyph import ALPHABET, GlyphModel, new_glyph, to_latents
-from ebbflow.models.lettering import render_batch
+from ebbflow.models.families.glyph import ALPHABET, GlyphModel, new_glyph, to_latents
+from ebbflow.models.glyph_training.lettering import render_batch
 from ebbflow.recipe.model import GlyphTraining
 from ebbflow.storage.artifacts import new_folder
 
@@ -26,14 +27,14 @@ def train_glyph_base(config: GlyphTraining, folder: Path) -> None:
         torch.manual_seed(config.seed)
         model = new_glyph(config)
         parts = nn.ModuleList([model.transformer, model.text_encoder]).train()
-        average = torch.optim.swa_utils.AveragedModel(parts, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(config.ema))
+        average = AveragedModel(parts, multi_avg_fn=get_ema_multi_avg_fn(config.ema))  # type: ignore[no-untyped-call, unused-ignore]
         optimizer = torch.optim.AdamW(parts.parameters(), lr=config.lr)
         progress = tqdm(range(config.steps), desc="training the base model", unit="step", disable=None)
         for step in progress:
             noisy_captions = step >= 2 * config.steps // 3
             loss = _loss(model, *_batch(config, rng, noisy_captions))
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             average.update_parameters(parts)
             if step % 25 == 0:

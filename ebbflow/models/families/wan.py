@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import torch
 from diffusers import WanPipeline
 from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import PipelineModel, channel_statistics, load_pipeline
+from ebbflow.models.base import Conditioning, ModelError, Tokens
+from ebbflow.models.pipeline import PipelineModel, channel_statistics
 from ebbflow.recipe.model import Model as ModelConfig
 
 
@@ -19,11 +20,17 @@ class WanModel(PipelineModel):
     """Adapter of ``WanPipeline``."""
 
     pipeline_class = WanPipeline
-    # Self-attention and cross-attention, and the feed-forward layers.
-    lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+    lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]  # of self- and cross-attention
     text_parts = ("text_encoder",)
     default_size = (480, 832)
     draws_videos = True
+
+    @classmethod
+    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+        if getattr(pipeline, "transformer_2", None) is not None:
+            raise ModelError(
+                f"{config.path} holds two transformers (Wan2.2-A14B) and one can be trained; take Wan2.2-TI2V-5B or Wan2.1"
+            )
 
     def _latent_shape(self) -> tuple[int, ...]:
         scale, pace = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
@@ -42,23 +49,27 @@ class WanModel(PipelineModel):
         # UniPC begins 1e-6 below 1 for the sake of its logarithms; there the noise of Flow-SDE is a thousand times too large.
         return torch.where(sigmas > 1 - 1e-5, 1.0, sigmas)
 
+    def tokens(self) -> Tokens:
+        return replace(super().tokens(), joint=False)
+
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         embeds, _ = self.pipeline.encode_prompt(
             texts,
             do_classifier_free_guidance=False,
-            max_sequence_length=self.config.max_tokens or 512,
+            max_sequence_length=self.max_tokens,
             device=self.device,
         )
         return {"embeds": embeds}
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         # Wan2.2's pipeline gives every token a time of its own; without an image to animate all are the same, and one will do.
-        return self.transformer(
+        velocity: Tensor = self.transformer(
             hidden_states=latents,
             timestep=1000 * sigma,
             encoder_hidden_states=conditioning["embeds"],
             return_dict=False,
         )[0]
+        return velocity
 
     def _to_vae(self, latents: Tensor) -> Tensor:
         mean, std = channel_statistics(self.pipeline.vae, latents)
@@ -77,15 +88,3 @@ class WanModel(PipelineModel):
 
     def blocks(self) -> list[nn.Module]:
         return list(self.transformer.blocks)
-
-
-def load(folder: Path, config: ModelConfig, device: torch.device) -> WanModel:
-    """Load a folder of the family.
-
-    Raises:
-        ModelError: as ``load_pipeline``; the size cannot be drawn; or the folder holds two transformers.
-    """
-    pipeline = load_pipeline(WanModel, folder, config, device)
-    if getattr(pipeline, "transformer_2", None) is not None:
-        raise ModelError(f"{folder} holds two transformers (Wan2.2-A14B), and one can be trained; take Wan2.2-TI2V-5B or Wan2.1")
-    return WanModel(pipeline, config, device)

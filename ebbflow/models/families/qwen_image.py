@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from transformers import Qwen2VLProcessor
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, channel_statistics, load_pipeline, pack
+from ebbflow.models.base import Conditioning, ModelError, Tokens
+from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, channel_statistics, pack
 from ebbflow.recipe.model import Model as ModelConfig
 
+PIXELS_PER_TOKEN = 28 * 28
+"""Qwen2.5-VL (2502.13923) makes a token of a square of 28 pixels."""
 
-class PictureProcessor(Qwen2VLProcessor):
+
+class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc, unused-ignore]  # mypy cannot follow transformers' lazy modules
     """The text encoder's processor without its part for videos, which none is shown and which would need torchvision."""
 
     @classmethod
@@ -43,8 +46,14 @@ class QwenImageModel(PackedPipelineModel):
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (1024, 1024)
 
+    @classmethod
+    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+        limit = pipeline.tokenizer_max_length
+        if config.max_tokens is not None and config.max_tokens > limit:
+            raise ModelError(f"model.max_tokens = {config.max_tokens}: the pipeline reads {limit} at most; leave it out")
+
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        embeds, mask = self.pipeline.encode_prompt(texts, device=self.device, max_sequence_length=self.config.max_tokens or 512)
+        embeds, mask = self.pipeline.encode_prompt(texts, device=self.device, max_sequence_length=self.max_tokens)
         return _masked(embeds, mask)
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
@@ -54,7 +63,7 @@ class QwenImageModel(PackedPipelineModel):
     def _network(self, tokens: Tensor, sigma: Tensor, conditioning: Conditioning, shapes: list[tuple[int, int, int]]) -> Tensor:
         # All padding, and the mask even where it masks nothing: cut to a micro-batch's longest prompt, a row's last bits
         # would depend on the rows beside it, which in bfloat16 moved the first ratio by 5e-4 (python -m benchmarks.precision).
-        return self.transformer(
+        velocity: Tensor = self.transformer(
             hidden_states=tokens,
             timestep=sigma,
             encoder_hidden_states=conditioning["embeds"],
@@ -62,10 +71,12 @@ class QwenImageModel(PackedPipelineModel):
             img_shapes=[shapes] * len(tokens),
             return_dict=False,
         )[0]
+        return velocity
 
     def _guide(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
         guided = super()._guide(prediction, negative, guidance)
-        return guided * (prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+        rescaled: Tensor = guided * (prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+        return rescaled
 
     def _to_vae(self, latents: Tensor) -> Tensor:
         mean, std = channel_statistics(self.pipeline.vae, latents)
@@ -93,8 +104,17 @@ class QwenImageEditModel(QwenImageModel):
     edited_pixels = 1024 * 1024
     """The pipeline scales the image to edit to about this many pixels, whatever the size that it draws."""
 
+    @classmethod
+    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+        if config.max_tokens is not None:
+            raise ModelError(f"model.max_tokens = {config.max_tokens}: editing reads prompts whole; leave it out")
+
+    def tokens(self) -> Tokens:
+        plain, edited = super().tokens(), self.edited_pixels // self.pipeline.vae_scale_factor**2 // 4
+        return Tokens(image=plain.image, text=plain.text + self.edited_pixels // PIXELS_PER_TOKEN, edited=edited)
+
     @staticmethod
-    def own_parts(folder: Path) -> dict[str, Any]:
+    def _own_parts(folder: Path) -> dict[str, Any]:
         return {"processor": PictureProcessor.from_pretrained(folder / "processor", local_files_only=True)}
 
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
@@ -153,27 +173,3 @@ def _masked(embeds: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
     """The pipeline leaves a mask out that masks nothing; rows of other batches may be longer."""
     mask = embeds.new_ones(embeds.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
     return {"embeds": embeds, "mask": mask}
-
-
-def load(folder: Path, config: ModelConfig, device: torch.device) -> QwenImageModel:
-    """Load a text-to-image folder of the family.
-
-    Raises:
-        ModelError: as ``load_pipeline``; the size cannot be drawn; or ``config.max_tokens`` are more than the pipeline reads.
-    """
-    pipeline = load_pipeline(QwenImageModel, folder, config, device)
-    most = pipeline.tokenizer_max_length
-    if config.max_tokens is not None and config.max_tokens > most:
-        raise ModelError(f"model.max_tokens = {config.max_tokens}: the pipeline reads {most} at most; take that, or leave it out")
-    return QwenImageModel(pipeline, config, device)
-
-
-def load_edit(folder: Path, config: ModelConfig, device: torch.device) -> QwenImageEditModel:
-    """Load an editing folder of the family.
-
-    Raises:
-        ModelError: as ``load_pipeline``; the size cannot be drawn; or ``config`` limits the tokens.
-    """
-    if config.max_tokens is not None:
-        raise ModelError(f"model.max_tokens = {config.max_tokens}: the pipeline for editing reads prompts whole; leave it out")
-    return QwenImageEditModel(load_pipeline(QwenImageEditModel, folder, config, device), config, device)

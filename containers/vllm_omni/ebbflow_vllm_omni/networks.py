@@ -1,0 +1,57 @@
+"""vLLM-Omni's network of each family that the engine generates with; ``ebbflow.recipe.families`` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diffusers import AutoencoderKL, AutoencoderKLQwenImage
+from torch import nn
+from vllm_omni.diffusion.data import OmniDiffusionConfig
+from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageTransformer2DModel
+from vllm_omni.diffusion.models.qwen_image.rope_utils import txt_seq_lens_from_embeds
+from vllm_omni.diffusion.models.sd3.sd3_transformer import SD3Transformer2DModel
+from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the engine has to know of a family.
+
+    Attributes:
+        transformer: builds vLLM-Omni's network.
+        vae: diffusers' class.
+        scale: pixels to a latent, of a VAE, as the family's pipeline computes it.
+        renamed: ends of layer names that vLLM-Omni calls differently than diffusers.
+    """
+
+    transformer: Callable[[OmniDiffusionConfig], nn.Module]
+    vae: Any
+    scale: Callable[[Any], int]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+def _qwen_image(config: OmniDiffusionConfig) -> nn.Module:
+    arguments = get_transformer_config_kwargs(config.tf_model_config, QwenImageTransformer2DModel)
+    transformer = QwenImageTransformer2DModel(od_config=config, **arguments)
+    transformer.register_forward_pre_hook(_add_text_lengths, with_kwargs=True)
+    return transformer
+
+
+def _add_text_lengths(transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """An argument of vLLM-Omni's network that diffusers reads off the embeddings."""
+    return args, kwargs | {"txt_seq_lens": txt_seq_lens_from_embeds(kwargs["encoder_hidden_states"])}
+
+
+SD3 = Network(
+    lambda config: SD3Transformer2DModel(od_config=config),
+    AutoencoderKL,
+    lambda vae: 2 ** (len(vae.config.block_out_channels) - 1),
+)
+QWEN_IMAGE = Network(
+    _qwen_image,
+    AutoencoderKLQwenImage,
+    lambda vae: 2 ** len(vae.temperal_downsample),
+    {"attn.to_out.0": "attn.to_out"},
+)

@@ -1,0 +1,53 @@
+"""Reads what base-model folders hold. They come from elsewhere: nothing in them is trusted to be what diffusers writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from diffusers.utils.logging import disable_progress_bar as silence_diffusers
+from transformers.utils.logging import disable_progress_bar as silence_transformers
+
+from ebbflow.models.base import ModelError
+from ebbflow.recipe.base import printable
+
+INDEX = "model_index.json"
+"""The list of a pipeline folder's parts."""
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object that a file of a base-model folder holds.
+
+    Raises:
+        ModelError: there is no such file, or something else in it.
+    """
+    if not file.is_file():
+        raise ModelError(f"{file} is missing; fetch the folder again")
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} is not the JSON object that diffusers writes; fetch the folder again")
+    return found
+
+
+@contextmanager
+def reading(folder: Path, family: str) -> Iterator[None]:
+    """Around the code that reads a folder's parts: checks the configurations first, and turns every failure into one error.
+
+    Raises:
+        ModelError: a configuration or a part cannot be read.
+    """
+    for config in sorted(folder.rglob("*config.json")):
+        read_object(config)  # diffusers takes anything else for the name of a repository, and asks the hub for it
+    silence_diffusers()  # a bar per part would bury the bars that matter
+    silence_transformers()
+    try:
+        yield
+    except Exception as error:  # three libraries read the parts, each with errors of its own
+        reason = printable(" ".join(f"{type(error).__name__}: {error}".split()))
+        raise ModelError(f"{folder} cannot be read as a {family} base model ({reason}); fetch it again") from error

@@ -1,0 +1,1 @@
+"""Trains the glyph model from scratch (``train``) on strings drawn as pixels (``lettering``)."""

@@ -1,0 +1,63 @@
+"""Tiny models with random weights, in the folder layouts that the published ones have on the Hugging Face hub.
+
+``diffusers.DiffusionPipeline.from_pretrained`` loads every part of such a folder without a network. Classes, configuration keys,
+schedulers, special tokens, latent shift and scale are those of the published models; widths, depths and vocabularies are as small
+as the architectures allow. The pictures are noise that depends on the prompt: made for tests and smoke runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline, QwenImageTransformer2DModel, WanTransformer3DModel
+from torch import nn
+from transformers.utils.logging import disable_progress_bar as silence_transformers
+
+from ebbflow.models.base import ModelError
+from ebbflow.models.folder import INDEX
+from ebbflow.recipe.algorithms import import_path
+from ebbflow.recipe.families import FAMILIES
+
+TINY = {path.partition(":")[2]: path for family in FAMILIES.values() for path in family.tiny}
+"""The builder of each tiny model."""
+PROMPT_BY_ATTENTION = (QwenImageTransformer2DModel, WanTransformer3DModel)
+"""Transformers that see the prompt through attention alone, which averages most of it away when weights are small."""
+
+
+def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
+    """Write one of the models of ``TINY`` to a new or empty folder; the same seed gives the same bytes.
+
+    Raises:
+        ModelError: there is no such model, or the folder is not empty.
+    """
+    if name not in TINY:
+        raise ModelError(f"there is no tiny {name!r}; take one of {', '.join(TINY)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} holds something already; name a new folder for the tiny {name}")
+    silence_transformers()
+    builder: Callable[[], DiffusionPipeline] = import_path(TINY[name])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipeline = builder()
+        for part in pipeline.components.values():
+            if isinstance(part, nn.Module):
+                _draw_weights(part, gain=1.4 if isinstance(part, PROMPT_BY_ATTENTION) else 1.0)
+    pipeline.save_pretrained(folder)
+    # transformers 5 has one T5 tokenizer under two names, and the published folders go by the other one.
+    index = folder / INDEX
+    index.write_text(index.read_text().replace('"T5Tokenizer"', '"T5TokenizerFast"'))
+
+
+@torch.no_grad()
+def _draw_weights(part: nn.Module, gain: float) -> None:
+    """Draw matrices and kernels from N(0, gain^2 / fan-in), and move what is constant (biases, norms, gates) by .1 N(0, 1).
+
+    The libraries' own scales suit great widths: at these, the output would hardly depend on the prompt.
+    """
+    for weight in part.parameters():
+        if weight.min() == weight.max():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+        elif weight.ndim > 1:
+            weight.normal_(std=gain * weight[0].numel() ** -0.5)

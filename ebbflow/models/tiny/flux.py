@@ -1,0 +1,37 @@
+"""A tiny FLUX.1 dev."""
+
+from __future__ import annotations
+
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from transformers import CLIPTextModel
+
+from ebbflow.models.tiny.parts import clip, image_vae, t5
+from ebbflow.models.tiny.tokenizers import clip_tokenizer, t5_tokenizer
+
+
+def flux() -> FluxPipeline:
+    """The layout of FLUX.1 dev."""
+    tokenizer, tokenizer_2 = clip_tokenizer(), t5_tokenizer()
+    transformer = FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        joint_attention_dim=48,
+        pooled_projection_dim=16,
+        guidance_embeds=True,
+        axes_dims_rope=(4, 6, 6),
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
+    )
+    return FluxPipeline(
+        scheduler,
+        image_vae(shift=0.1159, scale=0.3611),
+        clip(CLIPTextModel, tokenizer, width=16, activation="quick_gelu"),
+        tokenizer,
+        t5(tokenizer_2, width=48),
+        tokenizer_2,
+        transformer,
+    )

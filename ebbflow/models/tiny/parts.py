@@ -1,0 +1,71 @@
+"""Small text encoders and VAEs that more than one tiny model has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers import AutoencoderKL
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+
+def image_vae(shift: float, scale: float) -> AutoencoderKL:
+    """Eight pixels to a latent; 4 latent channels instead of 16."""
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 8, 16, 16),
+        norm_num_groups=4,
+        latent_channels=4,
+        sample_size=128,
+        shift_factor=shift,
+        scaling_factor=scale,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+def clip(kind: type[CLIPTextModel], tokenizer: CLIPTokenizer, width: int, activation: str) -> CLIPTextModel:
+    return kind(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            projection_dim=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            hidden_act=activation,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def t5(tokenizer: T5Tokenizer, width: int) -> T5EncoderModel:
+    return T5EncoderModel(T5Config(**_t5_sizes(tokenizer, width)))
+
+
+def umt5(tokenizer: T5Tokenizer, width: int) -> UMT5EncoderModel:
+    return UMT5EncoderModel(UMT5Config(**_t5_sizes(tokenizer, width)))
+
+
+def _t5_sizes(tokenizer: T5Tokenizer, width: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "d_model": width,
+        "d_kv": 8,
+        "d_ff": 2 * width,
+        "num_layers": 2,
+        "num_heads": 2,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    }

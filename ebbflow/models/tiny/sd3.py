@@ -1,0 +1,39 @@
+"""A tiny Stable Diffusion 3.5."""
+
+from __future__ import annotations
+
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from transformers import CLIPTextModelWithProjection
+
+from ebbflow.models.tiny.parts import clip, image_vae, t5
+from ebbflow.models.tiny.tokenizers import clip_tokenizer, t5_tokenizer
+
+
+def sd3() -> StableDiffusion3Pipeline:
+    """The layout of Stable Diffusion 3.5 medium."""
+    tokenizers = [clip_tokenizer(), clip_tokenizer(pad="!"), t5_tokenizer()]
+    encoders = [
+        clip(CLIPTextModelWithProjection, tokenizers[0], width=16, activation="quick_gelu"),
+        clip(CLIPTextModelWithProjection, tokenizers[1], width=24, activation="gelu"),
+        t5(tokenizers[2], width=48),
+    ]
+    transformer = SD3Transformer2DModel(
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        joint_attention_dim=48,
+        caption_projection_dim=32,
+        pooled_projection_dim=16 + 24,
+        pos_embed_max_size=48,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    return StableDiffusion3Pipeline(
+        transformer,
+        FlowMatchEulerDiscreteScheduler(shift=3.0),
+        image_vae(shift=0.0609, scale=1.5305),
+        *(part for pair in zip(encoders, tokenizers, strict=True) for part in pair),
+    )

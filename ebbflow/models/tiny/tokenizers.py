@@ -1,0 +1,124 @@
+"""Small tokenizers with the special tokens and the order of ids that the published ones have."""
+
+from __future__ import annotations
+
+import json
+import math
+import string
+from collections.abc import Sequence
+
+from diffusers import QwenImageEditPipeline, QwenImagePipeline
+from tokenizers import Tokenizer, models, trainers
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import CLIPTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer, T5Tokenizer
+
+SENTENCES = (
+    'A sign that says "OPEN" hangs above the door of a small bakery.',
+    'A red bicycle leans against a blue wall, next to a poster that reads "SALE 50%".',
+    "Two cats and three dogs sleep on a green sofa in the evening light.",
+    "a photo of a yellow bird to the left of a purple cup",
+    "An astronaut rides a white horse across the desert, oil painting.",
+    'The word "HELLO" is written in the sand by a child.',
+    "A bowl of ripe fruit: 4 apples, 2 oranges and a bunch of grapes.",
+    "The old fisherman mends his net while seagulls circle over the harbour.",
+    'Neon letters spell "EBB & FLOW" over a dark street after the rain.',
+    "A close-up portrait of a woman with curly hair; soft light, film grain.",
+    "There's a mountain behind the lake, and the lake doesn't have a single wave.",
+    'A chalkboard with the text "E = mc^2" and the date 1905.',
+    "It's 7:30 on the clock of the railway station, platform 12 is empty.",
+    "A robot made of copper waters tomatoes (and herbs) on a balcony.",
+    'A t-shirt printed with "NO. 1 DAD", folded on a wooden table.',
+    "Snow falls on a village; smoke rises from every chimney.",
+    "A wide aerial view of rice terraces, the sky full of clouds.",
+    'The label of the bottle reads "Vintage 1986", the glass beside it is half full.',
+    "A dancer turns slowly while the camera moves around the stage.",
+    "Waves roll over the beach, and a boat passes from right to left.",
+    "What does the fox see? A quiet forest!",
+    "Make the background brighter and change the colour of the car to black.",
+    "blurry, low quality, distorted, watermark, extra fingers",
+    "A cup of coffee, a stack of books, a pair of glasses and a pencil on a desk.",
+)
+"""What the tokenizers are trained on."""
+
+CLIP_START, END_OF_TEXT = "<|startoftext|>", "<|endoftext|>"
+QWEN_SPECIALS = (
+    END_OF_TEXT,
+    *("<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
+    *("<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+)
+BYTES = sorted(ByteLevel.alphabet())
+"""The letters that stand for the 256 bytes, in the published order: "!", with which SD3 pads, has id 0."""
+
+
+def clip_tokenizer(pad: str = END_OF_TEXT) -> CLIPTokenizer:
+    """Vocabulary in CLIP's order: bytes, bytes that end a word, merges, start, end."""
+    letters = [*BYTES, *(f"{letter}</w>" for letter in BYTES)]
+    merges = _byte_pairs(CLIPTokenizer(), SENTENCES, letters, 300, suffix="</w>")
+    words = [*letters, *map("".join, merges), CLIP_START, END_OF_TEXT]
+    return CLIPTokenizer(_numbered(words), merges, pad_token=pad, model_max_length=77)
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    """A unigram vocabulary of 400 pieces. Its pieces are byte pairs and its scores their frequencies.
+
+    (The unigram trainer of the tokenizers library depends on the order of a hash table: no two runs give the same bytes.)
+    """
+    specials = ["<pad>", "</s>", "<unk>"]
+    letters = ["▁", *string.ascii_letters, *string.digits, *string.punctuation]
+    splitter = T5Tokenizer()
+    merges = _byte_pairs(splitter, SENTENCES, letters, 400 - len(specials) - len(letters))
+    pieces = [*letters, *map("".join, merges)]
+    text = "".join(
+        word for sentence in SENTENCES for word, _ in splitter.backend_tokenizer.pre_tokenizer.pre_tokenize_str(sentence)
+    )
+    scores = [(piece, math.log((text.count(piece) + 1) / len(text))) for piece in pieces]
+    return T5Tokenizer([*((special, 0.0) for special in specials), *scores], model_max_length=512)
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """Vocabulary in Qwen's order: bytes, merges, special tokens.
+
+    The pipelines cut the head of their prompt template off after 34 (image) or 64 (edit) tokens, which fits when every word of
+    the head is one token. So the templates are what the merges are trained on most.
+    """
+    heads = [pipeline.prompt_template_encode.split("<|vision_start|>")[0].split("{}")[0] for pipeline in _empty_qwen_pipelines()]
+    merges = _byte_pairs(Qwen2Tokenizer(), [*SENTENCES, *100 * heads], BYTES, 500)
+    words = [*BYTES, *map("".join, merges), *QWEN_SPECIALS]
+    return Qwen2Tokenizer(
+        _numbered(words),
+        merges,
+        eos_token="<|im_end|>",
+        pad_token=END_OF_TEXT,
+        extra_special_tokens=list(QWEN_SPECIALS),
+        model_max_length=131072,
+    )
+
+
+def _empty_qwen_pipelines() -> list[QwenImagePipeline | QwenImageEditPipeline]:
+    parts = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer"])
+    return [QwenImagePipeline(**parts), QwenImageEditPipeline(**parts, processor=None)]
+
+
+def _byte_pairs(
+    like: PreTrainedTokenizerFast, sentences: Sequence[str], letters: Sequence[str], count: int, suffix: str = ""
+) -> list[tuple[str, str]]:
+    """``count`` merges of ``letters``, trained on sentences that are normalised and split as the tokenizer ``like`` does.
+
+    ``suffix`` marks the last letter of a word.
+    """
+    tokenizer = Tokenizer(models.BPE(end_of_word_suffix=suffix))
+    tokenizer.normalizer = like.backend_tokenizer.normalizer
+    tokenizer.pre_tokenizer = like.backend_tokenizer.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(letters) + count,
+        special_tokens=list(letters),  # numbers them, by which equal counts are ordered; else a hash table decides
+        limit_alphabet=0,
+        end_of_word_suffix=suffix,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sentences, trainer)
+    return [(first, second) for first, second in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+def _numbered(words: Sequence[str]) -> dict[str, int]:
+    return {word: index for index, word in enumerate(words)}

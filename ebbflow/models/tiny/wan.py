@@ -1,0 +1,43 @@
+"""A tiny Wan 2.2 and a tiny Wan 2.1."""
+
+from __future__ import annotations
+
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+
+from ebbflow.models.tiny.parts import umt5
+from ebbflow.models.tiny.tokenizers import t5_tokenizer
+
+
+def _wan(vae: AutoencoderKLWan, flow_shift: float, expand_timesteps: bool) -> WanPipeline:
+    tokenizer = t5_tokenizer()
+    transformer = WanTransformer3DModel(
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=vae.config.z_dim,
+        out_channels=vae.config.z_dim,
+        text_dim=32,
+        ffn_dim=64,
+    )
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)
+    return WanPipeline(tokenizer, umt5(tokenizer, width=32), vae, scheduler, transformer, expand_timesteps=expand_timesteps)
+
+
+def wan() -> WanPipeline:
+    """The layout of Wan 2.2 TI2V 5B."""
+    vae = AutoencoderKLWan(
+        base_dim=4,
+        decoder_base_dim=8,
+        num_res_blocks=1,
+        is_residual=True,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_spatial=16,
+    )
+    return _wan(vae, flow_shift=5.0, expand_timesteps=True)
+
+
+def wan21() -> WanPipeline:
+    """The layout of Wan 2.1 T2V 1.3B."""
+    return _wan(AutoencoderKLWan(base_dim=4, num_res_blocks=1), flow_shift=3.0, expand_timesteps=False)
