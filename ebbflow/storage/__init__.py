@@ -8,7 +8,7 @@ Why
     had finished must survive, and two runs must never write into one folder.
 
 How
-    - ``disk``: one way to write atomically (``partial_path``, then rename), a full disk as one error (``DiskFullError``), and
+    - ``disk``: one way to write atomically (``atomic_write``), a full disk as one error (``DiskFullError``), and
       ``safe_join`` for names that come from elsewhere.
     - ``artifacts``: committed folders: ``manifest.json`` (files, sizes, sha256), then ``COMMIT`` (sha256 of the manifest).
     - ``tables``: Parquet files in streams, with their metadata and its sha256 in the footer.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import glob
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -17,6 +18,8 @@ from ebbflow.storage.locks import try_lock
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_SPACE_TEXT = re.compile(r"No space left on device|[Qq]uota exceeded|File too large")
 """How libraries of other languages pass on the same errors."""
+
+log = logging.getLogger(__name__)
 
 
 class DiskFullError(Exception):
@@ -73,6 +76,7 @@ def remove_stale_partials(path: Path) -> None:
         with suppress(OSError), try_lock(partial) as abandoned:  # OSError: another process removed it first
             if abandoned:
                 _remove(partial)
+                log.info("removed %s, which a killed process left behind", partial)
 
 
 def _remove(path: Path) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flytekit import FlyteContextManager
@@ -19,24 +15,13 @@ from flytekit.types.directory import FlyteDirectory
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.storage import identity
-from ebbflow.storage.identity import code_digest, inputs_digest
 from ebbflow.storage.locks import FolderInUseError, exclusive_lock
 from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.parent_run import finish_run, log_results
 from ebbflow.tracking.store import connect
 from tasks.start_run import start_run
 from tasks.types import BaseModelArtifact
-
-HOLDER = "\n".join(
-    [
-        "import sys",
-        "from pathlib import Path",
-        "from ebbflow.storage.locks import exclusive_lock",
-        "with exclusive_lock(Path(sys.argv[1])):",
-        "    print('has it', flush=True)",
-        "    input()",
-    ]
-)
+from tests.storage.lock_cases import locked_elsewhere
 
 
 @pytest.fixture(autouse=True)
@@ -121,16 +106,6 @@ def test_changed_prompts_begin_anew(make: Callable[..., Recipe], tmp_path: Path)
     assert start_run(recipe=recipe).run_id != before.run_id
 
 
-def _elsewhere(folder: Path | str) -> subprocess.Popen[str]:
-    """Another process that has the folder until it is told, or killed."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout
-    assert process.stdout.readline() == "has it\n"
-    return process
-
-
 def test_a_second_start_is_refused_while_the_first_lives(make: Callable[..., Recipe]) -> None:
     run = start_run(recipe=make())
     with (
@@ -139,7 +114,7 @@ def test_a_second_start_is_refused_while_the_first_lives(make: Callable[..., Rec
     ):
         pass
     start_run(recipe=make(seed=1))  # this process turns to another run
-    first = _elsewhere(run.folder)
+    first = locked_elsewhere(run.folder)
     try:
         with pytest.raises(FolderInUseError, match=rf"is in use by process {first.pid} on .*another 'output'"):
             start_run(recipe=make())
@@ -147,89 +122,6 @@ def test_a_second_start_is_refused_while_the_first_lives(make: Callable[..., Rec
         first.kill()
         first.communicate()
     assert start_run(recipe=make()) == run
-
-
-def test_a_folder_is_free_once_its_holder_was_killed(tmp_path: Path) -> None:
-    holder = _elsewhere(tmp_path / "new")
-    with pytest.raises(FolderInUseError), exclusive_lock(tmp_path / "new"):
-        pass
-    holder.kill()
-    holder.communicate()
-    for _ in range(2):
-        with exclusive_lock(tmp_path / "new"):
-            pass
-
-
-def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", without)
-    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\): nothing keeps"), exclusive_lock(tmp_path):
-        pass
-
-
-def test_the_code_digest_follows_every_source_and_no_place(tmp_path: Path) -> None:
-    def copied(name: str, **changes: str) -> str:
-        folder = tmp_path / name
-        for path, text in ({"a.py": "1", "b/c.html": "2", "notes.md": "3"} | changes).items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text)
-        return code_digest(folder)
-
-    same = copied("one")
-    assert copied("two") == same
-    assert copied("three", **{"notes.md": "4"}) == same
-    assert len({same, copied("four", **{"a.py": "2"}), copied("five", **{"b/c.html": "3"}), copied("six", **{"b/d.py": ""})}) == 4
-
-
-def test_the_code_digest_follows_the_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = code_digest(tmp_path)
-    installed = identity.version
-    monkeypatch.setattr(identity, "version", lambda name: "0.0" if name == "torch" else installed(name))
-    assert code_digest(tmp_path) != before
-
-
-@pytest.mark.parametrize("committed", [True, False])
-def test_inputs_in_a_folder(tmp_path: Path, committed: bool) -> None:
-    folder = tmp_path / "base"
-    folder.mkdir()
-    (folder / "weights").write_text("one")
-    if committed:
-        (folder / "COMMIT").write_text("digest")
-    recipe = Recipe.model_validate({"model": {"path": str(folder)}})
-    before = inputs_digest(recipe)
-    assert inputs_digest(recipe) == before
-    (folder / ("COMMIT" if committed else "weights")).write_text("another")
-    assert inputs_digest(recipe) != before
-
-
-def test_inputs_of_ones_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "own_rewards"
-    package.mkdir()
-    for name in ("__init__", "used", "helper"):
-        (package / f"{name}.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    recipe = Recipe.model_validate({"rewards": {"terms": ["own_rewards.used:Reward"]}})
-    before = inputs_digest(recipe)
-    (package / "helper.py").write_text("changed = True")
-    assert inputs_digest(recipe) != before
-
-
-@pytest.mark.parametrize(
-    "text", ["Is it true: " + 60 * "very " + "good?", "no: such", "__main__:Reward", "nowhere.at_all:Reward"]
-)
-def test_a_text_that_only_looks_like_a_name(text: str) -> None:
-    reward = {"name": "json:loads", "options": {"question": text}}
-    recipe = Recipe.model_validate({"rewards": {"terms": [reward]}})
-    assert inputs_digest(recipe) == inputs_digest(recipe)
-
-
-@pytest.mark.parametrize(
-    "named", [{}, {"model": {"path": "owner/name", "revision": "0" * 40}}, {"policy": {"start": {"path": "s3://bucket/policy"}}}]
-)
-def test_what_is_elsewhere_is_taken_as_unchanged(named: dict[str, Any]) -> None:
-    assert inputs_digest(Recipe.model_validate(named)) == inputs_digest(Recipe.model_validate(named))
 
 
 def test_a_base_model_that_flytes_cache_outlived(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""Digests follow the code and the inputs of a run, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbflow.recipe import Recipe
+from ebbflow.storage import identity
+from ebbflow.storage.identity import code_digest, inputs_digest
+
+
+def test_the_code_digest_follows_every_source_and_no_place(tmp_path: Path) -> None:
+    def copied(name: str, **changes: str) -> str:
+        folder = tmp_path / name
+        for path, text in ({"a.py": "1", "b/c.html": "2", "notes.md": "3"} | changes).items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+        return code_digest(folder)
+
+    same = copied("one")
+    assert copied("two") == same
+    assert copied("three", **{"notes.md": "4"}) == same
+    assert len({same, copied("four", **{"a.py": "2"}), copied("five", **{"b/c.html": "3"}), copied("six", **{"b/d.py": ""})}) == 4
+
+
+def test_the_code_digest_follows_the_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = code_digest(tmp_path)
+    installed = identity.version
+    monkeypatch.setattr(identity, "version", lambda name: "0.0" if name == "torch" else installed(name))
+    assert code_digest(tmp_path) != before
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_inputs_in_a_folder(tmp_path: Path, committed: bool) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "weights").write_text("one")
+    if committed:
+        (folder / "COMMIT").write_text("digest")
+    recipe = Recipe.model_validate({"model": {"path": str(folder)}})
+    before = inputs_digest(recipe)
+    assert inputs_digest(recipe) == before
+    (folder / ("COMMIT" if committed else "weights")).write_text("another")
+    assert inputs_digest(recipe) != before
+
+
+def test_inputs_of_ones_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "own_rewards"
+    package.mkdir()
+    for name in ("__init__", "used", "helper"):
+        (package / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = Recipe.model_validate({"rewards": {"terms": ["own_rewards.used:Reward"]}})
+    before = inputs_digest(recipe)
+    (package / "helper.py").write_text("changed = True")
+    assert inputs_digest(recipe) != before
+
+
+@pytest.mark.parametrize(
+    "text", ["Is it true: " + 60 * "very " + "good?", "no: such", "__main__:Reward", "nowhere.at_all:Reward"]
+)
+def test_a_text_that_only_looks_like_a_name(text: str) -> None:
+    reward = {"name": "json:loads", "options": {"question": text}}
+    recipe = Recipe.model_validate({"rewards": {"terms": [reward]}})
+    assert inputs_digest(recipe) == inputs_digest(recipe)
+
+
+@pytest.mark.parametrize(
+    "named", [{}, {"model": {"path": "owner/name", "revision": "0" * 40}}, {"policy": {"start": {"path": "s3://bucket/policy"}}}]
+)
+def test_what_is_elsewhere_is_taken_as_unchanged(named: dict[str, Any]) -> None:
+    assert inputs_digest(Recipe.model_validate(named)) == inputs_digest(Recipe.model_validate(named))

@@ -1,0 +1,57 @@
+"""Two processes never work in one folder, and a lock ends with its process."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+
+from ebbflow.storage.locks import FolderInUseError, exclusive_lock, try_lock, wait_for_lock
+from tests.storage.lock_cases import locked_elsewhere
+
+
+def test_a_folder_is_free_once_its_holder_was_killed(tmp_path: Path) -> None:
+    holder = locked_elsewhere(tmp_path / "new")
+    with pytest.raises(FolderInUseError), exclusive_lock(tmp_path / "new"):
+        pass
+    holder.kill()
+    holder.communicate()
+    for _ in range(2):
+        with exclusive_lock(tmp_path / "new"):
+            pass
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", without)
+    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\): nothing keeps"), exclusive_lock(tmp_path):
+        pass
+
+
+def test_a_lock_that_is_taken_is_not_waited_for(tmp_path: Path) -> None:
+    for path in (tmp_path / "folder", tmp_path / "file"):
+        path.mkdir() if path.name == "folder" else path.touch()
+        with try_lock(path) as mine, try_lock(path) as also_mine:
+            assert (mine, also_mine) == (True, False)
+        with try_lock(path) as mine:
+            assert mine
+
+
+def test_a_lock_that_is_waited_for_comes_when_it_is_free(tmp_path: Path) -> None:
+    order = []
+
+    def second() -> None:
+        with wait_for_lock(tmp_path / "lock"):
+            order.append("second")
+
+    waiting = threading.Thread(target=second)
+    with wait_for_lock(tmp_path / "lock"):
+        waiting.start()
+        waiting.join(0.2)
+        order.append("first")
+    waiting.join(10)
+    assert order == ["first", "second"]
