@@ -5,6 +5,7 @@ list, and a test reads the list (tests/test_house.py).
 
 - recipe: the config schema of a run
 - timing: wall time by phase
+- logs: logging of the command line and of tasks
 - seeding: random streams that need no saved state
 - storage: committed folders, Parquet files, locks, digests
 - data: prompts, preference pairs, and the tables and records that pass between stages

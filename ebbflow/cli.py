@@ -1,4 +1,4 @@
-"""The ``ebbflow`` command: what a recipe may say, and whether one can be run."""
+"""The ``ebbflow`` command: check and explain recipes, and what goes with them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from ebbflow.logs import configure_logging
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import BUILT_IN, import_path
 from ebbflow.recipe.base import explain
@@ -24,14 +25,20 @@ from ebbflow.recipe.rewards import REWARD_NAMES, REWARDS, CustomReward, Ocr, Rew
 def main() -> None:
     """Reinforcement-learning post-training for diffusion and flow-matching models, as a Flyte pipeline.
 
-    The pipeline itself runs with `pyflyte run workflows/post_training.py post_train --recipe FILE`.
+    Run the pipeline itself with `pyflyte run workflows/post_training.py post_train --recipe FILE`.
+
+    EBBFLOW_LOG_LEVEL sets how much is logged: DEBUG, INFO (default), WARNING or ERROR.
     """
+    try:
+        configure_logging()
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 @main.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 def check(recipe: Path) -> None:
-    """Check RECIPE, a YAML file, and print it with every default filled in."""
+    """Check RECIPE, a YAML file, and print it with all defaults."""
     try:
         resolved = load_recipe(recipe)
         for path in _paths(resolved):
@@ -43,7 +50,7 @@ def check(recipe: Path) -> None:
 
 
 def _paths(recipe: Recipe) -> list[str]:
-    """Where the recipe names a reward or a model family of the user's own; its algorithms were imported when it was read."""
+    """Import paths of the user's own rewards and model family; the algorithms' were imported when the recipe was read."""
     rewards = [config.path for config in (*recipe.rewards.terms, *recipe.rewards.guards) if isinstance(config, CustomReward)]
     return [*rewards, *([recipe.model.family] if ":" in recipe.model.family else [])]
 
@@ -56,11 +63,11 @@ def _paths(recipe: Recipe) -> list[str]:
     show_default=True,
     envvar="EBBFLOW_TRAIN_PROCESSES",
     type=click.IntRange(min=1),
-    help="Of an offline stage's training.",
+    help="Training processes of an offline stage.",
 )
 def estimate(recipe: Path, processes: int) -> None:
-    """Say what RECIPE will take: memory of each process, evaluations of the network, bytes kept. Nothing is run or fetched."""
-    from ebbflow import estimate as estimates  # with ebbflow.models: brings torch along
+    """Estimate what RECIPE needs: memory per process, network evaluations, storage. Nothing is run or downloaded."""
+    from ebbflow import estimate as estimates  # imports torch
     from ebbflow.models import ModelError
     from ebbflow.models.sizes import SizeError
 
@@ -72,9 +79,9 @@ def estimate(recipe: Path, processes: int) -> None:
 
 @main.command()
 def keys() -> None:
-    """Print every key that a recipe may have, with its default and its meaning."""
-    for place, default, meaning in _keys(Recipe, "", {}):
-        click.echo(click.style(place, bold=True) + (f" = {default}" if default is not None else ""))
+    """Print every recipe key with its default and its meaning."""
+    for key, default, meaning in _keys(Recipe, "", {}):
+        click.echo(click.style(key, bold=True) + (f" = {default}" if default is not None else ""))
         if meaning:
             click.echo(f"    {meaning}")
 
@@ -84,8 +91,8 @@ def keys() -> None:
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--base", required=True, type=click.Path(exists=True, path_type=Path), help="Folder of the policy's base model.")
 def export(policy: Path, target: Path, base: Path) -> None:
-    """Write POLICY, a policy folder, into TARGET as a pipeline folder for diffusers, LoRA merged in."""
-    from ebbflow.models import ModelError  # brings torch along
+    """Export POLICY, a policy folder, to TARGET as a diffusers pipeline with its LoRA merged."""
+    from ebbflow.models import ModelError  # imports torch
     from ebbflow.storage.artifacts import ArtifactError
     from ebbflow.training.card import PolicyError
     from ebbflow.training.export import export_pipeline
@@ -94,15 +101,15 @@ def export(policy: Path, target: Path, base: Path) -> None:
         export_pipeline(base, policy, target)
     except (ArtifactError, ModelError, PolicyError) as error:
         sys.exit(str(error))
-    click.echo(f"{target}: DiffusionPipeline.from_pretrained loads it")
+    click.echo(f"{target}: load it with DiffusionPipeline.from_pretrained")
 
 
 @main.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--to", type=click.IntRange(min=1), help="The version to make champion; left out, the previous champion.")
+@click.option("--to", type=click.IntRange(min=1), help="The version to promote; default: the previous champion.")
 def rollback(recipe: Path, to: int | None) -> None:
-    """Make the previous champion of the model that RECIPE promotes champion again."""
-    from ebbflow.tracking import registry  # brings MLflow along
+    """Restore the previous champion of the model that RECIPE promotes."""
+    from ebbflow.tracking import registry  # imports MLflow
     from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 
     try:
@@ -111,10 +118,8 @@ def rollback(recipe: Path, to: int | None) -> None:
         done = registry.rollback(resolve_tracking_uri(resolved), name, None if to is None else str(to))
     except (RecipeError, TrackingError) as error:
         sys.exit(str(error))
-    click.echo(f"{name}: version {done.version} is champion again, in place of version {done.previous}")
-    click.echo(
-        f"The next run is compared with version {done.version}; rolling back once more brings version {done.previous} back."
-    )
+    click.echo(f"{name}: version {done.version} is champion again and replaces version {done.previous}")
+    click.echo(f"The next run is compared with version {done.version}; another rollback restores version {done.previous}.")
 
 
 @main.command()
@@ -123,7 +128,7 @@ def rollback(recipe: Path, to: int | None) -> None:
 @click.option("--seed", default=0, show_default=True, help="Of the random weights.")
 def tiny(family: str, folder: Path, seed: int) -> None:
     """Write a tiny model of FAMILY with random weights into FOLDER, in the published layout, for trying a recipe out."""
-    from ebbflow.models import ModelError  # brings torch along
+    from ebbflow.models import ModelError  # imports torch
     from ebbflow.models.tiny import build_tiny
 
     try:
@@ -135,15 +140,17 @@ def tiny(family: str, folder: Path, seed: int) -> None:
 
 @main.command("list")
 def list_choices() -> None:
-    """List the algorithms, samplers, windows and rewards that a recipe can name."""
-    from ebbflow.rewards.combine import load_reward  # brings pandas and the like along
+    """List the algorithms, samplers, windows and rewards that a recipe can use."""
+    from ebbflow.rewards.combine import load_reward  # imports pandas
 
     _table("algorithms", {config.model_fields["name"].default: (_summary(config), config.stages) for config in BUILT_IN})
     _table("samplers", {name: (text, ("log-probs",) * (name in STOCHASTIC_SAMPLERS)) for name, text in SAMPLERS.items()})
     _table("windows", {name: (text, ()) for name, text in WINDOWS.items()})
     missing: dict[str, str | None] = {config.name: load_reward(config).unavailable() for config in (Ocr(), Tesseract())}
     names = dict(zip(REWARD_NAMES, REWARDS, strict=True))
-    _table("rewards", {name: (_summary(config), ("not here",) if missing.get(name) else ()) for name, config in names.items()})
+    _table(
+        "rewards", {name: (_summary(config), ("not installed",) if missing.get(name) else ()) for name, config in names.items()}
+    )
     for reason in filter(None, missing.values()):
         click.echo(f"  {reason}")
     click.echo("Your own: {name: custom, path: package.module:ALGORITHM}; a reward by package.module:Name (docs/extending.md).")
@@ -151,15 +158,15 @@ def list_choices() -> None:
 
 @main.command("serve-reward")
 @click.argument("reward", metavar="NAME_OR_JSON")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; one of the network needs a token.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; any but localhost needs a token.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
-@click.option("--token-variable", help="Environment variable with the bearer token that requests must carry.")
+@click.option("--token-variable", help="Environment variable that holds the bearer token which requests must carry.")
 def serve_reward(reward: str, host: str, port: int, token_variable: str | None) -> None:
-    """Serve a reward of this machine to the 'remote' reward of others (docs/rewards.md).
+    """Serve a reward over HTTP, to be used as the 'remote' reward of other machines (docs/rewards.md).
 
-    NAME_OR_JSON is what a recipe would have in rewards.terms: ocr, or '{"name": "ocr", "layout": "page"}'.
+    NAME_OR_JSON is an entry of a recipe's rewards: ocr, or '{"name": "ocr", "layout": "page"}'.
     """
-    from ebbflow.rewards.combine import RewardError  # with fastapi: nothing that the other commands need
+    from ebbflow.rewards.combine import RewardError  # imports fastapi
     from ebbflow.rewards.http import NoAnswer, read_token
     from ebbflow.rewards.server import serve
 
@@ -173,7 +180,7 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
 
 
 def _table(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) -> None:
-    """Aligned lines: the name, remarks, and what it is."""
+    """Print aligned lines: name, remarks, description."""
     click.secho(title, bold=True)
     remarks = {name: ", ".join(remark) for name, (_, remark) in choices.items()}
     wide, far = max(map(len, choices)), max(map(len, remarks.values()))
@@ -186,7 +193,7 @@ def _summary(described: Any) -> str:
 
 
 def _keys(model: type[BaseModel], prefix: str, shown: dict[Any, str]) -> Iterator[tuple[str, Any, str]]:
-    """(dotted key, default, meaning) of every leaf; of a choice between models, each model's keys, once (``shown``: where)."""
+    """(dotted key, default, meaning) of every leaf. A choice of models lists each model's keys, once: ``shown`` says where."""
     for name, field in model.model_fields.items():
         inner = _models(field.annotation)
         meaning = " ".join((field.description or "").split())
@@ -194,7 +201,7 @@ def _keys(model: type[BaseModel], prefix: str, shown: dict[Any, str]) -> Iterato
             yield f"{prefix}{name}", _default(field), meaning
             continue
         if tuple(inner) in shown:
-            yield f"{prefix}{name}", None, f"{meaning} Keys as under {shown[tuple(inner)]}.".strip()
+            yield f"{prefix}{name}", None, f"{meaning} Keys: see {shown[tuple(inner)]}.".strip()
             continue
         shown[tuple(inner)] = f"{prefix}{name}"
         many = "[]" if typing.get_origin(field.annotation) is list else ""
@@ -206,7 +213,7 @@ def _keys(model: type[BaseModel], prefix: str, shown: dict[Any, str]) -> Iterato
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The recipe models inside an annotation such as ``list[Annotated[A | B, ...]]``."""
+    """The models inside an annotation such as ``list[Annotated[A | B, ...]]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in _models(part)]

@@ -1,4 +1,4 @@
-"""What can be checked about a recipe before anything is paid for."""
+"""Check what a recipe names, before a run costs anything."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from ebbflow.rewards.combine import load_scorer
 from ebbflow.storage.artifacts import ArtifactError
 from ebbflow.training.card import PolicyError, read_card
 
-ON_ONE_MACHINE = "is on the disk of one machine, and pods see only their own; upload it and name its URI"
+LOCAL_PATH = "is a local path, which pods cannot see; upload it and give its URI"
 
 
 def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
-    """Check the places that a recipe names and the rewards that it trains on.
+    """Check the files and folders that a recipe names, and that its rewards can run.
 
     Args:
-        tracking_uri: what the recipe and the environment resolve to.
-        on_cluster: every task has a pod of its own, and what is on a pod's disk is gone with it.
+        tracking_uri: the MLflow store that the recipe and the environment resolve to.
+        on_cluster: every task has its own pod, and a pod's disk is deleted with it.
 
     Raises:
-        RecipeError: an output folder that cannot be written or reached, a prompt file, pairs, teacher or base model that is not
-            there.
-        PairError: a pairs file whose columns or first row cannot be used.
-        ModelError: a base-model folder that is not one.
-        RewardError: a reward that cannot run here.
+        RecipeError: the output folder cannot be written or shared, or a prompt file, pairs, teacher or base model is missing.
+        PairError: the pairs file has wrong columns or an invalid first row.
+        ModelError: the base-model folder is not one.
+        RewardError: a reward cannot run here.
     """
     if on_cluster:
         _check_shared(recipe.output, tracking_uri)
     if "://" not in recipe.output:
         _check_writable(Path(recipe.output))
     if recipe.prompts.source and "://" not in recipe.prompts.source and not Path(recipe.prompts.source).is_file():
-        raise RecipeError(f"prompts.source = {recipe.prompts.source!r}: there is no such file; leave it out to make prompts up")
+        raise RecipeError(f"prompts.source = {recipe.prompts.source!r}: no such file; remove it to generate prompts")
     for index, stage in enumerate(recipe.stages):
         if stage.kind == "offline" and stage.pairs and "://" not in stage.pairs:
             _check_pairs(f"stages.{index}.pairs = {stage.pairs!r}", Path(stage.pairs), on_cluster)
@@ -50,11 +49,11 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
 
 def _check_shared(output: str, tracking_uri: str) -> None:
     if "://" not in output:
-        raise RecipeError(f"output = {output!r} is a folder of this pod and gone with it; name a URI such as s3://bucket/runs")
+        raise RecipeError(f"output = {output!r} is on the disk of a pod and lost with it; give a URI such as s3://bucket/runs")
     if tracking_uri.startswith(("sqlite:", "file:")):
         raise RecipeError(
-            f"runs would be tracked in {tracking_uri}, on the disk of this pod; set tracking.uri, or MLFLOW_TRACKING_URI in "
-            "every pod, to a server"
+            f"the MLflow store {tracking_uri} is on the disk of a pod; set tracking.uri, or MLFLOW_TRACKING_URI in every pod, to "
+            "a server"
         )
 
 
@@ -65,7 +64,7 @@ def _check_model(model: Model, on_cluster: bool) -> None:
         adapter_of(model.family)
     elif model.path and "://" not in model.path and not model.on_hub:
         if on_cluster:
-            raise RecipeError(f"model.path = {model.path!r} {ON_ONE_MACHINE}")
+            raise RecipeError(f"model.path = {model.path!r} {LOCAL_PATH}")
         from ebbflow.models import check_folder  # imports torch
 
         check_folder(Path(model.path), model.family)
@@ -75,19 +74,19 @@ def _check_start(path: str, on_cluster: bool) -> None:
     if "://" in path:
         return
     if on_cluster:
-        raise RecipeError(f"policy.start.path = {path!r} {ON_ONE_MACHINE}")
+        raise RecipeError(f"policy.start.path = {path!r} {LOCAL_PATH}")
     if not Path(path).exists():
         raise RecipeError(
-            f"policy.start.path = {path!r}: there is no such file or folder; of a Hugging Face repository give the commit as "
-            "policy.start.revision"
+            f"policy.start.path = {path!r}: no such file or folder; for a Hugging Face repository set policy.start.revision to a "
+            "commit"
         )
 
 
 def _check_pairs(key: str, path: Path, on_cluster: bool) -> None:
     if on_cluster:
-        raise RecipeError(f"{key} {ON_ONE_MACHINE}")
+        raise RecipeError(f"{key} {LOCAL_PATH}")
     if not path.is_file():
-        raise RecipeError(f"{key}: there is no such file; leave it out to generate and score rollouts")
+        raise RecipeError(f"{key}: no such file; remove it to generate and score rollouts")
     check_pairs(path)
 
 
@@ -97,11 +96,11 @@ def _check_teacher(algorithm: str, stage: Stage, on_cluster: bool) -> None:
         return
     key = f"{algorithm}.{'options.' * isinstance(stage.algorithm, Custom)}teacher = {teacher!r}"
     if on_cluster:
-        raise RecipeError(f"{key} {ON_ONE_MACHINE}")
+        raise RecipeError(f"{key} {LOCAL_PATH}")
     try:
         read_card(Path(teacher))
     except (ArtifactError, PolicyError) as error:
-        raise RecipeError(f"{key} must be the policy folder of an earlier run: {error}") from None
+        raise RecipeError(f"{key} is not the policy folder of an earlier run: {error}") from None
 
 
 def _check_writable(folder: Path) -> None:
@@ -110,4 +109,4 @@ def _check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RecipeError(f"output = {str(folder)!r} cannot be written ({error.strerror}); name another folder") from None
+        raise RecipeError(f"output = {str(folder)!r} cannot be written ({error.strerror}); set another folder") from None

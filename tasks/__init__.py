@@ -1,6 +1,23 @@
-"""Typed Flyte tasks, one per file: fetch the inputs, call the library, hand over the outputs.
+"""Typed Flyte tasks, one per file: fetch the inputs, call the library, return the outputs.
 
-Heavy imports stay inside the bodies, so that registering needs no GPU stack.
+Where it fits
+    Between ``workflows``, which orders the tasks, and the library, which knows no Flyte.
+
+Why
+    What Flyte asks for (types, caches, pods, retries, files behind URIs) stays out of the code that trains, so the library runs
+    and is tested without an orchestrator.
+
+How
+    - One task per file. Its body fetches inputs (``files``), opens the node's MLflow run and calls one library function.
+    - ``resources`` turns the deployment (``deployment``, one YAML file) into pods; ``images`` is the CPU image.
+    - ``cache`` says what is reused: within a run, or by all runs. ``preemption`` turns a SIGTERM into a retry.
+    - Importing this package configures logging (``EBBFLOW_LOG_LEVEL``) and the object store for every process that runs a task.
+
+Gotchas
+    - Task names are import paths: renaming a module loses its history and caches.
+    - Heavy imports belong in the bodies, or registering needs the GPU stack.
+    - A plain exception is never retried; raise ``FlyteRecoverableException``, see ``preemption.retry_on``.
+    - Every rank runs the body of ``train_offline``; only what rank 0 returns counts.
 """
 
 from __future__ import annotations
@@ -16,18 +33,20 @@ from flytekit.extras.pydantic_transformer.transformer import PydanticTransformer
 from flytekit.models.types import LiteralType
 from pydantic import BaseModel
 
-# The library opens URIs with fsspec and knows no Flyte: it finds the store that Flyte is configured for.
+from ebbflow.logs import configure_logging
+
+configure_logging()
+# The library opens URIs with fsspec and knows no Flyte: point it to the store that Flyte is configured for.
 fsspec.config.conf.setdefault("s3", {}).update(s3_setup_args(DataConfig.auto().s3))
 
 
-class _DescribedOnce(PydanticTransformer):
-    """Flytekit describes a type and all within it anew for each task that takes it, which for recipes took half of the time to
-    load the workflows."""
+class _CachedPydanticTransformer(PydanticTransformer):
+    """Describes a type once. Flytekit does so for every task that takes it, which was half of the time to load the workflows."""
 
-    _described = functools.cache(PydanticTransformer.get_literal_type)
+    _literal_type = functools.cache(PydanticTransformer.get_literal_type)
 
     def get_literal_type(self, t: type[BaseModel]) -> LiteralType:
-        return copy.copy(self._described(t))  # flytekit writes into what it gets where the type is one of a union
+        return copy.copy(self._literal_type(t))  # for a type in a union, flytekit writes into what it gets
 
 
-TypeEngine.register_additional_type(_DescribedOnce(), BaseModel, override=True)
+TypeEngine.register_additional_type(_CachedPydanticTransformer(), BaseModel, override=True)

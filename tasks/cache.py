@@ -1,4 +1,4 @@
-"""What is not computed twice."""
+"""What Flyte caches: a task's outputs are reused by the same run, or by all runs."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import ebbflow
 from ebbflow.storage.identity import code_digest
 
 ONCE_PER_RUN = Cache(version="1")
-"""For tasks that get the run as an input: a local run that died and is started again goes on behind the last finished one.
+"""For tasks with the run among their inputs: a local run that died resumes after its last finished task.
 
-The version says nothing about the code, because a run only goes on with the code that began it (tasks/start_run.py).
+The version does not cover the code, because a run is only resumed with the code that started it (tasks/start_run.py).
 """
 
 
-def once_for_all_runs(*sources: str) -> Cache:
-    """For what the other inputs decide, and these sources of the library if any; the run is only where it is tracked."""
+def shared_by_all_runs(*sources: str) -> Cache:
+    """For outputs that depend on the other inputs, and on these sources of the library, but not on the run that logs them."""
     library = Path(ebbflow.__file__).parent
     version = code_digest(*(library / source for source in sources))[:16] if sources else "1"
     return Cache(version=version, serialize=True, ignored_inputs=("run",))
 
 
 def mapped(bound: partial[Any], **values: Any) -> Any:
-    """A task, bound to its other inputs, over the values of one input: a map task, or in a local execution one call each.
+    """Map a task, bound to its other inputs, over the values of one input; in a local execution, call it once per value.
 
-    Flyte caches those calls, while a map task that dies on one machine would begin with its first value again.
+    Flyte caches those calls, while a local map task that dies would start again from its first value.
     """
     execution = FlyteContextManager.current_context().execution_state
     if execution is None or not execution.is_local_execution():
         return map_task(bound)(**values)
-    ((name, several),) = values.items()
-    return [bound(**{name: value}) for value in several]
+    ((name, items),) = values.items()
+    return [bound(**{name: item}) for item in items]

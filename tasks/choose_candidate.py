@@ -1,4 +1,4 @@
-"""The candidate for promotion: the trained policy that the validation prompts like best."""
+"""Choose the candidate for promotion: the trained policy with the best validation reward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasks.types import EvaluatedPolicy
 
 @task(cache=ONCE_PER_RUN, **light())
 def choose_candidate(run: TrackedRun, history: list[EvaluatedPolicy]) -> EvaluatedPolicy:
-    """The best of everything trained; the held-out prompts have no say, so that they can judge it."""
+    """The best policy of the run. The held-out prompts do not count here, so that they can decide in the gate."""
     from ebbflow.tracking.child_run import node_run
 
     with node_run(run, "candidate") as node:

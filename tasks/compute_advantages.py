@@ -1,4 +1,4 @@
-"""Advantages of an offline stage, over all its shards."""
+"""Compute the advantages of an offline stage over all its shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.resources import light
 
 @task(cache=ONCE_PER_RUN, **light())
 def compute_advantages(recipe: Recipe, run: TrackedRun, round: int, stage: int, scores: list[FlyteFile]) -> FlyteFile:
-    """The advantage of every sample worth training on (``ADVANTAGES``)."""
+    """The advantage of every sample that is trained on (``ADVANTAGES``)."""
     from ebbflow.offline.advantages import write_advantages
     from ebbflow.stage import Place
     from ebbflow.tracking.child_run import node_run

@@ -1,11 +1,10 @@
-"""Takes over a base model from a folder, anew in every run, because what lies at a path can change."""
+"""Copy a base model from a folder, in every run, because the content of a folder can change."""
 
 from __future__ import annotations
 
 import time
 
 from flytekit import task
-from flytekit.types.directory import FlyteDirectory
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.model import Model
@@ -17,7 +16,7 @@ from tasks.types import BaseModelArtifact
 
 @task(cache=ONCE_PER_RUN, **accelerated())
 def copy_base_model(model: Model, run: TrackedRun) -> BaseModelArtifact:
-    """A committed copy of the folder (or URI) that the recipe's model section names."""
+    """A committed copy of the folder at ``model.path``, a path or a URI."""
     from ebbflow.models.prepare import copy_base
     from ebbflow.tracking.child_run import node_run
 
@@ -25,4 +24,4 @@ def copy_base_model(model: Model, run: TrackedRun) -> BaseModelArtifact:
     assert model.path
     with node_run(run, "base model"):
         copy_base(fetch_folder(model.path), folder, model)
-    return BaseModelArtifact(folder=FlyteDirectory(str(folder)), seconds=time.time() - started, finished_at=time.time())
+    return BaseModelArtifact.made(folder, started)

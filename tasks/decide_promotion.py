@@ -1,4 +1,4 @@
-"""The gate: compares the candidate with the champion on the held-out prompts."""
+"""Compare the candidate with the champion on the held-out prompts: the gate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.types import ChampionPolicy, EvaluatedPolicy
 
 @task(cache=ONCE_PER_RUN, **light())
 def decide_promotion(recipe: Recipe, run: TrackedRun, candidate: EvaluatedPolicy, champion: ChampionPolicy) -> Verdict:
-    """The decision with its reasons; changes nothing."""
+    """The decision with its reasons; it changes nothing."""
     from ebbflow.evaluation.gate import decide
     from ebbflow.storage.tables import read_table
     from ebbflow.tracking.child_run import node_run

@@ -1,4 +1,4 @@
-"""Evaluates the registered champion on this run's prompts, so that the gate compares like with like."""
+"""Evaluate the registered champion on this run's prompts, so that the gate compares like with like."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, Trai
 def evaluate_champion(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, prompts: FlyteFile, before: EvaluatedPolicy
 ) -> ChampionPolicy:
-    """The champion with its evaluation; ``before``, the base model's, where there is no champion yet."""
-    from ebbflow.evaluation.evaluate import evaluate_folder, require_same_pictures
+    """The champion with its evaluation, or ``before``, that of the run's own start, if there is no champion yet."""
+    from ebbflow.evaluation.evaluate import evaluate_folder, require_same_image_size
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_evaluation
     from ebbflow.tracking.registry import champion_folders, find_champion
@@ -30,7 +30,7 @@ def evaluate_champion(
     samples = scratch("samples.parquet", run)
     with node_run(run, "champion evaluation") as node:
         its_base, policy = champion_folders(champion, scratch("champion", run), fetch(base.folder))
-        require_same_pictures(recipe, policy)
+        require_same_image_size(recipe, policy)
         evaluation = evaluate_folder(recipe, its_base, policy, fetch(prompts), f"champion v{champion.version}", samples)
         log_evaluation(node, evaluation, samples)
     trained = TrainedPolicy(folder=FlyteDirectory(str(policy)))

@@ -1,4 +1,4 @@
-"""Evaluates a policy on the validation and held-out prompts with fixed noise."""
+"""Evaluate a policy on the validation and held-out prompts with fixed noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 def evaluate_policy(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, label: str
 ) -> EvaluatedPolicy:
-    """The policy together with its evaluation and samples; means, table and sample grid go to MLflow."""
+    """The policy with its evaluation and samples; means, samples and an image grid go to MLflow."""
     from ebbflow.evaluation.evaluate import evaluate_folder
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_evaluation
@@ -26,5 +26,4 @@ def evaluate_policy(
     with node_run(run, f"{label} evaluation") as node:
         evaluation = evaluate_folder(recipe, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples)
         log_evaluation(node, evaluation, samples)
-    print(evaluation)
     return EvaluatedPolicy(policy=policy, evaluation=evaluation, samples=FlyteFile(str(samples)))

@@ -1,4 +1,4 @@
-"""Where tasks put what they make, and how they get at what others made."""
+"""Files of tasks: where they write outputs, and how they fetch inputs, folders behind URIs and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 def scratch(name: str, run: TrackedRun | None = None) -> Path:
     """A fresh path called ``name``; Flyte uploads it when the task returns it.
 
-    Without a cluster Flyte leaves it where it is. Then it is in the folder of ``run``, if given, to last as long as the run.
+    A local execution leaves it where it is: with ``run`` in that run's folder, so that it lives as long as the run.
     """
-    place = None if run is None or "://" in run.folder else Path(run.folder) / "nodes"
-    if place:
-        place.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="ebbflow-", dir=place)) / name
+    parent = None if run is None or "://" in run.folder else Path(run.folder) / "nodes"
+    if parent:
+        parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="ebbflow-", dir=parent)) / name
 
 
 def fetch(artifact: FlyteFile | FlyteDirectory) -> Path:
     """The local copy of an artifact.
 
     Raises:
-        FileNotFoundError: it is gone, which happens when Flyte's local cache outlives the temporary folder it points to.
+        FileNotFoundError: Flyte's local cache has outlived the temporary folder it points to.
     """
     path = Path(artifact.download())
     if not path.exists():
@@ -45,7 +45,7 @@ def fetch(artifact: FlyteFile | FlyteDirectory) -> Path:
 
 
 def fetch_folder(uri: str) -> Path:
-    """The folder at a path or a URI that a recipe names; a FlyteDirectory made from a URI would download nothing."""
+    """A local copy of the folder at a path or a URI. A FlyteDirectory made from a URI would download nothing."""
     if "://" not in uri:
         return fetch(FlyteDirectory(uri))
     folder = scratch("folder")
@@ -53,25 +53,26 @@ def fetch_folder(uri: str) -> Path:
     return folder
 
 
-def on_this_machine(uri: str) -> Path:
-    """The folder at ``uri``, brought to this machine once for all processes that ask for it."""
+def fetch_once_per_machine(uri: str) -> Path:
+    """The folder at ``uri``, fetched once for all processes of this machine."""
     if Path(uri).is_dir():
         return Path(uri)
-    folder = _of_this_machine(uri)
+    folder = _machine_folder(uri)
     with wait_for_lock(folder.with_suffix(".lock")):
         if not folder.exists():
             fetch_folder(uri).replace(folder)
     return folder
 
 
-def kept_checkpoints(run: TrackedRun, place: Place, first: bool = True) -> Checkpoints:
-    """The checkpoints of a stage, in the run's own folder: there the next attempt finds them. Those of other stages are over.
+def open_checkpoints(run: TrackedRun, place: Place, first: bool = True) -> Checkpoints:
+    """The checkpoints of a stage, in the run's folder, where the next attempt finds them; those of other stages are deleted.
 
-    ``first``: of the processes of this machine that ask for them; it brings them here, the others wait for it.
+    Args:
+        first: whether this is the process of the machine that downloads them; the others must wait until it has.
     """
     from ebbflow.training.checkpoint import Checkpoints
 
-    access, stages, own = FlyteContextManager.current_context().file_access, f"{run.folder}/checkpoints", _folder_of(place)
+    access, stages, own = FlyteContextManager.current_context().file_access, f"{run.folder}/checkpoints", _stage_folder(place)
     store = access.get_filesystem_for_path(stages)
     for stage in _names(store, stages) if first else ():
         if stage != own:
@@ -79,34 +80,34 @@ def kept_checkpoints(run: TrackedRun, place: Place, first: bool = True) -> Check
     home = f"{stages}/{own}"
     if "://" not in home:
         return Checkpoints(place, Path(home))
-    folder = _of_this_machine(home)
+    folder = _machine_folder(home)
 
-    def saved(new: Path) -> None:
+    def upload(new: Path) -> None:
         access.put_data(str(new), f"{home}/{new.name}", is_multipart=True)
         for name in _names(store, home) - {path.name for path in folder.iterdir()}:
             store.rm(f"{home}/{name}", recursive=True)
 
     if first:
-        shutil.rmtree(folder, ignore_errors=True)  # an attempt before this one was on the same machine
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt on this machine
         if store.exists(home):
             access.get_data(home, str(folder), is_multipart=True)
-    return Checkpoints(place, folder, saved)
+    return Checkpoints(place, folder, upload)
 
 
-def forget_checkpoints(run: TrackedRun) -> None:
-    """Remove those of the last stage: the run is over."""
+def delete_checkpoints(run: TrackedRun) -> None:
+    """Delete the last stage's checkpoints, which nothing needs once the run is over."""
     folder = f"{run.folder}/checkpoints"
     store = FlyteContextManager.current_context().file_access.get_filesystem_for_path(folder)
     if store.exists(folder):
         store.rm(folder, recursive=True)
 
 
-def _of_this_machine(uri: str) -> Path:
-    """Where all processes of this machine have what is at ``uri``."""
+def _machine_folder(uri: str) -> Path:
+    """The local folder that all processes of this machine use for what is at ``uri``."""
     return Path(tempfile.gettempdir()) / f"ebbflow-{hashlib.sha256(uri.encode()).hexdigest()[:32]}"
 
 
-def _folder_of(place: Place) -> str:
+def _stage_folder(place: Place) -> str:
     return place.label.replace(" ", "-")
 
 

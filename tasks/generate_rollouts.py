@@ -1,4 +1,4 @@
-"""One shard of an offline stage's rollouts; mapped over the shards."""
+"""Generate one shard of an offline stage's rollouts; mapped over the shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU image as Flyte builds it by itself when you register; the Dockerfiles are in containers/."""
+"""The CPU image that Flyte builds when you register; the Dockerfiles are in containers/."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from flytekit.constants import CopyFileDetection
 def cpu_image(registry: str) -> ImageSpec:
     """What containers/base.Dockerfile builds, pushed to ``registry``. Paths are relative: register from the repository's root.
 
-    Without its own ``source_copy_mode`` Flyte would add only the modules that registering happens to load, and the image would
-    get another identity there than in a pod, where a dynamic looks it up.
+    Without an explicit ``source_copy_mode`` Flyte copies only the modules that registering loads, and the image gets another
+    tag than in a pod, where a dynamic looks it up.
     """
     return ImageSpec(
         name="ebbflow",

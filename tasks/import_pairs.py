@@ -1,7 +1,8 @@
-"""A file of preference pairs instead of an offline stage's rollouts, scores and advantages."""
+"""Import a file of preference pairs in place of an offline stage's rollouts, scores and advantages."""
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from flytekit import task
@@ -13,6 +14,8 @@ from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact
+
+log = logging.getLogger(__name__)
 
 
 class PairTables(NamedTuple):
@@ -39,7 +42,7 @@ def import_pairs(
     with node_run(run, f"{place.label} pairs") as node:
         source = fetch(FlyteFile(pairs))
         imported = import_pairs_from_folder(place, fetch(base.folder), fetch(prompts), source, scratch("pairs", run))
-        print(imported)
+        log.info("%s", imported)
         node.log_dataset("pairs", read_table(imported.prompts), context="training", source=pairs)
         node.log_metrics({"pairs": imported.pairs, "ties": imported.ties, "on_evaluated_prompts": imported.evaluated}, step=0)
     return PairTables(

@@ -1,4 +1,4 @@
-"""An earlier policy, or a published LoRA, as the policy that training starts from; the LoRA may have to be downloaded."""
+"""Start training from an earlier policy or from a published LoRA, which may have to be downloaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasks.types import BaseModelArtifact, TrainedPolicy
 
 @task(cache=ONCE_PER_RUN, **downloader())
 def import_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
-    """The policy folder, version 0, of what ``policy.start`` names."""
+    """The policy folder (version 0) of what ``policy.start`` names."""
     from ebbflow.models.hub import pretrained_folder
     from ebbflow.tracking.child_run import node_run
     from ebbflow.training.start import write_start

@@ -1,11 +1,11 @@
-"""What a run would take, so that nobody finds out on a cluster."""
+"""What a run would need, so that nobody has to find out on a cluster."""
 
 from __future__ import annotations
 
 from flytekit import task
 
 from ebbflow.recipe import Recipe
-from tasks.deployment import Pod
+from tasks.deployment import PodConfig
 from tasks.resources import DEPLOYMENT, light
 
 KINDS = {
@@ -20,26 +20,25 @@ KINDS = {
 
 @task(**light())
 def plan_run(recipe: Recipe) -> str:
-    """The resolved recipe, the machines of the deployment, and the estimate; nothing is run or fetched."""
+    """The resolved recipe, the deployment's machines, and the estimate; nothing is run or downloaded."""
     import yaml
 
     from ebbflow.estimate import describe, estimate
 
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-    made = describe(estimate(recipe, DEPLOYMENT.train_processes))
-    text = f"{resolved}# digest {recipe.digest}\n\n{_machines()}\n\n{made}"
+    costs = describe(estimate(recipe, DEPLOYMENT.train_processes))
+    text = f"{resolved}# digest {recipe.digest}\n\n{_machines()}\n\n{costs}"
     print(text)
     return text
 
 
 def _machines() -> str:
-    """What the deployment gives to each kind of task."""
-    lines = ["machines of each kind of task, as registered"]
-    for kind, what in KINDS.items():
-        pod: Pod = getattr(DEPLOYMENT, kind)
+    lines = ["machines per kind of task, as registered"]
+    for kind, purpose in KINDS.items():
+        pod: PodConfig = getattr(DEPLOYMENT, kind)
         processes = DEPLOYMENT.train_processes if kind == "training_group" else 1
         gpus = f"{pod.gpus * processes} x {pod.accelerator or 'GPU'}" if pod.gpus else "no GPU"
-        lines.append(f"  {kind} ({what}): processes {processes}, cores {pod.cpu * processes}, {pod.mem}, {gpus}")
+        lines.append(f"  {kind} ({purpose}): processes {processes}, cores {pod.cpu * processes}, {pod.mem}, {gpus}")
     for group in DEPLOYMENT.ray_cluster.workers:
         gpus = f"{group.gpus} x {DEPLOYMENT.ray_cluster.accelerator or 'GPU'}" if group.gpus else "no GPU"
         lines.append(f"  ray_cluster, {group.replicas} x {group.name} (actors): cores {group.cpu}, {group.mem}, {gpus}")

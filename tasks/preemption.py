@@ -1,4 +1,4 @@
-"""Machines that are taken away: what a task says so that Flyte starts it again, and a training group that ends by itself."""
+"""Preemption: errors after which Flyte retries a task, and a training group that saves on SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 
 
 @contextmanager
-def started_again_after(*errors: type[Exception]) -> Iterator[None]:
-    """Flyte starts a task again after no error but its own recoverable one."""
+def retry_on(*errors: type[Exception]) -> Iterator[None]:
+    """Turn these errors into Flyte's recoverable one, the only error after which it retries a task."""
     try:
         yield
     except errors as error:
@@ -28,46 +28,46 @@ def started_again_after(*errors: type[Exception]) -> Iterator[None]:
 
 
 @dataclass
-class Group(Elastic):
-    """Processes under torch's elastic launcher that hear of a SIGTERM and are left the time to save.
+class GracefulElastic(Elastic):
+    """torch's elastic launcher, with time to save after a SIGTERM.
 
-    By itself the launcher gives them 30 seconds, and the task then ends as if it had succeeded without outputs.
+    By default the launcher kills its processes after 30 seconds, and the task succeeds without outputs.
     """
 
 
-class GroupTask(PytorchElasticFunctionTask):
-    """Passes a SIGTERM on to the processes; they agree, save and raise, all of them."""
+class GracefulElasticTask(PytorchElasticFunctionTask):
+    """Passes SIGTERM on to the processes, which agree on a step, save and raise together."""
 
-    told = False
+    terminated = False
 
     def execute(self, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            return super().execute(**kwargs)  # only the main thread hears signals
+            return super().execute(**kwargs)  # only the main thread receives signals
         before = signal.signal(signal.SIGTERM, self._pass_on)
         try:
-            with _launcher_that_leaves_sigterm():
+            with _launcher_ignoring_sigterm():
                 return super().execute(**kwargs)
         except FlyteRecoverableException:
             raise
         except Exception as error:
-            if self.told:  # it came before they could save, while they were loading
-                raise FlyteRecoverableException(f"{self.name} was told to end before it had begun") from error
+            if self.terminated:  # while they were loading, before they could save
+                raise FlyteRecoverableException(f"{self.name} was terminated before its first step") from error
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.told = True
+        self.terminated = True
         processes = multiprocessing.active_children()
         for process in processes:
             process.terminate()
         if not processes:
-            raise FlyteRecoverableException(f"{self.name} was told to end while it had no processes")
+            raise FlyteRecoverableException(f"{self.name} was terminated before it had processes")
 
 
 @contextmanager
-def _launcher_that_leaves_sigterm() -> Iterator[None]:
-    """Flyte makes the launcher's configuration itself and has no key for the signals that the launcher takes."""
+def _launcher_ignoring_sigterm() -> Iterator[None]:
+    """Flyte builds the launcher's configuration and has no option for the signals that the launcher handles."""
     from torch.distributed.launcher import api
 
     config = api.LaunchConfig
@@ -78,4 +78,4 @@ def _launcher_that_leaves_sigterm() -> Iterator[None]:
         api.LaunchConfig = config  # type: ignore[misc]
 
 
-TaskPlugins.register_pythontask_plugin(Group, GroupTask)
+TaskPlugins.register_pythontask_plugin(GracefulElastic, GracefulElasticTask)

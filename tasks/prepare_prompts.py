@@ -1,6 +1,8 @@
-"""The prompt table: from a file or made up, split by id."""
+"""Prepare the prompt table: read from a file or generated, and split by prompt id."""
 
 from __future__ import annotations
+
+import logging
 
 from flytekit import task
 from flytekit.types.file import FlyteFile
@@ -11,10 +13,12 @@ from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import light
 
+log = logging.getLogger(__name__)
+
 
 @task(cache=ONCE_PER_RUN, **light())
 def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
-    """Write the prompt table (schema ``PROMPTS``) and log it as the run's dataset."""
+    """The prompt table (schema ``PROMPTS``), logged as the run's dataset."""
     from ebbflow.data.prepare import prepare
     from ebbflow.data.prompts import write_prompts
     from ebbflow.tracking.child_run import node_run
@@ -22,7 +26,7 @@ def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
     with node_run(run, "prompts") as node:
         source = fetch(FlyteFile(recipe.prompts.source)) if recipe.prompts.source else None
         table, report = prepare(recipe, source)
-        print(report)
+        log.info("%s", report)
         node.log_dataset("prompts", table, context="training", source=recipe.prompts.source or "made up")
         path = scratch("prompts.parquet", run)
         write_prompts(table, path)

@@ -1,4 +1,4 @@
-"""Makes a registered policy champion, after the gate and, where the recipe asks for it, a person said so."""
+"""Make a registered policy champion, once the gate and, if the recipe asks for one, a person have approved it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tasks.types import ChampionPolicy
 
 @task(cache=ONCE_PER_RUN, **light())
 def promote_policy(run: TrackedRun, champion: ChampionPolicy, registration: Registration, approved: str = "") -> Registration:
-    """The champion moves once, however many attempts; ``approved`` is what a person said yes to, if one was asked."""
+    """Idempotent: the champion moves once. ``approved`` is the question that a person approved, if one was asked."""
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.registry import promote
 

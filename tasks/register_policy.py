@@ -1,4 +1,4 @@
-"""Puts the candidate into the model registry, as challenger."""
+"""Register the candidate in the model registry, as challenger."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def register_policy(
     champion: ChampionPolicy,
     verdict: Verdict,
 ) -> Registration:
-    """One version per run, however many attempts."""
+    """Idempotent: one version per run."""
     from ebbflow.storage.artifacts import verify
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.registry import register

@@ -1,7 +1,8 @@
-"""Asks a person whether a policy may become champion: says what is asked, and how to answer."""
+"""Ask a person whether a policy may become champion, and say how to answer."""
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from flytekit import current_context, task
@@ -12,16 +13,19 @@ from ebbflow.recipe import Recipe
 from tasks.resources import light
 
 GATE = "promotion"
-"""The gate node that waits for the answer; its name is the signal's id."""
+"""Name of the gate node that waits for the answer, and id of its signal."""
+
+
+log = logging.getLogger(__name__)
 
 
 class ApprovalError(Exception):
-    """Nobody can be asked."""
+    """There is nobody to ask."""
 
 
 @task(**light())
 def request_approval(recipe: Recipe, run: TrackedRun, verdict: Verdict, registration: Registration, report: FlyteFile) -> str:
-    """What the gate node asks. The report comes first, as it is what a person decides by."""
+    """The gate node's question. ``report`` is an input so that it is written before a person has to decide."""
     from ebbflow.tracking.child_run import node_run
 
     target = verdict.target
@@ -34,15 +38,15 @@ def request_approval(recipe: Recipe, run: TrackedRun, verdict: Verdict, registra
         node.log_params({"question": question, "hours": recipe.promotion.approval})
         if execution and execution.name != "local":
             where = f"project={execution.project!r}, domain={execution.domain!r}"
-            print(
-                f"{question}: approve it in Flyte's console, at the node {GATE!r} of execution {execution.name}, or with "
-                f"FlyteRemote.approve({GATE!r}, {execution.name!r}, {where})"
+            call = f"FlyteRemote.approve({GATE!r}, {execution.name!r}, {where})"
+            log.warning(
+                "%s: approve node %r of execution %s in Flyte's console, or call %s", question, GATE, execution.name, call
             )
         elif not sys.stdin.isatty():
-            # Flyte would take an empty line of whatever is piped in for a yes.
+            # Flyte would take an empty line from a pipe for a yes.
             raise ApprovalError(
                 f"promotion.approval = {recipe.promotion.approval}, but there is no terminal to ask on: version "
-                f"{registration.version} of {registration.model_name!r} stays challenger, and the report is written. Run the "
-                "recipe again in a terminal, which goes on from here, or leave promotion.approval out"
+                f"{registration.version} of {registration.model_name!r} stays challenger. Run the recipe again in a terminal (it "
+                "resumes here), or remove promotion.approval"
             )
     return question

@@ -1,4 +1,4 @@
-"""What each kind of task asks of a cluster: the deployment in Flyte's words. The one place that knows."""
+"""What each kind of task requests from a cluster: the only place that turns the deployment into Flyte's arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flytekit.extras.accelerators import GPUAccelerator
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from kubernetes.client import V1Container, V1PodSpec
 
-from tasks.deployment import Pod, RayWorkers, pod_environment, read_deployment
+from tasks.deployment import PodConfig, RayWorkersConfig, pod_environment, read_deployment
 from tasks.images import cpu_image
-from tasks.preemption import Group
+from tasks.preemption import GracefulElastic
 
 DEPLOYMENT = read_deployment(os.environ)
 
@@ -24,7 +24,7 @@ def light() -> dict[str, Any]:
 
 
 def downloader() -> dict[str, Any]:
-    """Fetches a base model; where the deployment names a secret, the hub's client finds the token in ``HF_TOKEN``."""
+    """Downloads a base model; a secret that the deployment names is in ``HF_TOKEN``."""
     secret = DEPLOYMENT.hub_secret
     if secret is None:
         return _task(DEPLOYMENT.downloader)
@@ -38,18 +38,18 @@ def scorer() -> dict[str, Any]:
 
 
 def accelerated() -> dict[str, Any]:
-    """One process that generates or trains, on a GPU where there are any."""
+    """One process that generates or trains, on a GPU if the deployment has one."""
     return _task(DEPLOYMENT.accelerated)
 
 
 def training_group() -> dict[str, Any]:
     """``train_processes`` processes on one node under torch's elastic launcher.
 
-    Spawned, because CUDA does not survive a fork. Not restarted inside the task: a restart would begin from the checkpoint of the
-    attempt's start. Elastic must not add shared memory by itself: it would change the pod template and leave the size open.
+    Spawned, because CUDA does not survive a fork. Without restarts inside the task, because one would start from the checkpoint
+    of the attempt's beginning. Elastic must not add shared memory: it would change the pod template and leave the size open.
     """
     processes = DEPLOYMENT.train_processes
-    config = Group(
+    config = GracefulElastic(
         nnodes=1,
         nproc_per_node=processes,
         start_method="spawn",
@@ -61,9 +61,9 @@ def training_group() -> dict[str, Any]:
 
 
 def ray_cluster() -> dict[str, Any]:
-    """The head of a Ray cluster and its workers, as large as they are when they are registered: no autoscaler.
+    """The head of a Ray cluster and its workers, of a fixed size: no autoscaler.
 
-    A pod template replaces all that the head's resources would be for the workers, the image included.
+    For workers, a pod template replaces the head's resources and its image.
     """
     cluster = DEPLOYMENT.ray_cluster
     config = RayJobConfig(
@@ -74,18 +74,18 @@ def ray_cluster() -> dict[str, Any]:
     return {"task_config": config} | _task(cluster)
 
 
-def _ray_workers(group: RayWorkers) -> WorkerNodeConfig:
+def _ray_workers(group: RayWorkersConfig) -> WorkerNodeConfig:
     resources = _resources(group)
     pod = pod_spec_from_resources("ray-worker", resources, resources)
     pod.containers[0].image = group.image
-    number = group.replicas
-    return WorkerNodeConfig(group.name, number, number, number, pod_template=PodTemplate(pod_spec=pod))
+    count = group.replicas
+    return WorkerNodeConfig(group.name, count, count, count, pod_template=PodTemplate(pod_spec=pod))
 
 
-def _task(pod: Pod, processes: int = 1) -> dict[str, Any]:
-    """The arguments of ``@task`` for a pod whose cores and GPUs count for each process.
+def _task(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
+    """The arguments of ``@task`` for a pod; cores and GPUs are per process.
 
-    The pod template is new for every task, as Flyte may write into it, and names no resources: those of the task replace them.
+    The pod template is new for every task, because Flyte may write into it, and has no resources: the task's replace them.
     """
     resources = _resources(pod, processes)
     template = V1PodSpec(containers=[V1Container(name="primary")], termination_grace_period_seconds=pod.grace_period)
@@ -102,7 +102,7 @@ def _task(pod: Pod, processes: int = 1) -> dict[str, Any]:
     }
 
 
-def _resources(pod: Pod | RayWorkers, processes: int = 1) -> Resources:
+def _resources(pod: PodConfig | RayWorkersConfig, processes: int = 1) -> Resources:
     return Resources(
         cpu=str(pod.cpu * processes),
         mem=pod.mem,

@@ -1,4 +1,4 @@
-"""Scores one rollout shard; a task of its own on machines of its own, mapped over the shards."""
+"""Score one rollout shard on machines of its own; mapped over the shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy that training starts from."""
+"""Start training from the base model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.types import BaseModelArtifact, TrainedPolicy
 
 @task(cache=ONCE_PER_RUN, **light())
 def start_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
-    """The policy folder of the untouched base model, version 0."""
+    """The policy folder (version 0) of the base model."""
     from ebbflow.storage.artifacts import verify
     from ebbflow.tracking.child_run import node_run
     from ebbflow.training.card import write_base_policy

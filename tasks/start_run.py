@@ -1,7 +1,8 @@
-"""Checks everything that can be checked before minutes are spent, and opens the run in MLflow."""
+"""Check everything that can be checked before it costs anything, and open the run in MLflow."""
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,29 +13,29 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.resources import light
 
-_HELD = ExitStack()
-"""The folder of the run that this process executes without a cluster; the system lets go of it when the process dies."""
+log = logging.getLogger(__name__)
+_RUN_LOCK = ExitStack()
+"""The lock on the folder of the local run that this process executes; it ends with the process."""
 
 
 @task(**light())
 def start_run(recipe: Recipe) -> TrackedRun:
-    """Open the parent run; a retry of the same execution finds it again, and so does a local run that is started again."""
+    """Open the parent run. A retry of the same execution finds it again, and so does a local run that is started again."""
     from ebbflow.preflight import check_recipe
     from ebbflow.tracking import parent_run
     from ebbflow.tracking.store import resolve_tracking_uri
 
     execution = current_context().execution_id
-    # Every local run is called "local".
-    on_cluster = execution is not None and execution.name != "local"
+    on_cluster = execution is not None and execution.name != "local"  # the name of every local run
     name = f"{execution.project}/{execution.domain}/{execution.name}" if on_cluster else None
     check_recipe(recipe, tracking_uri=resolve_tracking_uri(recipe), on_cluster=on_cluster)
-    return parent_run.start_run(recipe, name) if name else _start_here(recipe)
+    return parent_run.start_run(recipe, name) if name else _start_or_resume(recipe)
 
 
-def _start_here(recipe: Recipe) -> TrackedRun:
-    """The run of this recipe that was stopped, if code and inputs are still the same; else a new one.
+def _start_or_resume(recipe: Recipe) -> TrackedRun:
+    """The stopped run of this recipe, if code and inputs are unchanged; else a new one.
 
-    What it had finished lies in Flyte's cache, which knows it by the run, so the same run has to go on.
+    Flyte's cache holds what the stopped run had finished under that run, so resuming means using the same run.
     """
     from ebbflow.storage.identity import code_digest, inputs_digest
     from ebbflow.storage.locks import exclusive_lock
@@ -47,11 +48,11 @@ def _start_here(recipe: Recipe) -> TrackedRun:
     run = stopped or parent_run.start_run(recipe, None, tags)
     if "://" in run.folder:
         return run
-    _HELD.close()  # the run before, in a process that runs several
-    _HELD.enter_context(
-        exclusive_lock(Path(run.folder), f"wait until it ends, or run the recipe with another 'output' than {recipe.output!r}")
+    _RUN_LOCK.close()  # of the run before, in a process that executes several
+    _RUN_LOCK.enter_context(
+        exclusive_lock(Path(run.folder), f"wait until it ends, or set another 'output' than {recipe.output!r}")
     )
     if stopped:
-        print(f"going on with the run that was stopped (MLflow run {run.run_id}); to begin anew, delete {run.folder}")
+        log.info("resuming the stopped run (MLflow run %s); to start over, delete %s", run.run_id, run.folder)
         parent_run.open_run(recipe, run)
     return run

@@ -1,15 +1,14 @@
-"""Trains the glyph base model from scratch; cached until the code that trains it changes, so a recipe pays for it once."""
+"""Train the glyph base model from scratch; cached for all runs until the code that trains it changes."""
 
 from __future__ import annotations
 
 import time
 
 from flytekit import task
-from flytekit.types.directory import FlyteDirectory
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.model import GlyphTraining
-from tasks.cache import once_for_all_runs
+from tasks.cache import shared_by_all_runs
 from tasks.files import scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact
@@ -17,7 +16,7 @@ from tasks.types import BaseModelArtifact
 SOURCES = ("models/families/glyph.py", "models/glyph_training/train.py", "models/glyph_training/lettering.py")
 
 
-@task(cache=once_for_all_runs(*SOURCES), **accelerated())
+@task(cache=shared_by_all_runs(*SOURCES), **accelerated())
 def train_base_model(training: GlyphTraining, threads: int, run: TrackedRun) -> BaseModelArtifact:
     """A committed base-model folder in the Hugging Face layout."""
     from ebbflow.models.prepare import train_base
@@ -26,4 +25,4 @@ def train_base_model(training: GlyphTraining, threads: int, run: TrackedRun) -> 
     started, folder = time.time(), scratch("base")
     with node_run(run, "base model"):
         train_base(training, threads, folder)
-    return BaseModelArtifact(folder=FlyteDirectory(str(folder)), seconds=time.time() - started, finished_at=time.time())
+    return BaseModelArtifact.made(folder, started)

@@ -1,4 +1,4 @@
-"""The training epochs of an offline stage, as a group of FSDP2 processes."""
+"""Train an offline stage on its rollouts or pairs, in a group of FSDP2 processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, kept_checkpoints, scratch
-from tasks.preemption import started_again_after
+from tasks.files import fetch, open_checkpoints, scratch
+from tasks.preemption import retry_on
 from tasks.resources import training_group
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
@@ -29,7 +29,7 @@ def train_offline(
     rollouts: list[FlyteFile],
     advantages: FlyteFile,
 ) -> TrainedPolicy:
-    """The policy folder after the stage; every rank runs this body, what rank 0 writes and returns counts."""
+    """The policy folder after the stage. Every rank runs this body; only what rank 0 writes and returns counts."""
     from ebbflow.offline.training import train_offline_folder
     from ebbflow.stage import Kept, Place
     from ebbflow.tracking.child_run import node_run
@@ -39,13 +39,13 @@ def train_offline(
 
     place, trained, metrics = Place(recipe, round, stage), scratch("policy", run), scratch("metrics.json", run)
     with (
-        started_again_after(Preempted),
+        retry_on(Preempted),
         process_group() as ranks,
         node_run(run, place.label) if ranks.rank == 0 else nullcontext() as node,
     ):
         kept, shards = Kept(node), [fetch(shard) for shard in rollouts]
-        checkpoints = kept_checkpoints(run, place, first=ranks.rank == 0)
-        ranks.meet()  # they are there for all now
+        checkpoints = open_checkpoints(run, place, first=ranks.rank == 0)
+        ranks.meet()  # rank 0 has downloaded them
         record = train_offline_folder(
             place, fetch(base.folder), fetch(policy.folder), fetch(prompts), shards, fetch(advantages), trained, kept, checkpoints
         )

@@ -1,4 +1,4 @@
-"""An online stage: one task that keeps the models hot and repeats rollout, score, advantages, update."""
+"""Train an online stage: one task that keeps the models loaded and repeats rollout, scoring, advantages and update."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, fetch_folder, kept_checkpoints, scratch
-from tasks.preemption import started_again_after
+from tasks.files import fetch, fetch_folder, open_checkpoints, scratch
+from tasks.preemption import retry_on
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
@@ -43,7 +43,7 @@ def train_stage(
     teacher: Path | None = None,
     actors: Folders | None = None,
 ) -> TrainedPolicy:
-    """The stage with its node of the run; with ``actors`` nothing is read at ``base`` and ``teacher``, they find it there."""
+    """Run the stage and log it as a node. With ``actors``, ``base`` and ``teacher`` are not read: actors fetch their own."""
     from ebbflow.online.loop import train_online_folder
     from ebbflow.stage import Kept
     from ebbflow.tracking.child_run import node_run
@@ -51,8 +51,8 @@ def train_stage(
     from ebbflow.training.limits import Preempted
 
     trained, metrics = scratch("policy", run), scratch("metrics.json", run)
-    with started_again_after(Preempted), node_run(run, place.label) as node:
-        kept, checkpoints = Kept(node), kept_checkpoints(run, place)
+    with retry_on(Preempted), node_run(run, place.label) as node:
+        kept, checkpoints = Kept(node), open_checkpoints(run, place)
         record = train_online_folder(
             place, base, fetch(policy.folder), fetch(prompts), trained, kept, teacher, actors, checkpoints
         )

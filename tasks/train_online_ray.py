@@ -1,4 +1,4 @@
-"""An online stage with ``placement: ray``: the same loop, with training, rollouts and rewards on a Ray cluster."""
+"""Train an online stage with ``placement: ray``: the same loop, with training, rollouts and rewards on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import on_this_machine
-from tasks.preemption import started_again_after
+from tasks.files import fetch_once_per_machine
+from tasks.preemption import retry_on
 from tasks.resources import ray_cluster
 from tasks.train_online import train_stage
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
-# Before Flyte's plugin starts Ray in a local run: else it reports that it is used, and the paths of its sockets, which may have
-# about a hundred characters, begin with the temporary folder of the run.
+# Set before Flyte's plugin starts Ray in a local run. Otherwise Ray reports its usage, and its socket paths, which may have about
+# a hundred characters, begin with the run's temporary folder.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_TMPDIR", "/tmp")
 
@@ -28,13 +28,13 @@ os.environ.setdefault("RAY_TMPDIR", "/tmp")
 def train_online_ray(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
-    """The policy folder after the stage. Actors fetch what they load; it starts again when a rank of the training dies."""
+    """The policy folder after the stage. Actors fetch what they load; when a training rank dies, the task is retried."""
     from ebbflow.online.ray_actor import Folders
     from ebbflow.online.ray_placement import TrainingDied
     from ebbflow.stage import Place
 
     place = Place(recipe, round, stage)
     folders = [str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)]
-    actors = Folders(*(partial(on_this_machine, uri) for uri in (*folders, *([place.teacher] if place.teacher else []))))
-    with started_again_after(TrainingDied):
+    actors = Folders(*(partial(fetch_once_per_machine, uri) for uri in (*folders, *([place.teacher] if place.teacher else []))))
+    with retry_on(TrainingDied):
         return train_stage(place, run, Path(base.folder.path), policy, prompts, actors=actors)

@@ -1,9 +1,11 @@
-"""What passes between tasks beside single files."""
+"""Typed values that tasks exchange besides single files."""
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
@@ -11,32 +13,40 @@ from pydantic import BaseModel, BeforeValidator
 
 from ebbflow.data.records import Evaluation, StageRecord
 
+log = logging.getLogger(__name__)
 GONE = "{} is gone, but Flyte's local cache still points to it; run `pyflyte local-cache clear` and start again"
-"""What lies in a temporary folder may not last as long as the cache does."""
+"""A temporary folder may be deleted before the cache is."""
 
 
-def _still_there(folder: Any) -> Any:
+def _check_exists(folder: Any) -> Any:
     path = folder.get("path") if isinstance(folder, dict) else None
     if isinstance(path, str) and "://" not in path and not Path(path).exists():
         raise ValueError(GONE.format(path))
     return folder
 
 
-Folder = Annotated[FlyteDirectory, BeforeValidator(_still_there)]
+Folder = Annotated[FlyteDirectory, BeforeValidator(_check_exists)]
 
 
 class BaseModelArtifact(BaseModel):
-    """A committed base-model folder; ``finished_at`` (seconds since 1970) tells a cached one from one made in this run."""
+    """A committed base-model folder; ``finished_at`` (seconds since 1970) tells whether this run made it or the cache had it."""
 
     folder: Folder
     seconds: float
     finished_at: float
 
+    @classmethod
+    def made(cls, folder: Path, started: float) -> Self:
+        """The folder that was made since ``started`` (seconds since 1970)."""
+        now = time.time()
+        log.info("base model ready after %.1f s", now - started)
+        return cls(folder=FlyteDirectory(str(folder)), seconds=now - started, finished_at=now)
+
 
 class TrainedPolicy(BaseModel):
-    """A committed policy folder, and how the stage that made it went (nothing for the untouched base model).
+    """A committed policy folder, with the record and the metrics of the stage that made it (None for the base model).
 
-    The record and the metrics (a JSON list, one object per step) hold wall times; the folder holds none, so that the same recipe
+    Record and metrics (a JSON list, one object per step) contain wall times. The folder contains none, so that the same recipe
     gives the same bytes.
     """
 
@@ -54,7 +64,7 @@ class EvaluatedPolicy(BaseModel):
 
 
 class ChampionPolicy(BaseModel):
-    """What the candidate has to beat: a registered version, or the base model where there is none yet."""
+    """What the candidate must beat: a registered version, or the run's own start if there is none yet."""
 
     version: str | None
     evaluated: EvaluatedPolicy

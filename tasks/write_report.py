@@ -1,4 +1,4 @@
-"""The report: what the run did, for people (HTML, also as a Deck) and for machines (summary.json)."""
+"""Write the report: what the run did, as HTML (also a Flyte Deck) and as summary.json."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import Registration, TrackedRun, Verdict
 from ebbflow.recipe import Recipe
-from tasks.files import fetch, forget_checkpoints, scratch
+from tasks.files import delete_checkpoints, fetch, scratch
 from tasks.resources import light
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
 
 
 class Report(NamedTuple):
-    """The page and the numbers."""
+    """The HTML page and summary.json."""
 
     report: FlyteFile
     summary: FlyteFile
@@ -31,7 +31,7 @@ def write_report(
     verdict: Verdict,
     registration: Registration,
 ) -> Report:
-    """Write both files into the run's folder, attach them to the MLflow run and, if nobody is to be asked, close it."""
+    """Both files, in the run's folder and the MLflow run, which ends here unless it waits for approval."""
     import json
 
     from ebbflow.tracking import report
@@ -57,7 +57,7 @@ def write_report(
         report.write_summary(numbers, inputs)
     Deck("report", page.read_text())
     log_results(run, [evaluated.evaluation for evaluated in history], [page, numbers], finish=not inputs.awaits_approval)
-    forget_checkpoints(run)
+    delete_checkpoints(run)
     print(f"\n{report.summary_table(inputs)}\n\nreport: {run.folder}/report.html")
     return Report(
         FlyteFile(str(page), remote_path=f"{run.folder}/report.html"),

@@ -61,7 +61,7 @@ def test_list_has_everything_that_a_recipe_can_name() -> None:
         assert list(tables[table]) == schema[model]["properties"][key]["enum"]
     algorithms = schema["OnlineStage"]["properties"]["algorithm"]["discriminator"]["mapping"]
     assert set(tables["algorithms"]) == set(algorithms) - {"custom"}
-    assert list(tables["rewards"])[: len(REWARD_NAMES)] == list(REWARD_NAMES)  # why some are not here comes after them
+    assert list(tables["rewards"])[: len(REWARD_NAMES)] == list(REWARD_NAMES)  # why some are not installed comes after them
     assert all(text for table in tables.values() for text in table.values())
 
 
@@ -73,10 +73,10 @@ def test_list_says_where_an_algorithm_runs_and_what_a_sampler_gives() -> None:
 
 
 def test_list_says_which_reward_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "not here" not in listed()["rewards"]["similarity"]
+    assert "not installed" not in listed()["rewards"]["similarity"]
     monkeypatch.setattr(Tesseract, "unavailable", lambda self: "no such program; install it")
     result = CliRunner().invoke(main, ["list"])
-    assert listed()["rewards"]["tesseract"].startswith("not here  ")
+    assert listed()["rewards"]["tesseract"].startswith("not installed  ")
     assert "\n  no such program; install it\n" in result.output
 
 

@@ -20,12 +20,12 @@ def test_a_laptop_may_keep_everything_on_its_disk(tmp_path: Path) -> None:
 
 
 def test_a_cluster_needs_an_output_that_outlives_the_pod(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="gone with it; name a URI"):
+    with pytest.raises(RecipeError, match="lost with it; give a URI"):
         check_recipe(Recipe(output=str(tmp_path)), SERVER, on_cluster=True)
 
 
 def test_a_cluster_needs_a_tracking_server() -> None:
-    with pytest.raises(RecipeError, match="disk of this pod; set tracking.uri"):
+    with pytest.raises(RecipeError, match="disk of a pod; set tracking.uri"):
         check_recipe(Recipe(output="s3://bucket/runs"), "sqlite:////root/mlflow.db", on_cluster=True)
     check_recipe(Recipe(output="s3://bucket/runs"), SERVER, on_cluster=True)
 
@@ -36,7 +36,7 @@ def with_pairs(tmp_path: Path, pairs: str) -> Recipe:
 
 def test_a_pairs_file_must_be_there(tmp_path: Path) -> None:
     recipe = with_pairs(tmp_path, str(tmp_path / "none.parquet"))
-    with pytest.raises(RecipeError, match=r"stages\.1\.pairs = .*none\.parquet.* there is no such file; leave it out"):
+    with pytest.raises(RecipeError, match=r"stages\.1\.pairs = .*none\.parquet.* no such file; remove it"):
         check_recipe(recipe, SERVER, on_cluster=False)
 
 
@@ -48,7 +48,7 @@ def test_a_pairs_file_must_be_readable(tmp_path: Path) -> None:
 
 def test_a_cluster_needs_pairs_at_a_uri(tmp_path: Path) -> None:
     recipe = with_pairs(tmp_path, "pairs.parquet").model_copy(update={"output": "s3://bucket/runs"})
-    with pytest.raises(RecipeError, match=r"stages\.1\.pairs = 'pairs\.parquet' is on the disk .* name its URI"):
+    with pytest.raises(RecipeError, match=r"stages\.1\.pairs = 'pairs\.parquet' is a local path.* give its URI"):
         check_recipe(recipe, SERVER, on_cluster=True)
     there = with_pairs(tmp_path, "s3://bucket/pairs.parquet").model_copy(update={"output": "s3://bucket/runs"})
     check_recipe(there, SERVER, on_cluster=True)
@@ -83,22 +83,22 @@ def test_a_teacher_must_be_there_and_whole(tmp_path: Path, own: bool, key: str) 
     def check(folder: str) -> None:
         check_recipe(with_teacher(str(tmp_path), str(tmp_path / folder), own), SERVER, on_cluster=False)
 
-    with pytest.raises(RecipeError, match=rf"{key} = '.*none' must be the policy folder .*none has no COMMIT"):
+    with pytest.raises(RecipeError, match=rf"{key} = '.*none' is not the policy folder .*none has no COMMIT"):
         check("none")
     with new_folder(tmp_path / "other") as folder:
         (folder / "readme.txt").write_text("no policy")
-    with pytest.raises(RecipeError, match=rf"{key} = '.*other' must be the policy folder .* is no policy folder"):
+    with pytest.raises(RecipeError, match=rf"{key} = '.*other' is not the policy folder .* is no policy folder"):
         check("other")
     write_base_policy(tmp_path / "cut", "base", "recipe", Policy())
     (tmp_path / "cut" / "policy.json").write_text("{")
-    with pytest.raises(RecipeError, match=rf"{key} = '.*cut' must be the policy folder .* does not match its manifest"):
+    with pytest.raises(RecipeError, match=rf"{key} = '.*cut' is not the policy folder .* does not match its manifest"):
         check("cut")
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_cluster_needs_a_teacher_at_a_uri(tmp_path: Path, own: bool) -> None:
     write_base_policy(tmp_path / "teacher", "base", "recipe", Policy())
-    with pytest.raises(RecipeError, match=r"teacher = '.*teacher' is on the disk of one machine.* name its URI"):
+    with pytest.raises(RecipeError, match=r"teacher = '.*teacher' is a local path.* give its URI"):
         check_recipe(with_teacher("s3://bucket/runs", str(tmp_path / "teacher"), own), SERVER, on_cluster=True)
     check_recipe(with_teacher("s3://bucket/runs", "s3://bucket/teacher", own), SERVER, on_cluster=True)
 
@@ -121,7 +121,7 @@ def test_a_base_model_of_another_family_is_named(tmp_path: Path) -> None:
 def test_a_cluster_needs_a_base_model_that_every_pod_can_fetch(tmp_path: Path) -> None:
     shared = {"output": "s3://bucket/runs"}
     local = with_model(tmp_path, family="sd3", path="models/sd3").model_copy(update=shared)
-    with pytest.raises(RecipeError, match="model.path = 'models/sd3' is on the disk of one machine"):
+    with pytest.raises(RecipeError, match="model.path = 'models/sd3' is a local path"):
         check_recipe(local, SERVER, on_cluster=True)
     pinned = with_model(tmp_path, family="sd3", path="owner/sd3", revision="0" * 40).model_copy(update=shared)
     check_recipe(pinned, SERVER, on_cluster=True)
@@ -129,5 +129,5 @@ def test_a_cluster_needs_a_base_model_that_every_pod_can_fetch(tmp_path: Path) -
 
 def test_a_start_must_be_there(tmp_path: Path) -> None:
     recipe = Recipe.model_validate({"output": str(tmp_path), "policy": {"train": "lora", "start": {"path": "owner/lora"}}})
-    with pytest.raises(RecipeError, match=r"policy.start.path = 'owner/lora': there is no such .* policy.start.revision"):
+    with pytest.raises(RecipeError, match=r"policy.start.path = 'owner/lora': no such .* policy.start.revision"):
         check_recipe(recipe, SERVER, on_cluster=False)

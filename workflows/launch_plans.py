@@ -1,6 +1,6 @@
-"""Launch plans: how the pipeline is started again and again. With their own recipe both ask a person before the champion moves.
+"""Launch plans: start the pipeline on a schedule or by hand. With the default recipe, both ask a person before promoting.
 
-``EBBFLOW_RECIPE`` names their recipe when you register; without it, it is recipes/glyph.yaml.
+``EBBFLOW_RECIPE`` names that recipe when you register; default: recipes/glyph.yaml.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from flytekit import CronSchedule, LaunchPlan
 from ebbflow.recipe import Recipe, load_recipe
 from workflows.post_training import post_train
 
-APPROVAL = 72.0
-"""Hours that a person has who was not asked when the run was planned: a weekend."""
+APPROVAL_HOURS = 72.0
+"""For a recipe without ``promotion.approval``: enough for a weekend."""
 
 
 def _recipe() -> Recipe:
-    """The recipe, approved by a person also where it does not say so."""
+    """The recipe, always with approval by a person."""
     recipe = load_recipe(os.environ.get("EBBFLOW_RECIPE") or Path(__file__).parent / "recipes" / "glyph.yaml")
-    promotion = recipe.promotion.model_copy(update={"approval": recipe.promotion.approval or APPROVAL})
+    promotion = recipe.promotion.model_copy(update={"approval": recipe.promotion.approval or APPROVAL_HOURS})
     return recipe.model_copy(update={"promotion": promotion})
 
 
@@ -30,7 +30,7 @@ nightly = LaunchPlan.get_or_create(
     fixed_inputs={"recipe": _recipe()},
     schedule=CronSchedule(schedule="0 2 * * *"),  # UTC
 )
-"""Every night; a schedule rests until the launch plan is activated."""
+"""Every night, once the launch plan is activated."""
 
 manual = LaunchPlan.get_or_create(name="workflows.launch_plans.manual", workflow=post_train, default_inputs={"recipe": _recipe()})
-"""When somebody wants a run; another recipe may be given, and is taken as it is."""
+"""On demand. Another recipe may be given; it is used as it is."""

@@ -1,7 +1,8 @@
-"""The pipeline: prepare, alternate online and offline stages, evaluate after each, promote what won."""
+"""The pipeline: prepare, alternate online and offline stages, evaluate after each, promote the winner."""
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,9 +40,11 @@ from tasks.train_online_ray import train_online_ray
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, TrainedPolicy
 from tasks.write_report import write_report
 
+log = logging.getLogger(__name__)
+
 
 class PostTraining(NamedTuple):
-    """What a run leaves behind; ``run`` leads to MLflow, whose run is tagged with the execution."""
+    """The outputs of a run; ``run`` names its MLflow run, which is tagged with the execution."""
 
     report: FlyteFile
     summary: FlyteFile
@@ -52,7 +55,7 @@ class PostTraining(NamedTuple):
 
 
 class Conclusion(NamedTuple):
-    """The report, and what became of the candidate."""
+    """The report, and what happened to the candidate."""
 
     report: FlyteFile
     summary: FlyteFile
@@ -79,13 +82,13 @@ def post_train(recipe: Recipe = Recipe()) -> PostTraining:
 
 @workflow
 def dry_run(recipe: Recipe = Recipe()) -> str:
-    """What a run of the recipe would take, as text: the resolved recipe, machines, memory, work, bytes kept. It runs nothing."""
+    """What a run of the recipe would need, as text: resolved recipe, machines, memory, work, storage. It runs nothing."""
     return plan_run(recipe=recipe)
 
 
 @dynamic(**light())
 def prepare_base_model(recipe: Recipe, run: TrackedRun) -> BaseModelArtifact:
-    """The base model that the recipe names, or the one it trains. What cannot have changed since an earlier run is cached."""
+    """The base model that the recipe names or trains. What cannot have changed since an earlier run is cached."""
     model = recipe.model
     if model.path is None:
         return train_base_model(training=model.training, threads=recipe.threads, run=run)
@@ -96,7 +99,7 @@ def prepare_base_model(recipe: Recipe, run: TrackedRun) -> BaseModelArtifact:
 
 @dynamic(**light())
 def prepare_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
-    """What training starts from: the base model unless the recipe names something else."""
+    """The policy that training starts from: the base model, unless the recipe names another."""
     prepare = import_policy if recipe.policy.start else start_policy
     return prepare(recipe=recipe, run=run, base=base)
 
@@ -105,13 +108,13 @@ def prepare_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> 
 def train_rounds(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, prompts: FlyteFile, history: list[EvaluatedPolicy], round: int
 ) -> list[EvaluatedPolicy]:
-    """Every round from this one on, unless the stop rule ends them; each stage's policy is evaluated.
+    """This round and all that follow, until the stop rule ends training; the policy of every stage is evaluated.
 
-    Recursive, because only the inputs of a dynamic have values: the next round is a dynamic of its own, which sees the
-    evaluations of this one and can decide to stop.
+    Recursive, because only the inputs of a dynamic have values: the next round is a dynamic of its own, which sees this round's
+    evaluations and can decide to stop.
     """
     if reason := stop_reason(recipe, [evaluated.evaluation for evaluated in history], round):
-        print(reason)
+        log.info("%s", reason)
         return history
     policy = history[-1].policy
     for stage, config in enumerate(recipe.stages):
@@ -134,21 +137,21 @@ def conclude(
     champion: ChampionPolicy,
     verdict: Verdict,
 ) -> Conclusion:
-    """Register the candidate as challenger, and promote it if the gate said so and, where the recipe asks for one, a person too.
+    """Register the candidate as challenger, and promote it if the gate and, if the recipe asks for one, a person approve.
 
-    A person decides by the report, so it is written before the gate node and again behind it. When nobody approves in time the
-    node fails and with it the execution; challenger and report are there.
+    A person decides by the report, so it is written before the gate node and again after it. If nobody approves in time, the
+    node fails and with it the execution; challenger and report exist by then.
     """
-    told: dict[str, Any] = {"recipe": recipe, "run": run, "verdict": verdict}
-    write = partial(write_report, **told, base=base, history=history, champion=champion)
-    registration = register_policy(**told, base=base, candidate=candidate, champion=champion)
+    inputs: dict[str, Any] = {"recipe": recipe, "run": run, "verdict": verdict}
+    write = partial(write_report, **inputs, base=base, history=history, champion=champion)
+    registration = register_policy(**inputs, base=base, candidate=candidate, champion=champion)
     if not verdict.promote:
         report, summary = write(registration=registration)
         return Conclusion(report, summary, registration)
     approved = ""
     if recipe.promotion.approval:
         report, _ = write(registration=registration)
-        question = request_approval(**told, registration=registration, report=report)
+        question = request_approval(**inputs, registration=registration, report=report)
         approved = approve(question, GATE, timedelta(hours=recipe.promotion.approval))
     promoted = promote_policy(run=run, champion=champion, registration=registration, approved=approved)
     report, summary = write(registration=promoted)
@@ -158,7 +161,7 @@ def conclude(
 def online_stage(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
-    """Fresh samples, immediate updates: one task, in one process or on a Ray cluster."""
+    """Generate, score and update step by step: one task, in one process or on a Ray cluster."""
     config = recipe.stages[stage]
     assert config.kind == "online"
     train = train_online_ray if config.placement == "ray" else train_online
@@ -168,15 +171,15 @@ def online_stage(
 def offline_stage(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
-    """A large batch generated and scored once in shards, or imported, then epochs over it on a group of processes."""
+    """Generate and score a large batch once, in shards, or import one; then train epochs over it in a group of processes."""
     config = recipe.stages[stage]
     assert config.kind == "offline"
-    place: dict[str, Any] = {"recipe": recipe, "run": run, "round": round, "stage": stage}
+    stage_inputs: dict[str, Any] = {"recipe": recipe, "run": run, "round": round, "stage": stage}
     if config.pairs:
-        prompts, rollouts, advantages = import_pairs(**place, base=base, prompts=prompts)
-        return train_offline(**place, base=base, policy=policy, prompts=prompts, rollouts=rollouts, advantages=advantages)
-    roll_out = partial(generate_rollouts, **place, base=base, policy=policy, prompts=prompts)
+        prompts, rollouts, advantages = import_pairs(**stage_inputs, base=base, prompts=prompts)
+        return train_offline(**stage_inputs, base=base, policy=policy, prompts=prompts, rollouts=rollouts, advantages=advantages)
+    roll_out = partial(generate_rollouts, **stage_inputs, base=base, policy=policy, prompts=prompts)
     rollouts = mapped(roll_out, shard=list(range(config.shards)))
-    scores = mapped(partial(score_rollouts, **place, prompts=prompts), rollouts=rollouts)
-    advantages = compute_advantages(**place, scores=scores)
-    return train_offline(**place, base=base, policy=policy, prompts=prompts, rollouts=rollouts, advantages=advantages)
+    scores = mapped(partial(score_rollouts, **stage_inputs, prompts=prompts), rollouts=rollouts)
+    advantages = compute_advantages(**stage_inputs, scores=scores)
+    return train_offline(**stage_inputs, base=base, policy=policy, prompts=prompts, rollouts=rollouts, advantages=advantages)

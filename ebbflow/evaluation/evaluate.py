@@ -1,7 +1,8 @@
-"""Evaluation: fixed prompts, fixed noise, deterministic sampling; the same for every policy that is ever compared."""
+"""Evaluate a policy with fixed prompts, fixed noise and the deterministic sampler."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -30,15 +31,23 @@ from ebbflow.training.policy import Policy
 
 DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
 
+log = logging.getLogger(__name__)
+
 
 class EvaluationError(Exception):
-    """Policies that cannot be compared: names what differs and the way out."""
+    """Policies that cannot be compared or evaluated: names what is wrong and how to fix it."""
 
 
 def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, label: str, samples: Path) -> Evaluation:
-    """Evaluate the policy of a folder with everything the recipe scores with, guards included.
+    """Evaluate the policy of a folder with all rewards and guards of the recipe.
 
-    The policy may be a champion of another recipe: what it is, its base model and how that draws are those of its card.
+    The policy may be a champion of another recipe: its card says what it is, what it was trained from and how that generates.
+
+    Args:
+        base: its base model's folder.
+        folder: its policy folder.
+        prompts: the prompt table; the training split is left out.
+        samples: where the evaluated samples go (``evaluation_schema``).
     """
     torch.set_num_threads(recipe.threads)
     card = read_card(folder)
@@ -50,8 +59,8 @@ def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, lab
     return evaluate(recipe, model, policy, card.version, scorer, chosen, label, samples)
 
 
-def require_same_pictures(recipe: Recipe, champion: Path) -> None:
-    """Check that a champion draws pictures of the recipe's size: scores of others say nothing about the candidate.
+def require_same_image_size(recipe: Recipe, champion: Path) -> None:
+    """Check that a champion generates images of the recipe's size: scores of other sizes cannot be compared.
 
     Raises:
         EvaluationError: it does not; names both sizes.
@@ -59,21 +68,24 @@ def require_same_pictures(recipe: Recipe, champion: Path) -> None:
     its, ours = (_size(model) for model in (read_card(champion).model, recipe.model))
     if its != ours:
         raise EvaluationError(
-            f"the champion of {recipe.promotion.model_name!r} draws {its} and this recipe {ours}, so their scores cannot be "
-            "compared; set promotion.model_name to another name, or draw what the champion draws"
+            f"champion of {recipe.promotion.model_name!r} generates {its}, this recipe {ours}: scores are not comparable; "
+            "rename promotion.model_name, or use the champion's size"
         )
 
 
 def _size(model: ModelConfig) -> str:
-    """What a recipe's ``model`` says about the size of its pictures."""
-    height, width = (size or "the pipeline's own" for size in (model.height, model.width))
+    height, width = (size or "default" for size in (model.height, model.width))
     return f"{model.frames} frame(s) of {height} x {width} (height x width)"
 
 
 def evaluate(
     recipe: Recipe, model: Model, policy: Policy, version: int, scorer: Scorer, prompts: list[Prompt], label: str, path: Path
 ) -> Evaluation:
-    """Evaluate on the validation and the held-out prompts; the samples go to ``path`` (``evaluation_schema``)."""
+    """Evaluate on validation and held-out prompts, one sample per prompt; the samples go to ``path`` (``evaluation_schema``).
+
+    Raises:
+        EvaluationError: no sample is finite.
+    """
     clock = Clock()
     with clock.phase("sampling"):
         encode = encode_once(model, prompts)
@@ -83,7 +95,7 @@ def evaluate(
     schema = evaluation_schema(["reward", *sorted(scores.metrics)])
     rows = _rows(schema, prompts, pngs, scores)
     write_table(path, schema, rows.to_batches(), {"label": label, "recipe_digest": recipe.digest})
-    return Evaluation(
+    evaluation = Evaluation(
         label=label,
         policy_version=version,
         held_out=means(scores, held_out),
@@ -92,10 +104,12 @@ def evaluate(
         velocity_drift=_drift(recipe, model, policy, prompts, encode, latents),
         seconds=dict(clock.seconds),
     )
+    log.info("%s", evaluation)
+    return evaluation
 
 
 def evaluation_keys(prompts: list[Prompt]) -> SampleKeys:
-    """One sample per prompt. The noise depends on the evaluation's own seed, so a later run meets the champion on equal terms."""
+    """One sample per prompt. The noise depends on the evaluation's own seed, so every run draws the same."""
     return SampleKeys(derive_seed(0, "evaluation"), [prompt.prompt_id for prompt in prompts], [0] * len(prompts))
 
 
@@ -116,7 +130,7 @@ def _micro_batches(recipe: Recipe, count: int) -> list[slice]:
 def _score(
     recipe: Recipe, model: Model, scorer: Scorer, prompts: list[Prompt], latents: Tensor, clock: Clock
 ) -> tuple[list[bytes], ScoreTable]:
-    """The PNG of every sample and all scores. In batches: uncompressed, the videos of all prompts would fill memory."""
+    """PNGs and scores of all samples. In batches: the uncompressed videos of all prompts would not fit in memory."""
     pngs: list[bytes] = []
     tables = []
     for part in _micro_batches(recipe, len(prompts)):
@@ -130,10 +144,10 @@ def _score(
 
 @torch.no_grad()
 def _drift(recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], encode: Encode, clean: Tensor) -> float:
-    """Mean of (v - v_base)^2 on the policy's own samples, noised to fixed sigmas with fixed noise; of those that are finite.
+    """Mean of (v - v_base)^2 over the finite ones of the policy's own samples, noised to ``DRIFT_SIGMAS`` with fixed noise.
 
     Raises:
-        EvaluationError: none are.
+        EvaluationError: none is finite.
     """
     keys = evaluation_keys(prompts)
     eps = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, stream=Stream.TRAINING).to(clean)
@@ -143,13 +157,13 @@ def _drift(recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], 
     squares = (current - base) ** 2
     if squares.isfinite().all():
         return float(squares.mean())
-    if not (finite := squares[squares.isfinite()]).numel():  # the others stand in the samples, as failures
-        raise EvaluationError("the policy gives no finite number on any prompt; go back to the one before, or lower optimizer.lr")
+    if not (finite := squares[squares.isfinite()]).numel():  # the others are in the samples, as failures
+        raise EvaluationError("the policy is not finite on any prompt; go back to the one before it, or lower optimizer.lr")
     return float(finite.mean())
 
 
 def _velocities(recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, prompts: list[Prompt], encode: Encode) -> Tensor:
-    """[sigmas * N, ...] on the CPU: of videos, they are large."""
+    """[len(DRIFT_SIGMAS) * N, ...], on the CPU because those of videos are large."""
     parts = []
     for sigma in DRIFT_SIGMAS:
         noisy = (1 - sigma) * clean + sigma * eps
@@ -160,7 +174,7 @@ def _velocities(recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, prompt
 
 
 def means(scores: ScoreTable, rows: np.ndarray | slice = slice(None)) -> dict[str, float]:
-    """Mean of every metric that was measured at all over the given rows."""
+    """Mean of every metric over the given rows; a metric without any finite value there is left out."""
     columns = {"reward": scores.reward, **scores.metrics}
     return {name: float(np.nanmean(values[rows])) for name, values in columns.items() if np.isfinite(values[rows]).any()}
 
@@ -172,7 +186,7 @@ def _rows(schema: pa.Schema, prompts: list[Prompt], pngs: list[bytes], scores: S
         "split": pa.array([prompt.split for prompt in prompts]),
         "prompt": pa.array([prompt.prompt for prompt in prompts]),
         "target": pa.array([prompt.target for prompt in prompts], pa.string()),
-        "image": pa.array(pngs, pa.binary()),  # in chunks when it is more than the 2 GiB that an array holds
+        "image": pa.array(pngs, pa.binary()),  # chunked above the 2 GiB that one array holds
         "reward": nan_to_null(scores.reward),
         **{name: nan_to_null(values) for name, values in scores.metrics.items()},
         "failure": pa.array(scores.failures, pa.string()),

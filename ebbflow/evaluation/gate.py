@@ -1,12 +1,13 @@
-"""The gate: may this candidate replace the champion? Every rule answers with a sentence, whether it holds or not.
+"""The gate: whether the candidate replaces the champion. Every rule gives its reason, whether it passes or fails.
 
-1. Coverage: both sides scored the same held-out samples, all of them.
-2. Target: the interval of the reward's paired difference lies above zero.
-3. Guards: no metric that was not trained on fell by more than the recipe's tolerance.
+1. Coverage: both sides scored all held-out samples.
+2. Target: the confidence interval of the reward's paired difference lies above zero.
+3. Guardrails: no guardrail metric fell by more than the recipe's tolerance.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +19,15 @@ from ebbflow.recipe import Recipe
 
 TARGET = "reward"
 REFUSED = "Refused: "
-"""What the sentence of a rule that does not hold begins with."""
+"""How the reason of a failed rule begins."""
 ROUNDING = 1e-9
-"""A fall of exactly the tolerance is allowed; this keeps floating point from deciding otherwise."""
+"""Slack in floating point, so that a fall of exactly the tolerance is allowed."""
+
+log = logging.getLogger(__name__)
 
 
 class _Finding(NamedTuple):
-    holds: bool
+    passed: bool
     reason: str
 
 
@@ -35,25 +38,29 @@ def decide(
 
     Args:
         recipe: guards, tolerance, confidence, resamples and the seed of the bootstrap.
-        candidate, champion: their evaluations, on the same held-out prompts and noise.
+        candidate, champion: evaluations on the same held-out prompts and noise.
         candidate_samples, champion_samples: the samples behind them (``evaluation_schema``).
 
     Raises:
-        ValueError: fewer than two held-out prompts have a reward on both sides, so that there is nothing to decide on.
+        ValueError: fewer than two held-out prompts have a reward on both sides.
     """
     target = _compare(recipe, TARGET, candidate_samples, champion_samples)
     coverage, covered = _coverage(candidate, champion, candidate_samples, champion_samples)
     guards, guarded = _guards(recipe, candidate_samples, champion_samples)
     findings = [covered, _target(recipe, target), *guarded]
-    return Verdict(
-        promote=all(finding.holds for finding in findings),
+    verdict = Verdict(
+        promote=all(finding.passed for finding in findings),
         candidate=candidate.label,
         champion=champion.label,
         target=target,
         guards=guards,
         coverage=coverage,
-        reasons=[finding.reason if finding.holds else REFUSED + finding.reason for finding in findings],
+        reasons=[finding.reason if finding.passed else REFUSED + finding.reason for finding in findings],
     )
+    log.info("gate: %s %s over %s", "promote" if verdict.promote else "do not promote", verdict.candidate, verdict.champion)
+    for reason in verdict.reasons:
+        log.info("gate: %s", reason)
+    return verdict
 
 
 def _compare(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table) -> Comparison:
@@ -66,18 +73,18 @@ def _coverage(
 ) -> tuple[float, _Finding]:
     """Share of the held-out samples with a finite reward on both sides.
 
-    What the evaluations say about themselves counts too: a prompt that is missing from both tables leaves no trace in them.
+    The evaluations' own coverage counts too: a prompt that is missing from both tables leaves no trace in them.
     """
     pairs = held_out_pairs(TARGET, candidate_samples, champion_samples)
     both = int(np.isfinite(pairs[["candidate", "champion"]]).all(axis=1).sum())
     coverage = min(both / len(pairs), candidate.coverage, champion.coverage)
     if coverage == 1.0:
-        return coverage, _Finding(True, f"Coverage is full: both sides scored the same {both} held-out samples.")
+        return coverage, _Finding(True, f"Coverage is full: both sides scored all {both} held-out samples.")
     missing = {side: int((~np.isfinite(pairs[side])).sum()) for side in ("candidate", "champion")}
     return coverage, _Finding(
         False,
         f"Coverage is {coverage:.1%}, not full: of {len(pairs)} held-out samples the candidate has no reward for "
-        f"{missing['candidate']} and the champion for {missing['champion']} (their evaluations report {candidate.coverage:.1%} "
+        f"{missing['candidate']} and the champion for {missing['champion']} (their evaluations cover {candidate.coverage:.1%} "
         f"and {champion.coverage:.1%} of the prompts).",
     )
 
@@ -96,14 +103,14 @@ def _guards(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> tuple[li
     for guard in (config.column for config in recipe.rewards.guards):
         sides = {"candidate": guard in candidate.column_names, "champion": guard in champion.column_names}
         if not any(sides.values()):
-            findings.append(_Finding(True, f"Guard {guard} was not measured on either side (not installed); it had no say."))
+            findings.append(_Finding(True, f"Guardrail {guard} was measured on neither side (not installed): ignored."))
         elif not all(sides.values()):
             present, absent = sorted(sides, key=lambda side: not sides[side])
-            reason = f"Guard {guard} was measured on the {present} but not on the {absent}, so it cannot be compared"
+            reason = f"Guardrail {guard} was measured on the {present} but not on the {absent}"
             findings.append(_Finding(False, f"{reason}; evaluate both with it."))
         elif (common := _scored_by_both(guard, candidate, champion)) < 2:
-            reason = f"Guard {guard} scored {common} held-out prompts on both sides, too few to compare"
-            findings.append(_Finding(False, f"{reason}; the column 'failure' of the evaluations says why."))
+            reason = f"Guardrail {guard} scored {common} held-out prompts on both sides, too few to compare"
+            findings.append(_Finding(False, f"{reason}; see the column 'failure' of the samples."))
         else:
             comparison = _compare(recipe, guard, candidate, champion)
             comparisons.append(comparison)
@@ -113,11 +120,11 @@ def _guards(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> tuple[li
 
 def _scored_by_both(guard: str, candidate: pa.Table, champion: pa.Table) -> int:
     pairs = held_out_pairs(guard, candidate, champion)
-    return pairs[np.isfinite(pairs[["candidate", "champion"]]).all(axis=1)]["prompt_id"].nunique()
+    return int(pairs[np.isfinite(pairs[["candidate", "champion"]]).all(axis=1)]["prompt_id"].nunique())
 
 
 def _guard(guard: Comparison, tolerance: float) -> _Finding:
-    holds = guard.difference >= -tolerance - ROUNDING
-    moved = f"Guard {guard.metric} went from {guard.champion:.3f} to {guard.candidate:.3f} ({guard.difference:+.3f})"
-    verdict = "within" if holds else "beyond"
-    return _Finding(holds, f"{moved} over {guard.prompts} prompts, {verdict} the allowed fall of {tolerance:.3f}.")
+    passed = guard.difference >= -tolerance - ROUNDING
+    moved = f"Guardrail {guard.metric} went from {guard.champion:.3f} to {guard.candidate:.3f} ({guard.difference:+.3f})"
+    relation = "within" if passed else "beyond"
+    return _Finding(passed, f"{moved} over {guard.prompts} prompts, {relation} the allowed fall of {tolerance:.3f}.")

@@ -1,4 +1,4 @@
-"""Which policy of a run is best, and when to stop: by the validation prompts alone."""
+"""Which policy of a run is best, and when to stop. Only the validation prompts count."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ def best(history: Sequence[Evaluation]) -> int:
 
 
 def stop_reason(recipe: Recipe, history: Sequence[Evaluation], rounds_done: int) -> str | None:
-    """Why no further round is trained, or None.
+    """Why training ends before round ``rounds_done``, or None if it continues.
 
     Args:
-        history: the evaluation before training, and one per stage since.
+        history: the evaluation before training, then one per stage.
+        rounds_done: rounds trained so far.
     """
     if rounds_done >= recipe.rounds:
-        return f"all {recipe.rounds} rounds of the recipe are done"
+        return f"stop: all {recipe.rounds} rounds are done"
     per_round = len(recipe.stages)
     ends = [_validation(history[index]) for index in range(0, len(history), per_round)]
     earlier, recent = ends[: -recipe.stop.patience], ends[-recipe.stop.patience :]
     if not earlier or max(recent) > max(earlier) + recipe.stop.min_delta:
         return None
     return (
-        f"stopped after {rounds_done} of {recipe.rounds} rounds: the validation reward has not passed {max(earlier):.3f} "
-        f"by more than stop.min_delta = {recipe.stop.min_delta} for stop.patience = {recipe.stop.patience} rounds"
+        f"stop after {rounds_done} of {recipe.rounds} rounds: in stop.patience = {recipe.stop.patience} rounds the validation "
+        f"reward did not rise above {max(earlier):.3f} by more than stop.min_delta = {recipe.stop.min_delta}"
     )
 
 
 def _validation(evaluation: Evaluation) -> float:
-    """The mean validation reward; nothing is worse than none of it scored."""
+    """The mean validation reward; -inf if nothing was scored."""
     return evaluation.validation.get(TARGET, -math.inf)

@@ -1,4 +1,4 @@
-"""Renders prompts with a registered policy; what the MLflow model flavour calls."""
+"""Generate images with a registered policy; the MLflow model flavour calls this."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ebbflow.training.policy import Policy
 
 
 def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list[int]) -> list[bytes]:
-    """One PNG per prompt (animated, of a video), by the deterministic sampler with as many steps as the policy was judged with.
+    """One PNG per prompt (animated for a video), by the deterministic sampler with the steps that the policy was evaluated with.
 
-    The image depends on its prompt and its seed alone, not on the others beside it.
+    An image depends on its own prompt and seed only, not on the rest of the batch.
     """
     model, sampler = _loaded(base, policy), Sampler(name="ode", steps=read_card(policy).steps)
     encode, images = encode_once(model, prompts), []
@@ -31,7 +31,7 @@ def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list
 
 @lru_cache(maxsize=1)
 def _loaded(base: Path, policy: Path) -> Model:
-    """The model with the policy's weights; kept for the next call."""
+    """The model with the policy's weights, cached for the next call."""
     card = read_card(policy)
     model = load_model(base, card.model)
     Policy(model, card.config, seed=0).load(policy)

@@ -1,7 +1,7 @@
-"""Is the candidate better than the champion on the same prompts, and how sure is that?
+"""How much better the candidate is than the champion on the same prompts, with a confidence interval.
 
-Both sides drew the same prompts from the same noise, so the paired differences carry the answer; the spread between easy and
-hard prompts cancels. Samples of one prompt are not independent: they are averaged, and prompts are what is resampled.
+Both sides have the same prompts and noise, so the differences are paired and the spread between easy and hard prompts cancels.
+Samples of one prompt are not independent: they are averaged, and prompts are resampled.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 from ebbflow.data.records import Comparison
 
 KEY = ["prompt_id", "sample"]
-DRAWS_AT_ONCE = 4_000_000
-"""Bootstrap draws held in memory at a time (32 MB)."""
+DRAWS_PER_CHUNK = 4_000_000
+"""Bootstrap draws in memory at a time (32 MB)."""
 
 
 def paired_bootstrap(
@@ -34,15 +34,18 @@ def paired_bootstrap(
 
     Returns:
         ``(difference, low, high)``.
+
+    Raises:
+        ValueError: the vectors differ in shape, have fewer than 2 values or any that is not finite.
     """
     if candidate.shape != champion.shape or candidate.ndim != 1:
-        raise ValueError(f"paired_bootstrap pairs two equally long vectors, got shapes {candidate.shape} and {champion.shape}")
+        raise ValueError(f"cannot pair shapes {candidate.shape} and {champion.shape}; pass two equally long vectors")
     differences = np.asarray(candidate, dtype=np.float64) - np.asarray(champion, dtype=np.float64)
     count = len(differences)
     if count < 2:
-        raise ValueError(f"an interval needs at least 2 prompts that both sides scored, got {count}; evaluate more prompts")
+        raise ValueError(f"an interval needs at least 2 prompts scored by both sides, got {count}; evaluate more prompts")
     if broken := int((~np.isfinite(differences)).sum()):
-        raise ValueError(f"{broken} of {count} pairs are not finite; leave them out and count them")
+        raise ValueError(f"{broken} of {count} pairs are not finite; filter them out first")
     difference = float(differences.mean())
     tails = np.quantile(_resampled_means(differences, resamples, seed), [(1 - confidence) / 2, (1 + confidence) / 2])
     low, high = difference + (tails - difference) * np.sqrt(count / (count - 1))
@@ -51,13 +54,13 @@ def paired_bootstrap(
 
 def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
-    chunk = max(1, DRAWS_AT_ONCE // len(values))
+    chunk = max(1, DRAWS_PER_CHUNK // len(values))
     sizes = [min(chunk, resamples - start) for start in range(0, resamples, chunk)]
     return np.concatenate([values[generator.integers(len(values), size=(size, len(values)))].mean(axis=1) for size in sizes])
 
 
 def held_out_pairs(metric: str, candidate: pa.Table, champion: pa.Table) -> pd.DataFrame:
-    """One row per held-out sample of either side: the key and columns ``candidate`` and ``champion``, NaN where one has none."""
+    """A row per held-out sample of either side: the key, ``candidate`` and ``champion``; NaN where a side has no value."""
     sides = [_held_out(metric, table).rename(columns={metric: side}) for side, table in _sides(candidate, champion)]
     return sides[0].merge(sides[1], on=KEY, how="outer").sort_values(KEY, ignore_index=True)
 
@@ -67,7 +70,7 @@ def compare(
 ) -> Comparison:
     """Paired comparison of one metric over the held-out split of two evaluations (``evaluation_schema``).
 
-    Samples that only one side scored are left out; ``Comparison.prompts`` tells how many prompts remain.
+    Samples that only one side scored are left out; ``Comparison.prompts`` is the number of prompts that remain.
 
     Raises:
         ValueError: the metric is missing, a key occurs twice, or fewer than two prompts were scored by both sides.
@@ -77,8 +80,8 @@ def compare(
     means = scored.groupby("prompt_id")[["candidate", "champion"]].mean()
     if len(means) < 2:
         raise ValueError(
-            f"{metric}: both sides scored {len(means)} of {pairs['prompt_id'].nunique()} held-out prompts and a comparison "
-            "needs at least 2; look at the scoring failures, or evaluate both on the same prompts"
+            f"{metric}: both sides scored only {len(means)} of {pairs['prompt_id'].nunique()} held-out prompts, at least 2 are "
+            "needed; see the scoring failures, or evaluate both on the same prompts"
         )
     difference, low, high = paired_bootstrap(
         means["candidate"].to_numpy(), means["champion"].to_numpy(), resamples, confidence, seed
@@ -104,6 +107,6 @@ def _held_out(metric: str, table: pa.Table) -> pd.DataFrame:
         raise ValueError(f"no column {metric!r} in this evaluation; it has {', '.join(table.column_names)}")
     kept = table.filter(pc.equal(table["split"], "held_out")).select([*KEY, metric])
     frame = kept.to_pandas().astype({metric: np.float64})
-    if twice := frame[frame.duplicated(KEY)][KEY].values.tolist():
-        raise ValueError(f"(prompt_id, sample) must be unique in an evaluation, but {twice[0]} occurs more than once")
+    if duplicates := frame[frame.duplicated(KEY)][KEY].values.tolist():
+        raise ValueError(f"(prompt_id, sample) = {duplicates[0]} occurs more than once in an evaluation; it must be unique")
     return frame

@@ -10,7 +10,7 @@ import torch
 
 from ebbflow.data.images import decode_png
 from ebbflow.data.schema import PROMPTS, evaluation_schema
-from ebbflow.evaluation.evaluate import EvaluationError, evaluate, evaluate_folder, evaluation_keys, require_same_pictures
+from ebbflow.evaluation.evaluate import EvaluationError, evaluate, evaluate_folder, evaluation_keys, require_same_image_size
 from ebbflow.flow.noise import noise
 from ebbflow.models import load_model
 from ebbflow.models.families.glyph import GlyphModel
@@ -180,7 +180,7 @@ def test_a_champion_of_another_size_is_refused(make_recipe, tmp_path):
         return tmp_path / "policy"
 
     recipe = make_recipe(model={"family": "sd3", "path": "base", "height": 512, "width": 512})
-    require_same_pictures(recipe, champion(height=512, width=512, guidance=4.5))
+    require_same_image_size(recipe, champion(height=512, width=512, guidance=4.5))
     for size in ({"height": 1024, "width": 512}, {"height": 512, "width": 512, "frames": 5}, {}):
-        with pytest.raises(EvaluationError, match="draws .* and this recipe 1 frame.* 512 x 512 .*set promotion.model_name"):
-            require_same_pictures(recipe, champion(**size))
+        with pytest.raises(EvaluationError, match="generates .*, this recipe 1 frame.* 512 x 512 .*rename promotion.model_name"):
+            require_same_image_size(recipe, champion(**size))

@@ -45,30 +45,30 @@ BEFORE = {"tesseract": 0.30, "similarity": 0.80}
         (0.4, {"tesseract": 0.35, "similarity": 0.85}, False, "does not lie above zero"),
         (0.9, {"tesseract": 0.28, "similarity": 0.85}, True, "within the allowed fall of 0.020"),
         (0.9, {"tesseract": 0.27, "similarity": 0.85}, False, "beyond the allowed fall of 0.020"),
-        (0.9, {"tesseract": 0.35, "similarity": 0.70}, False, "Guard similarity went from 0.800 to 0.700"),
+        (0.9, {"tesseract": 0.35, "similarity": 0.70}, False, "Guardrail similarity went from 0.800 to 0.700"),
     ],
 )
-def test_target_and_guards_decide(reward: float, guards: dict[str, float], promote: bool, sentence: str) -> None:
+def test_target_and_guardrails_decide(reward: float, guards: dict[str, float], promote: bool, sentence: str) -> None:
     result = verdict(samples(reward, **guards), samples(0.5, **BEFORE))
     assert result.promote is promote
     assert sentence in " ".join(result.reasons)
-    assert len(result.reasons) == 4, "coverage, target and two guards each say something"
+    assert len(result.reasons) == 4, "coverage, target and two guardrails each give a reason"
     assert sum(reason.startswith(REFUSED) for reason in result.reasons) == (not promote)
     assert {guard.metric for guard in result.guards} == {"tesseract", "similarity"}
 
 
-def test_a_guard_that_nobody_measured_has_no_say_but_is_mentioned() -> None:
+def test_a_guardrail_that_nobody_measured_has_no_say_but_is_mentioned() -> None:
     result = verdict(samples(0.9, similarity=0.85), samples(0.5, similarity=0.8))
     assert result.promote
     assert [guard.metric for guard in result.guards] == ["similarity"]
-    assert "Guard tesseract was not measured on either side" in " ".join(result.reasons)
+    assert "Guardrail tesseract was measured on neither side" in " ".join(result.reasons)
 
 
 @pytest.mark.parametrize(
     ("candidate", "champion", "absent"),
     [({"similarity": 0.85}, BEFORE, "candidate"), (BEFORE, {"similarity": 0.8}, "champion")],
 )
-def test_a_guard_that_one_side_lacks_refuses(candidate: dict[str, float], champion: dict[str, float], absent: str) -> None:
+def test_a_guardrail_that_one_side_lacks_refuses(candidate: dict[str, float], champion: dict[str, float], absent: str) -> None:
     result = verdict(samples(0.9, **candidate), samples(0.5, **champion))
     assert not result.promote
     assert f"but not on the {absent}" in " ".join(result.reasons)
@@ -106,7 +106,7 @@ def test_a_full_win_names_its_sides_and_numbers() -> None:
     assert Verdict.model_validate_json(result.model_dump_json()) == result
 
 
-def test_a_guard_that_failed_everywhere_keeps_the_candidate_back() -> None:
+def test_a_guardrail_that_failed_everywhere_keeps_the_candidate_back() -> None:
     result = verdict(samples(0.9, tesseract=None, similarity=0.85), samples(0.5, tesseract=None, similarity=0.80))
     assert not result.promote
-    assert "Guard tesseract scored 0 held-out prompts on both sides" in " ".join(result.reasons)
+    assert "Guardrail tesseract scored 0 held-out prompts on both sides" in " ".join(result.reasons)

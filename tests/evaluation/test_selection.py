@@ -54,7 +54,7 @@ def test_nothing_trained_is_better_than_the_best(rewards):
 
 
 def test_it_stops_when_the_rounds_are_done():
-    assert stop_reason(recipe(rounds=2), history(0.1, 0.2, 0.3), 2) == "all 2 rounds of the recipe are done"
+    assert stop_reason(recipe(rounds=2), history(0.1, 0.2, 0.3), 2) == "stop: all 2 rounds are done"
     assert stop_reason(recipe(rounds=3), history(0.1, 0.2, 0.3), 2) is None
 
 
@@ -62,7 +62,7 @@ def test_it_stops_when_patience_is_over():
     plan = recipe(patience=2)
     assert stop_reason(plan, history(0.5, 0.6, 0.6), 2) is None
     reason = stop_reason(plan, history(0.5, 0.6, 0.55, 0.6), 3)
-    assert "stopped after 3 of 9 rounds" in reason
+    assert "stop after 3 of 9 rounds" in reason
     assert "0.600" in reason
     assert stop_reason(plan, history(0.5, 0.6, 0.55, 0.61), 3) is None
 

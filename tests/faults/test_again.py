@@ -55,7 +55,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory, ended: list[dict[str, in
     folder = tmp_path_factory.mktemp("disturbed")
     for start, death in enumerate([*DEATHS, ""]):
         printed = " ".join(run_pipeline_until(folder, RECIPE, death).replace("│", " ").split())
-        assert ("going on with the run that was stopped" in printed) == (start > 0)
+        assert ("resuming the stopped run" in printed) == (start > 0)
         assert ("was told to end (SIGTERM) and has done 1 of 2 steps; they are saved" in printed) == death.endswith(":told")
         ended.append({name: node.info.end_time for name, node in _nodes(folder) if node.info.status == "FINISHED"})
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -41,12 +42,12 @@ def make(output: Path, request: pytest.FixtureRequest) -> Callable[..., Recipe]:
     return lambda **changes: Recipe.model_validate({"name": name, "output": str(output)} | changes)
 
 
-def test_a_run_that_was_killed_goes_on(make: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_killed_is_resumed(make: Callable[..., Recipe], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     stopped = start_run(recipe=make())
-    assert "going on" not in capsys.readouterr().out
+    assert "resuming" not in caplog.text
     assert start_run(recipe=make()) == stopped
-    assert f"going on with the run that was stopped (MLflow run {stopped.run_id})" in (printed := capsys.readouterr().out)
-    assert f"to begin anew, delete {stopped.folder}" in printed
+    assert f"resuming the stopped run (MLflow run {stopped.run_id}); to start over, delete {stopped.folder}" in caplog.text
 
 
 def test_a_run_that_failed_goes_on(make: Callable[..., Recipe]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ebbflow.recipe import load_recipe
 from tasks import plan_run as plan
-from tasks.deployment import Accelerated, Deployment, TrainingGroup
+from tasks.deployment import AcceleratedConfig, DeploymentConfig, TrainingGroupConfig
 from workflows.post_training import dry_run
 
 RECIPES = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
@@ -32,8 +32,8 @@ def test_every_recipe_is_planned(path: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_machines_are_those_of_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = TrainingGroup(cpu=4, mem="64Gi", gpus=1, accelerator="nvidia-h100")
-    decided = Deployment(train_processes=8, accelerated=Accelerated(gpus=1, mem="99Gi"), training_group=group)
+    group = TrainingGroupConfig(cpu=4, mem="64Gi", gpus=1, accelerator="nvidia-h100")
+    decided = DeploymentConfig(train_processes=8, accelerated=AcceleratedConfig(gpus=1, mem="99Gi"), training_group=group)
     monkeypatch.setattr(plan, "DEPLOYMENT", decided)
     text = dry_run(recipe=load_recipe(RECIPES[0].with_name("tiny.yaml")))
     assert "accelerated (text encoding, rollouts, online training, evaluations): processes 1, cores 2, 99Gi, 1 x GPU" in text

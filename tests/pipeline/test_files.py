@@ -8,7 +8,7 @@ import pytest
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.stage import Place
-from tasks.files import fetch_folder, forget_checkpoints, kept_checkpoints
+from tasks.files import delete_checkpoints, fetch_folder, open_checkpoints
 
 
 @pytest.fixture(params=["", "file://"])
@@ -34,11 +34,11 @@ def names(folder: Path) -> list[str]:
 
 def test_the_next_attempt_finds_what_the_last_one_saved(run, place, tmp_path):
     kept = tmp_path / "run" / "checkpoints" / "1.1-online"
-    first = kept_checkpoints(run, place)
+    first = open_checkpoints(run, place)
     assert first.newest() is None
     save(first, 2, 4, 6)
     assert names(kept) == ["step-00004", "step-00006"]
-    again = kept_checkpoints(run, place)
+    again = open_checkpoints(run, place)
     folder, state = again.newest()
     assert (folder.name, state, (folder / "part").read_text()) == ("step-00006", {"done": 6}, "weights")
     save(again, 8)
@@ -46,33 +46,33 @@ def test_the_next_attempt_finds_what_the_last_one_saved(run, place, tmp_path):
 
 
 def test_an_attempt_that_saved_nothing_hides_nothing(run, place):
-    save(kept_checkpoints(run, place), 2)
-    kept_checkpoints(run, place)
-    assert kept_checkpoints(run, place).newest()[1] == {"done": 2}
+    save(open_checkpoints(run, place), 2)
+    open_checkpoints(run, place)
+    assert open_checkpoints(run, place).newest()[1] == {"done": 2}
 
 
 def test_a_half_uploaded_checkpoint_is_passed_over(run, place, tmp_path):
-    save(kept_checkpoints(run, place), 2, 4)
+    save(open_checkpoints(run, place), 2, 4)
     (tmp_path / "run" / "checkpoints" / "1.1-online" / "step-00004" / "part").unlink()
     with pytest.warns(UserWarning, match="passed over.*step-00004.*part"):
-        assert kept_checkpoints(run, place).newest()[1] == {"done": 2}
+        assert open_checkpoints(run, place).newest()[1] == {"done": 2}
 
 
 def test_another_process_of_the_machine_finds_what_the_first_one_brought(run, place):
-    save(kept_checkpoints(run, place), 2)
-    first, second = kept_checkpoints(run, place), kept_checkpoints(run, place, first=False)
+    save(open_checkpoints(run, place), 2)
+    first, second = open_checkpoints(run, place), open_checkpoints(run, place, first=False)
     assert first.folder == second.folder
     assert first.newest() == second.newest()
 
 
 def test_those_of_a_stage_that_is_over_are_removed(run, place, tmp_path):
-    save(kept_checkpoints(run, place), 2)
-    following = kept_checkpoints(run, Place(place.recipe, 1, 0))
+    save(open_checkpoints(run, place), 2)
+    following = open_checkpoints(run, Place(place.recipe, 1, 0))
     assert names(tmp_path / "run" / "checkpoints") == []
     save(following, 2)
     assert names(tmp_path / "run" / "checkpoints") == ["2.1-online"]
-    forget_checkpoints(run)
-    forget_checkpoints(run)
+    delete_checkpoints(run)
+    delete_checkpoints(run)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

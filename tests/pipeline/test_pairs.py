@@ -43,7 +43,7 @@ def test_a_stage_trains_on_a_file_of_pairs(workplace: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (
         "pairs.parquet: pairs to train on: 9; left out: ties 1, on prompts of the evaluation 0; ignored columns: by"
-        in done.stdout
+        in done.stderr
     )
     (path,) = set((workplace / "runs").glob("*/summary.json")) - before
     summary = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""A training group that is told to end passes the word on."""
+"""A training group that gets SIGTERM passes it on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from tasks.train_offline import train_offline
 
 
-def test_its_processes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_offline, "told", False)
+def test_its_processes_are_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_offline, "terminated", False)
     ranks = [MagicMock(), MagicMock()]
     monkeypatch.setattr("tasks.preemption.multiprocessing.active_children", lambda: ranks)
     train_offline._pass_on(signal.SIGTERM, None)
@@ -20,7 +20,7 @@ def test_its_processes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_processes_nobody_would_save_and_flyte_starts_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_offline, "told", False)
+    monkeypatch.setattr(train_offline, "terminated", False)
     monkeypatch.setattr("tasks.preemption.multiprocessing.active_children", list)
-    with pytest.raises(FlyteRecoverableException, match="train_offline was told to end while it had no processes"):
+    with pytest.raises(FlyteRecoverableException, match="train_offline was terminated before it had processes"):
         train_offline._pass_on(signal.SIGTERM, None)

@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from pydantic import BaseModel
 
 from tasks import resources
-from tasks.deployment import Deployment, DeploymentError, pod_environment, read_deployment
+from tasks.deployment import DeploymentConfig, DeploymentError, pod_environment, read_deployment
 from tasks.images import cpu_image
 from tests.pipeline.conftest import PYFLYTE, ROOT
 
@@ -256,7 +256,7 @@ def test_every_pod_reads_the_deployment_that_was_registered(
     by_default: Tasks, for_gpus: Tasks, gpu_variables: dict[str, str], name: str
 ) -> None:
     # The dynamics compile their tasks in their pods: what they do not know there, the tasks do not get.
-    assert read_deployment(_environment(by_default[name])) == Deployment()
+    assert read_deployment(_environment(by_default[name])) == DeploymentConfig()
     read = read_deployment(_environment(for_gpus[name]))
     assert read == read_deployment(gpu_variables)
     assert (read.train_processes, read.training_group.image, read.accelerated.gpus) == (4, "trainer:3", 1)
@@ -295,15 +295,15 @@ def test_the_workers_of_a_ray_cluster(by_default: Tasks, for_gpus: Tasks) -> Non
 # --- the deployment file
 
 
-def _read(folder: Path, text: str) -> Deployment:
+def _read(folder: Path, text: str) -> DeploymentConfig:
     file = folder / "deployment.yaml"
     file.write_text(text)
     return read_deployment({"EBBFLOW_DEPLOYMENT": str(file)})
 
 
 def test_without_a_file_everything_is_the_default() -> None:
-    assert read_deployment({"PATH": "/bin"}) == Deployment()
-    assert read_deployment({"EBBFLOW_TRAIN_PROCESSES": "3"}) == Deployment(train_processes=3)
+    assert read_deployment({"PATH": "/bin"}) == DeploymentConfig()
+    assert read_deployment({"EBBFLOW_TRAIN_PROCESSES": "3"}) == DeploymentConfig(train_processes=3)
 
 
 def test_a_kind_keeps_the_defaults_that_a_file_does_not_name(tmp_path: Path) -> None:
@@ -313,12 +313,12 @@ def test_a_kind_keeps_the_defaults_that_a_file_does_not_name(tmp_path: Path) -> 
 
 def test_a_pod_reads_what_differs_from_the_defaults_back(tmp_path: Path) -> None:
     deployment = _read(tmp_path, "training_group: {shared_memory: null}\naccelerated: {image: 'a:1', grace_period: 30}")
-    assert read_deployment(pod_environment(deployment)) == deployment != Deployment()
+    assert read_deployment(pod_environment(deployment)) == deployment != DeploymentConfig()
 
 
 def test_the_example_names_every_key_and_only_images_that_have_a_dockerfile() -> None:
     read = read_deployment({"EBBFLOW_DEPLOYMENT": str(EXAMPLE)})
-    assert _keys(Deployment) == set(re.findall(r"^ *(?:- )?(\w+):", EXAMPLE.read_text(), re.MULTILINE))
+    assert _keys(DeploymentConfig) == set(re.findall(r"^ *(?:- )?(\w+):", EXAMPLE.read_text(), re.MULTILINE))
     images = {getattr(read, kind).image for kind in set(KINDS.values())} | {group.image for group in read.ray_cluster.workers}
     assert images - {None} == {f"ebbflow-{file.stem}:0.1.0" for file in DOCKERFILES}
 
@@ -334,15 +334,15 @@ def _keys(model: type[BaseModel]) -> set[str]:
     [
         ("light: {cpuu: 3}", ["light.cpuu = 3: unknown key", "did you mean 'cpu'?"]),
         ("acelerated: {gpus: 1}", ["unknown key", "did you mean 'accelerated'?"]),
-        ("light: {mem: 8}", ["light.mem = 8", "like 512Mi, 8Gi"]),
-        ("light: {mem: 8GB}", ["light.mem = '8GB'", "like 512Mi, 8Gi"]),
-        ("light: {mem: null}", ["light.mem = None", "like 512Mi, 8Gi"]),
-        ("scorer: {shared_memory: true}", ["scorer.shared_memory = True", "like 512Mi, 8Gi"]),
+        ("light: {mem: 8}", ["light.mem = 8", "such as 512Mi, 8Gi"]),
+        ("light: {mem: 8GB}", ["light.mem = '8GB'", "such as 512Mi, 8Gi"]),
+        ("light: {mem: null}", ["light.mem = None", "such as 512Mi, 8Gi"]),
+        ("scorer: {shared_memory: true}", ["scorer.shared_memory = True", "such as 512Mi, 8Gi"]),
         ("scorer: {cpu: 0}", ["scorer.cpu = 0", "greater than or equal to 1"]),
         ("accelerated: {grace_period: -1}", ["accelerated.grace_period = -1", "greater than or equal to 0"]),
         (
             "accelerated: {accelerator: nvidia-h100}",
-            ["accelerated", "accelerator = 'nvidia-h100' needs gpus", "leave accelerator"],
+            ["accelerated", "accelerator = 'nvidia-h100' needs gpus", "remove accelerator"],
         ),
         ("training_group: {gpus: 8}", ["training_group.gpus = 8", "less than or equal to 1"]),
         ("ray_cluster: {gpus: 8}", ["ray_cluster.gpus = 8", "less than or equal to 0"]),
@@ -352,7 +352,7 @@ def _keys(model: type[BaseModel]) -> set[str]:
         ("scorer: {interruptible: sometimes}", ["scorer.interruptible = 'sometimes'", "boolean"]),
         ("hub_secret: {group: hub}", ["hub_secret.key", "required"]),
         ("light: {retries: 1, retries: 2}", ["given twice: ['retries']"]),
-        ("- light", ["must hold a mapping of keys, got list"]),
+        ("- light", ["must be a mapping of keys, got list"]),
         ("light: [", ["not valid YAML"]),
     ],
 )

@@ -350,7 +350,7 @@ def test_the_command_rolls_back_where_the_recipe_says(
     name, file = model(2, champion=2, previous=1), tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump({"output": recipe.output, "promotion": {"model_name": name}}))
     done = CliRunner().invoke(main, ["rollback", str(file)])
-    assert (done.exit_code, done.output.splitlines()[0]) == (0, f"{name}: version 1 is champion again, in place of version 2")
+    assert (done.exit_code, done.output.splitlines()[0]) == (0, f"{name}: version 1 is champion again and replaces version 2")
     assert aliases(client, name) == {"champion": "1", "previous": "2"}
     done = CliRunner().invoke(main, ["rollback", str(file), "--to", "1"])
     assert (done.exit_code, done.output) == (1, f"'{name}' version 1 is the champion already; nothing was changed\n")

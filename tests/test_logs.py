@@ -1,0 +1,59 @@
+"""What a person reads of a run: INFO lines on stderr, once, from the first rank alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import logging
+from ebbflow.logs import configure_logging
+configure_logging()
+configure_logging()
+log = logging.getLogger("ebbflow.online.loop")
+log.debug("a detail")
+log.info("step %d", 3)
+log.warning("careful")
+logging.getLogger("other").info("not ours")
+"""
+
+
+def run(program: str = PROGRAM, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("EBBFLOW_LOG_LEVEL", "RANK")}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=inherited | environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({}, ["step 3", "careful"]),
+        ({"EBBFLOW_LOG_LEVEL": "debug"}, ["a detail", "step 3", "careful"]),
+        ({"EBBFLOW_LOG_LEVEL": "WARNING"}, ["careful"]),
+        ({"RANK": "0"}, ["step 3", "careful"]),
+        ({"RANK": "1"}, ["careful"]),
+    ],
+)
+def test_lines_are_shown_by_level_and_rank(environment: dict[str, str], shown: list[str]) -> None:
+    done = run(**environment)
+    assert done.stdout == ""
+    assert [line.partition("ebbflow.online.loop: ")[2] for line in done.stderr.splitlines()] == shown
+
+
+def test_an_unknown_level_is_an_error() -> None:
+    assert "EBBFLOW_LOG_LEVEL=LOUD is no log level; set DEBUG, INFO" in run(EBBFLOW_LOG_LEVEL="LOUD").stderr
+
+
+def test_the_library_configures_nothing_and_the_tasks_do() -> None:
+    state = "print(len(logging.getLogger().handlers), logging.getLogger('ebbflow').level)"
+    assert run(f"import logging, ebbflow.tracking.parent_run, ebbflow.evaluation.evaluate; {state}").stdout == "0 0\n"
+    assert run(f"import logging, tasks; {state}").stdout == "1 20\n"
+
+
+def test_handlers_of_the_program_are_left_alone() -> None:
+    program = "import logging; logging.basicConfig(format='mine %(message)s')\n" + PROGRAM
+    assert run(program).stderr.splitlines() == ["mine step 3", "mine careful"]
