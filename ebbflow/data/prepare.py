@@ -1,4 +1,4 @@
-"""The prompt table of a run."""
+"""From a recipe to the prompt table of its run, with the checks that the model and the rewards need."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from ebbflow.recipe.model import Model
 
 
 def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
-    """The prompt table (schema ``PROMPTS``), from a file or made up, and a sentence about it.
+    """The prompt table (schema ``PROMPTS``) and a sentence about it.
+
+    Args:
+        source: the prompt file; None makes random strings for the glyph model.
 
     Raises:
-        PromptError: the file cannot be used, has too few prompts, or prompts without the text that a reward wants to read or
-            without the image that the model edits.
+        PromptError: the file cannot be used, has too few prompts, or a prompt lacks the text that a reward reads or the image
+            that the model edits.
     """
     config = recipe.prompts
     if source is None:
         rows = make_glyph_prompts(config.count, recipe.model.training.letters, recipe.seed)
-        report = f"{len(rows)} random strings made up"
+        report = f"{len(rows)} random strings"
     else:
         rows, imported = read_prompt_file(source)
         report = str(imported)
@@ -35,7 +38,7 @@ def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
             require_letters(rows, recipe.model.training.letters, source)
     _check_images(rows, recipe.model.family, source)
     _warn_of_negative_prompts(recipe.model, rows, source)
-    # A file's split never depends on the run: what the champion trained on must not be held out from its challenger.
+    # The split of a file never depends on the run: a challenger must not train on prompts that judged its champion.
     table = split_prompts(rows, config.validation, config.held_out, seed=0 if source else recipe.seed)
     trained = table.num_rows - config.validation - config.held_out
     _require_enough(recipe, trained)
@@ -48,24 +51,24 @@ def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> No
     if known and known.edits_images and given < len(rows):
         raise PromptError(
             f"{source or 'prompts.source is left out'}: {len(rows) - given} of {len(rows)} prompts have no image, and {family} "
-            "edits images; take a prompt file with an image in every row (column 'image')"
+            "edits images; add a column 'image' with an image in every row"
         )
     if given and known and not known.edits_images:
         warnings.warn(
-            f"{source}: {given} of {len(rows)} prompts have an image, which {family} does not look at; "
-            f"leave the column out, or take a family that edits images",
+            f"{source}: {given} of {len(rows)} prompts have an image, which {family} ignores; remove the column, or use a family "
+            "that edits images",
             stacklevel=3,
         )
 
 
 def _warn_of_negative_prompts(model: Model, rows: list[PromptRow], source: Path | None) -> None:
-    """Where there is no classifier-free guidance, nothing steers away from them."""
+    """Without classifier-free guidance a negative prompt has no effect."""
     given = sum(bool(row.negative_prompt) for row in rows)
     family = FAMILIES.get(model.family)
     if given and (model.guidance == 1 or (family and not family.guided)):
         warnings.warn(
-            f"{source}: {given} of {len(rows)} prompts have a negative prompt, which {model.family} does not look at with "
-            f"guidance = {model.guidance:g}; leave the column out, or set model.guidance above 1 for a family that takes it",
+            f"{source}: {given} of {len(rows)} prompts have a negative prompt, which {model.family} ignores with guidance = "
+            f"{model.guidance:g}; remove the column, or set model.guidance above 1 for a family with guidance",
             stacklevel=3,
         )
 
@@ -73,25 +76,25 @@ def _warn_of_negative_prompts(model: Model, rows: list[PromptRow], source: Path 
 def _require_enough(recipe: Recipe, trained: int) -> None:
     for index, stage in enumerate(recipe.stages):
         if stage.kind == "offline" and stage.pairs:
-            continue  # brings its own prompts
-        wanted = stage.prompts_per_step if stage.kind == "online" else stage.prompts
-        if wanted > trained:
+            continue  # pairs have their own prompts
+        needed = stage.prompts_per_step if stage.kind == "online" else stage.prompts
+        if needed > trained:
             raise PromptError(
-                f"stages.{index} wants {wanted} different prompts at once and {trained} are left to train on; "
-                "lower that, prompts.validation or prompts.held_out, or add prompts"
+                f"stages.{index} needs {needed} different prompts per step and {trained} are left for training; lower that, "
+                "prompts.validation or prompts.held_out, or add prompts"
             )
 
 
 def require_letters(rows: list[PromptRow], letters: int, source: Path) -> None:
-    """Check that the glyph model can draw every prompt: at most ``letters`` of A-Z, in quotes or not.
+    """Check that the glyph model can draw every prompt: at most ``letters`` of A-Z, quoted or not.
 
     Raises:
-        PromptError: with the count and the first prompts that it cannot.
+        PromptError: it cannot; with the count and the first such prompts.
     """
     drawable = re.compile(rf"\W*[A-Za-z]{{1,{letters}}}\W*")
     wrong = [row.prompt for row in rows if not drawable.fullmatch(row.prompt)]
     if wrong:
         raise PromptError(
-            f"{source}: {len(wrong)} of {len(rows)} prompts are not 1 to {letters} letters A-Z, all that the glyph model "
-            f"draws, first: {'; '.join(map(repr, wrong[:3]))}. Shorten them, or raise model.training.letters and width"
+            f"{source}: {len(wrong)} of {len(rows)} prompts are not 1 to {letters} letters A-Z, as the glyph model needs, first: "
+            f"{'; '.join(map(repr, wrong[:3]))}. Shorten them, or raise model.training.letters and width"
         )

@@ -44,7 +44,7 @@ def test_what_the_glyph_model_cannot_draw_is_said_at_once(tmp_path: Path, line: 
 
 
 def test_too_few_prompts_for_a_stage_is_said_at_once() -> None:
-    with pytest.raises(PromptError, match=r"stages.1 wants 64 different prompts at once and 45 are left"):
+    with pytest.raises(PromptError, match=r"stages.1 needs 64 different prompts per step and 45 are left"):
         prepare(recipe(count=50), None)
 
 
@@ -92,7 +92,7 @@ def test_an_editing_model_without_an_image_to_edit_is_said_at_once(tmp_path: Pat
 
 def test_images_that_the_model_does_not_look_at_are_warned_of(tmp_path: Path) -> None:
     source = prompts_with_images(tmp_path, without=3)
-    with pytest.warns(UserWarning, match=r"7 of 10 prompts have an image, which qwen_image does not look at"):
+    with pytest.warns(UserWarning, match=r"7 of 10 prompts have an image, which qwen_image ignores"):
         prepare(of_family("qwen_image", source), source)
 
 
