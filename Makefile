@@ -57,7 +57,7 @@ lint: setup ## what `make test` checks before the tests
 	$(BIN)/mypy
 
 docs: $(VENV)/docs ## build the documentation in build/docs; a dead link or an unresolved reference is an error
-	$(BIN)/sphinx-build -c docs --builder html --nitpicky --fail-on-warning --keep-going --quiet . build/docs
+	$(BIN)/sphinx-build -c docs --builder html --jobs auto --nitpicky --fail-on-warning --keep-going --quiet . build/docs
 	@echo build/docs/index.html
 
 docs-serve: docs ## build the documentation and serve it on http://127.0.0.1:8008

@@ -52,6 +52,8 @@ def _page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> list[s
     runs = [run for group in groups.values() for each in group.values() for run in each]
     before = runs[0]["before"]
     lines = [
+        "# Algorithms at equal time",
+        "",
         f"Written by `python -m benchmarks.algorithms` on {machine['cores']} cores of {machine['cpu']}, one thread. Every run "
         f"starts from the same base model, which scores {before['ocr']:.2f} and spells {before['exact_match']:.2f} of 96 "
         "held-out strings exactly, and gets the stated CPU-seconds, in which rollouts, OCR and updates count. "

@@ -67,6 +67,8 @@ def table(recipe: str, summaries: dict[int, dict[str, Any]]) -> str:
     """Seeds by held-out metrics, before -> after."""
     metrics = sorted(set.intersection(*(set(summary["before"]) for summary in summaries.values())) - {"reward"})
     lines = [
+        "# The demo, seed by seed",
+        "",
         f"Written by `python -m benchmarks.glyph_seeds --recipe {recipe}`; held-out means before → after.",
         "",
         "| seed | " + " | ".join(metrics) + " | promoted | seconds in stages | wall seconds |",
