@@ -36,16 +36,16 @@ from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_epochs
 from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.model import GlyphTraining
+from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.recipe.rewards import reward
 from ebbflow.rewards.combine import Scorer, load_scorer
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.tables import write_table
-from ebbflow.training.card import PolicyCard, write_base_policy
-from ebbflow.training.handover import open_model, open_policy, save_policy
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner, TrainingError
+from ebbflow.training.policy_io import open_model, open_policy, save_policy
+from ebbflow.training.policy_metadata import PolicyMetadata, write_base_policy
+from ebbflow.training.update import PolicyUpdater, TrainingError
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "benchmarks"
@@ -89,14 +89,14 @@ def main() -> None:
 
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
-    """Train one entry with one seed; held-out scores over its CPU-seconds, guards and drift at the end."""
+    """Train one entry with one seed; held-out scores over its CPU-seconds, guardrails and drift at the end."""
     recipe = recipe_of(asked)
     base, policy_folder, table = prepared(recipe)
     prompts = read_prompts(table, "train")
     held_out = read_prompts(table, "held_out")
-    place, model = Place(recipe, 0, 0), open_model(recipe, base)
-    policy, card = open_policy(place, model, policy_folder, teacher_of(place))
-    learner, scorer = Learner(policy, place.config, card), load_scorer(recipe.rewards.terms, ())
+    ctx, model = StageContext(recipe, 0, 0), open_model(recipe, base)
+    policy, metadata = open_policy(ctx, model, policy_folder, teacher_of(ctx))
+    updater, scorer = PolicyUpdater(policy, ctx.config, metadata), load_scorer(recipe.rewards, ())
     curve: list[dict[str, float]] = []
     training: list[dict[str, float]] = []
     start, spent_evaluating = time.process_time(), 0.0
@@ -112,7 +112,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
         if spent >= asked["cpu_seconds"]:
             raise OutOfTime
 
-    before = score(recipe, model, policy, held_out, GUARDS)
+    before = score(recipe, model, policy, held_out, GUARDRAILS)
     curve.append({"cpu_seconds": 0.0, "steps": 0, **before})
     stopped = ""
     start = time.process_time()
@@ -120,21 +120,21 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
         warnings.simplefilter("always")
         try:
             with suppress(OutOfTime):  # how a run ends that nothing stops before
-                train(place, model, learner, scorer, prompts, log)
+                train(ctx, model, updater, scorer, prompts, log)
         except TrainingError as error:
             stopped = str(error)
-    after = score(recipe, model, policy, held_out, GUARDS)
+    after = score(recipe, model, policy, held_out, GUARDRAILS)
     first, last = (training[0], training[-1]) if training else ({}, {})  # its very first update may stop a run
     curve.append({"cpu_seconds": last.get("cpu_seconds", 0.0), "steps": len(training), **after})
-    keep(place, learner, card, asked)
+    keep(ctx, updater, metadata, asked)
     return {
         "before": before,
         "after": after,
         "drift": after["velocity_drift"],
         "steps": len(training),
-        "updates": learner.updates,
-        "alarms": learner.alarms,
-        "warnings": sorted({str(warning.message) for warning in raised} - set(learner.alarms)),
+        "updates": updater.updates,
+        "alarms": updater.alarms,
+        "warnings": sorted({str(warning.message) for warning in raised} - set(updater.alarms)),
         "stopped": stopped,
         "curve": curve,
         "first_metrics": first,
@@ -142,19 +142,26 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-GUARDS = ("tesseract", "similarity")
+GUARDRAILS = ("tesseract", "similarity")
 
 
 def recipe_of(asked: dict[str, Any]) -> Recipe:
     """The recipe of one run: the entry is its only stage, with steps or epochs enough for any number of seconds."""
     settings = dict(asked["settings"])
-    rewards = settings.pop("rewards", {"terms": [{"name": "ocr"}]})
+    rewards = settings.pop("rewards", [{"name": "ocr"}])
     settings.pop("cpu_seconds", None)
     kind = settings.get("kind", "online")
     stage = {"kind": kind, "steps" if kind == "online" else "epochs": 100_000} | settings
     prompts = {"validation": 1, "held_out": 96}
     return Recipe.model_validate(
-        {"name": asked["name"], "seed": asked["seed"], "prompts": prompts, "rewards": {"guards": []} | rewards, "stages": [stage]}
+        {
+            "name": asked["name"],
+            "seed": asked["seed"],
+            "prompts": prompts,
+            "rewards": rewards,
+            "guardrails": [],
+            "stages": [stage],
+        }
     )
 
 
@@ -162,8 +169,8 @@ Log = Callable[[dict[str, float], int], None]
 """Takes the metrics of a training step and the step's number."""
 
 
-class Passed(Kept):
-    """A journal that tells a function of every step."""
+class Passed(MetricsRecorder):
+    """A recorder that tells a function of every step."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -173,22 +180,22 @@ class Passed(Kept):
         self.log(dict(values), step)
 
 
-def train(place: Place, model: Model, learner: Learner, scorer: Scorer, prompts: list[Prompt], log: Log) -> None:
+def train(ctx: StageContext, model: Model, updater: PolicyUpdater, scorer: Scorer, prompts: list[Prompt], log: Log) -> None:
     """The stage of an entry, all of it in this process."""
-    if place.config.kind == "online":
-        run_online_stage(place, in_process(place, learner, scorer), prompts, Passed(log))
+    if ctx.config.kind == "online":
+        run_online_stage(ctx, in_process(ctx, updater, scorer), prompts, Passed(log))
         return
     with tempfile.TemporaryDirectory() as folder:
         rollouts, scores, advantages = (Path(folder) / f"{name}.parquet" for name in ("rollouts", "scores", "advantages"))
-        generate_shard(place, model, learner.policy, 0, prompts, 0, rollouts)
-        score_shard(place, scorer, prompts, rollouts, scores)
-        write_advantages(place, [scores], advantages)
-        train_epochs(place, model, learner, prompts, [rollouts], advantages, Passed(log))
+        generate_shard(ctx, model, updater.policy, 0, prompts, 0, rollouts)
+        score_shard(ctx, scorer, prompts, rollouts, scores)
+        write_advantages(ctx, [scores], advantages)
+        train_epochs(ctx, model, updater, prompts, [rollouts], advantages, Passed(log))
 
 
-def score(recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], guards: tuple[str, ...]) -> dict[str, float]:
-    """Held-out means of the OCR and of the guards, and the velocity drift from the base model."""
-    scorer = load_scorer([reward("ocr")], [reward(guard) for guard in guards])
+def score(recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], guardrails: tuple[str, ...]) -> dict[str, float]:
+    """Held-out means of the OCR and of the guardrails, and the velocity drift from the base model."""
+    scorer = load_scorer([reward("ocr")], [reward(guardrail) for guardrail in guardrails])
     with tempfile.TemporaryDirectory() as folder:
         found = evaluate(recipe, model, policy, 0, scorer, prompts, recipe.name, Path(folder) / "samples.parquet")
     return {**found.held_out, "velocity_drift": found.velocity_drift}
@@ -198,7 +205,7 @@ def prepared(recipe: Recipe) -> tuple[Path, Path, Path]:
     """(base model, untouched policy, prompt table); the base model is trained once and shared by all runs."""
     base = WORK / "base"
     if not base.exists():
-        train_base(GlyphTraining(), recipe.threads, base)
+        train_base(GlyphTrainingConfig(), recipe.threads, base)
     policy = WORK / "untouched"
     if not policy.exists():
         write_base_policy(policy, verify(base), "", recipe.policy)
@@ -209,23 +216,23 @@ def prepared(recipe: Recipe) -> tuple[Path, Path, Path]:
     return base, policy, prompts
 
 
-def keep(place: Place, learner: Learner, card: PolicyCard, asked: dict[str, Any]) -> None:
+def keep(ctx: StageContext, updater: PolicyUpdater, metadata: PolicyMetadata, asked: dict[str, Any]) -> None:
     """Leave the trained policy where a later entry finds its teacher."""
-    record = StageRecord(label=asked["name"], algorithm=asked["name"], samples=0, optimizer_steps=learner.updates, seconds={})
+    record = StageRecord(label=asked["name"], algorithm=asked["name"], samples=0, optimizer_steps=updater.updates, seconds={})
     folder = WORK / "policies" / f"{asked['name']}-{asked['seed']}"
     shutil.rmtree(folder, ignore_errors=True)
-    save_policy(place, learner, card, record, folder)
+    save_policy(ctx, updater, metadata, record, folder)
 
 
-def teacher_of(place: Place) -> Path | None:
+def teacher_of(ctx: StageContext) -> Path | None:
     """The policy that an earlier entry left behind for the same seed."""
-    if not place.teacher:
+    if not ctx.teacher:
         return None
-    folder, seed = WORK / "policies" / f"{place.teacher}-{place.recipe.seed}", place.recipe.seed
+    folder, seed = WORK / "policies" / f"{ctx.teacher}-{ctx.recipe.seed}", ctx.recipe.seed
     if not folder.exists():
         raise SystemExit(
-            f"{place.recipe.name} learns from the policy of {place.teacher} with seed {seed}, and there is none in {folder}; "
-            f"make it: python -m benchmarks.algorithms --only {place.teacher} --seeds {seed} --again"
+            f"{ctx.recipe.name} learns from the policy of {ctx.teacher} with seed {seed}, and there is none in {folder}; "
+            f"make it: python -m benchmarks.algorithms --only {ctx.teacher} --seeds {seed} --again"
         )
     return folder
 

@@ -21,7 +21,7 @@ TITLES = {
     "distillation": "From a teacher: the policy of diffusion_nft with the same seed",
     "offline": "Offline: samples of the base model, generated and scored once",
     "longer": "The same, given longer: those that had not passed .90",
-    "collapse": "Meant to go wrong, and not all of it did: what the guards and the drift alarm are for",
+    "collapse": "Meant to go wrong, and not all of it did: what the guardrails and the drift alarm are for",
 }
 COLOURS = {
     "policy_gradient": "#2f6fdf",
@@ -113,10 +113,10 @@ def _figure(groups: dict[str, dict[str, Runs]]) -> Figure:
         figure = Figure(figsize=(COLUMNS * 2.1, len(lines) * 1.75), layout="constrained", dpi=110)
         axes = figure.subplots(len(lines), COLUMNS, sharex="row", sharey=True, squeeze=False)
         for row, (kind, names) in zip(axes, lines, strict=True):
-            for place, name in zip(row, names, strict=False):
-                _panel(place, name, groups[kind][name], COLOURS[kind])
-            for place in row[len(names) :]:
-                place.set_visible(False)
+            for panel, name in zip(row, names, strict=False):
+                _panel(panel, name, groups[kind][name], COLOURS[kind])
+            for panel in row[len(names) :]:
+                panel.set_visible(False)
         figure.supxlabel("CPU-seconds of rollouts, OCR and updates")
         figure.supylabel("held-out OCR score")
         return figure
@@ -126,15 +126,15 @@ def _rows(names: list[str]) -> list[list[str]]:
     return [names[start : start + COLUMNS] for start in range(0, len(names), COLUMNS)]
 
 
-def _panel(place: Axes, name: str, runs: Runs, colour: str) -> None:
-    place.set_title(name, fontsize=8.5, loc="left")
-    place.axhline(GOAL, color="#9aa3af", linewidth=0.7, linestyle=":")
+def _panel(panel: Axes, name: str, runs: Runs, colour: str) -> None:
+    panel.set_title(name, fontsize=8.5, loc="left")
+    panel.axhline(GOAL, color="#9aa3af", linewidth=0.7, linestyle=":")
     for run in runs:
-        place.plot(
+        panel.plot(
             [point["cpu_seconds"] for point in run["curve"]], [point["ocr"] for point in run["curve"]], color=colour, lw=1.2
         )
-    place.set_ylim(0, 1)
-    place.tick_params(length=2)
+    panel.set_ylim(0, 1)
+    panel.tick_params(length=2)
 
 
 if __name__ == "__main__":

@@ -45,12 +45,12 @@ from benchmarks.gpu_sides import (
 )
 from benchmarks.machine import machine
 from ebbflow.models.base import default_device, predict
-from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.rollouts.generate import generate
 from ebbflow.training.batches import TrajectoryBatch, micro_batches, parts
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.update import PolicyUpdater
 
 RESULTS = Path(__file__).parent / "results" / "gpu"
 GUIDANCE = 4.5
@@ -82,7 +82,7 @@ class Case:
     guidance: float
     rows: int
     images: int
-    terms: int | None
+    loss_rows: int | None
     flops: int
     ours: Callable[[], Any]
     peer: Callable[[], Any]
@@ -188,9 +188,9 @@ def base_cases(bench: Bench, flops: Flops) -> Iterator[Case]:
 def policy_cases(bench: Bench, policy: Policy, flops: Flops) -> Iterator[Case]:
     """Rollouts through the adapters, as training has them, and updates of the adapters."""
     yield rollout_case("rollout, LoRA", bench, GUIDANCE, max(bench.size.micro_batches), flops, autocast=True)
-    learner = Learner(policy, STAGE)
+    updater = PolicyUpdater(policy, STAGE)
     for guidance in (1.0, GUIDANCE):
-        yield training_case(bench, learner, guidance, flops)
+        yield training_case(bench, updater, guidance, flops)
 
 
 def rollout_case(
@@ -209,19 +209,19 @@ def rollout_case(
     return Case(phase, guidance, rows, count, None, work, ours, peer)
 
 
-def training_case(bench: Bench, learner: Learner, guidance: float, flops: Flops) -> Case:
+def training_case(bench: Bench, updater: PolicyUpdater, guidance: float, flops: Flops) -> Case:
     rows = bench.size.training_micro_batch
     batch = training_batch(bench, guidance, rows)
-    optimizer = torch.optim.AdamW(learner.policy.parameters.values(), lr=STAGE.optimizer.lr)
+    optimizer = torch.optim.AdamW(updater.policy.parameters.values(), lr=STAGE.optimizer.lr)
 
     def ours() -> Any:
-        return learner.update(batch, micro_batches(batch.unit, rows))
+        return updater.update(batch, micro_batches(batch.group_index, rows))
 
     def peer() -> Any:
         return plain_update(bench, optimizer, batch, rows)
 
-    work = len(batch.points) * _rows_of(guidance) * flops.forward_and_backward
-    return Case("update, LoRA", guidance, rows, len(bench.keys), len(batch.points), work, ours, peer)
+    work = len(batch.inputs) * _rows_of(guidance) * flops.forward_and_backward
+    return Case("update, LoRA", guidance, rows, len(bench.keys), len(batch.inputs), work, ours, peer)
 
 
 def _rows_of(guidance: float) -> int:
@@ -241,9 +241,9 @@ def ratio_error(bench: Bench, rollout_rows: int, training_rows: int) -> dict[str
     Log-probs are means over the latent's elements; times their number they are log-densities.
     """
     batch = training_batch(bench, GUIDANCE, rollout_rows, "bfloat16")
-    slices = parts(batch.unit, micro_batches(batch.unit, training_rows))
+    slices = parts(batch.group_index, micro_batches(batch.group_index, training_rows))
     errors = torch.cat([_log_ratio(bench, batch, part) for part in slices]).abs()
-    elements = batch.points.latents[0].numel()
+    elements = batch.inputs.latents[0].numel()
     return {
         "rollout_rows": rollout_rows,
         "training_rows": training_rows,
@@ -255,8 +255,8 @@ def ratio_error(bench: Bench, rollout_rows: int, training_rows: int) -> dict[str
 
 def _log_ratio(bench: Bench, batch: TrajectoryBatch, part: slice) -> Tensor:
     """Of some terms; predicted with gradient, as an update does it."""
-    terms = batch.terms(part, predict(bench.model, *batch.points.at(part), "bfloat16"), {})
-    return (terms.log_prob - terms.old_log_prob).detach()
+    rows = batch.rows(part, predict(bench.model, *batch.inputs.at(part), "bfloat16"), {})
+    return (rows.log_prob - rows.old_log_prob).detach()
 
 
 # How it is measured.
@@ -271,7 +271,7 @@ def require_same_latents(bench: Bench, count: int = 2) -> float:
         SystemExit: it is above ``TOLERANCE``: the times of different work cannot be compared.
     """
     prompts = random_prompts(bench.size, count, GUIDANCE, bench.device, torch.float32)
-    keys, sampler = bench.keys.rows(slice(count)), Sampler(name="ode", steps=STEPS)
+    keys, sampler = bench.keys.rows(slice(count)), SamplerConfig(name="ode", steps=STEPS)
     bench.model.transformer.float()
     with torch.backends.cudnn.flags(enabled=False):  # its convolutions of float32 round to TF32
         ours = generate(bench.model, prompts, keys, sampler, precision="float32").latents
@@ -315,7 +315,7 @@ def speed(case: Case, peak: float, calls: list[tuple[float, int | None]]) -> dic
         "seconds": seconds,
         "all_seconds": [spent for spent, _ in calls],
         "images_per_second": case.images / seconds,
-        "terms_per_second": case.terms / seconds if case.terms else None,
+        "terms_per_second": case.loss_rows / seconds if case.loss_rows else None,
         "flops_per_second": case.flops / seconds,
         "share_of_peak": case.flops / seconds / peak,
         "peak_memory": max((used for _, used in calls if used is not None), default=None),

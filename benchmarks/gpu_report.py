@@ -39,14 +39,14 @@ def _speed(measured: list[dict[str, Any]]) -> list[str]:
 
 def _speed_row(row: dict[str, Any]) -> list[str]:
     sides = row["ours"], row["peer"]
-    terms = row["ours"]["terms_per_second"]
+    loss_rows = row["ours"]["terms_per_second"]
     return [
         row["phase"],
         f"{row['guidance']}",
         f"{row['rows_per_pass']}",
         *(f"{side['images_per_second']:.3g}" for side in sides),
         f"{row['ratio']:.2f}",
-        f"{terms:.3g}" if terms else "–",
+        f"{loss_rows:.3g}" if loss_rows else "–",
         *(f"{side['share_of_peak']:.1%}" for side in sides),
         *("–" if side["peak_memory"] is None else f"{side['peak_memory'] / 2**30:.1f}" for side in sides),
     ]

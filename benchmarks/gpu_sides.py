@@ -14,16 +14,15 @@ from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.flow.windows import plan
 from ebbflow.models.base import DTYPES, Conditioning
 from ebbflow.models.families.sd3 import SD3Model
-from ebbflow.recipe.model import Model as ModelConfig
-from ebbflow.recipe.model import Precision
-from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.recipe.stages import OnlineStage
+from ebbflow.recipe.model import ModelConfig, Precision
+from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import Rollouts, generate
-from ebbflow.training.batches import Corrected, TrajectoryBatch, trajectory_batch
+from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, trajectory_batch
 
 STEPS = 10
 LORA = PolicyConfig(train="lora", rank=32, alpha=32)
-STAGE = OnlineStage.model_validate(
+STAGE = OnlineStageConfig.model_validate(
     {
         "algorithm": {"name": "flow_grpo"},
         "sampler": {"name": "flow_sde", "steps": STEPS},
@@ -196,7 +195,7 @@ def training_batch(bench: Bench, guidance: float, rows: int, precision: Precisio
     trajectory = rollout(bench, prompts, rows, precision).trajectory
     assert trajectory
     advantage = torch.randn(len(bench.keys), device=bench.device)
-    return trajectory_batch(Corrected.nothing(trajectory), prompts, advantage, bench.keys, STAGE.sampler)
+    return trajectory_batch(CorrectedRollout.nothing(trajectory), prompts, advantage, bench.keys, STAGE.sampler)
 
 
 # The peer.
@@ -233,11 +232,11 @@ def pipeline_prompts(prompts: Conditioning) -> dict[str, Tensor]:
 def plain_update(bench: Bench, optimizer: torch.optim.Optimizer, batch: TrajectoryBatch, rows: int) -> None:
     """An optimiser step as a plain training script takes it: the same terms through the same network, with a squared error."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for start in range(0, len(batch.points), rows):
+    for start in range(0, len(batch.inputs), rows):
         part = slice(start, start + rows)
-        prediction = plain_prediction(bench, *batch.points.at(part))
+        prediction = plain_prediction(bench, *batch.inputs.at(part))
         loss = torch.nn.functional.mse_loss(prediction.float(), batch.next_latents[part])
-        (loss * len(prediction) / len(batch.points)).backward()
+        (loss * len(prediction) / len(batch.inputs)).backward()
     torch.nn.utils.clip_grad_norm_(parameters, STAGE.optimizer.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -27,9 +27,9 @@ from ebbflow.data.prompts import read_prompts
 from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.combine import load_scorer
-from ebbflow.stage import Kept, Place
-from ebbflow.training.handover import open_model, open_policy
-from ebbflow.training.update import Learner
+from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.training.policy_io import open_model, open_policy
+from ebbflow.training.update import PolicyUpdater
 
 RESULTS = Path(__file__).parent / "results" / "online_modes.json"
 MODES = {"sync": {}, "one_step_off": {}, "async": {"staleness": 2}}
@@ -49,8 +49,8 @@ SPEED_STEPS, WARM_UP = 10, 2
 
 
 @dataclass
-class Files(Kept):
-    """A journal that keeps files, too."""
+class Files(MetricsRecorder):
+    """A recorder that keeps files, too."""
 
     files: dict[str, bytes] = field(default_factory=dict)
 
@@ -93,14 +93,14 @@ def speed() -> tuple[list[dict[str, Any]], list[bytes]]:
     for (workload, stage), (mode, keys) in tqdm([(w, m) for w in WORKLOADS.items() for m in MODES.items()], unit="run"):
         recipe = _recipe(0, {"steps": SPEED_STEPS, **stage, **apart, "mode": mode, **keys})
         base, policy, table = prepared(recipe)
-        placement, journal = RayPlacement(Place(recipe, 0, 0), Folders.at(base, policy)), Files()
+        placement, recorder = RayPlacement(StageContext(recipe, 0, 0), Folders.at(base, policy)), Files()
         try:
-            run_online_stage(Place(recipe, 0, 0), placement, read_prompts(table, "train"), journal)
+            run_online_stage(StageContext(recipe, 0, 0), placement, read_prompts(table, "train"), recorder)
         finally:
             placement.close()
-        measured.append({"workload": workload, "mode": mode} | _times(json.loads(journal.files["timeline.json"])))
+        measured.append({"workload": workload, "mode": mode} | _times(json.loads(recorder.files["timeline.json"])))
         if workload == next(iter(WORKLOADS)):
-            pictures.append(journal.files["timeline.png"])
+            pictures.append(recorder.files["timeline.png"])
     return measured, pictures
 
 
@@ -133,21 +133,19 @@ def _learn(asked: dict[str, Any]) -> dict[str, Any]:
     """One run: held-out scores before and after, and the age of its oldest samples."""
     recipe = _recipe(asked["seed"], {"steps": asked["steps"], "mode": asked["mode"], **asked["settings"]})
     base, folder, table = prepared(recipe)
-    place, model = Place(recipe, 0, 0), open_model(recipe, base)
-    policy, card = open_policy(place, model, folder)
-    scorer, held_out, journal = load_scorer(recipe.rewards.terms, ()), read_prompts(table, "held_out"), Kept()
+    ctx, model = StageContext(recipe, 0, 0), open_model(recipe, base)
+    policy, metadata = open_policy(ctx, model, folder)
+    scorer, held_out, recorder = load_scorer(recipe.rewards, ()), read_prompts(table, "held_out"), MetricsRecorder()
     before = score(recipe, model, policy, held_out, ())
-    placement = in_process(place, Learner(policy, place.online, card), scorer)
-    run_online_stage(place, placement, read_prompts(table, "train"), journal)
+    placement = in_process(ctx, PolicyUpdater(policy, ctx.online, metadata), scorer)
+    run_online_stage(ctx, placement, read_prompts(table, "train"), recorder)
     after = score(recipe, model, policy, held_out, ())
-    return {"before": before, "after": after, "staleness": max(step["staleness/max"] for step in journal.metrics)}
+    return {"before": before, "after": after, "staleness": max(step["staleness/max"] for step in recorder.metrics)}
 
 
 def _recipe(seed: int, stage: dict[str, Any]) -> Recipe:
     prompts = {"validation": 1, "held_out": 96}
-    return Recipe.model_validate(
-        {"seed": seed, "prompts": prompts, "rewards": {"guards": []}, "stages": [{"kind": "online", **stage}]}
-    )
+    return Recipe.model_validate({"seed": seed, "prompts": prompts, "guardrails": [], "stages": [{"kind": "online", **stage}]})
 
 
 def report(results: dict[str, Any]) -> str:

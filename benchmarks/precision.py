@@ -25,10 +25,9 @@ from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning, Model, load_model
 from ebbflow.models.base import DTYPES, predict
 from ebbflow.models.tiny import build_tiny
-from ebbflow.recipe.choices import Sampler
-from ebbflow.recipe.model import Model as ModelConfig
-from ebbflow.recipe.model import Precision
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.model import ModelConfig, Precision
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.training.policy import Policy
 
@@ -82,23 +81,28 @@ def row(folder: Path, family: str, precision: Precision) -> str:
 def ratio_errors(model: Model, micro_batches: tuple[int, ...]) -> list[float]:
     """The largest |log-prob - log-prob of the rollout| when training goes through the samples in micro-batches of these sizes."""
     prompts = [Prompt(index % len(TEXTS), TEXTS[index % len(TEXTS)], "", None, "", "", "{}") for index in range(SAMPLES)]
-    keys, sampler = SampleKeys(0, [p.prompt_id for p in prompts], list(range(SAMPLES))), Sampler(name="flow_sde", steps=STEPS)
+    keys, sampler = (
+        SampleKeys(0, [p.prompt_id for p in prompts], list(range(SAMPLES))),
+        SamplerConfig(name="flow_sde", steps=STEPS),
+    )
     conditioning = model.encode(prompts)
     rollouts = generate(model, conditioning, keys, sampler, Plan(TRAINED, TRAINED), ROLLOUT_MICRO_BATCH)
     assert rollouts.trajectory
     return [max(_errors(model, rollouts.trajectory, conditioning, sampler, size)) for size in micro_batches]
 
 
-def _errors(model: Model, rolled_out: Trajectory, conditioning: Conditioning, sampler: Sampler, size: int) -> Iterator[float]:
+def _errors(
+    model: Model, rolled_out: Trajectory, conditioning: Conditioning, sampler: SamplerConfig, size: int
+) -> Iterator[float]:
     """Of each denoising step and micro-batch, the largest."""
-    for place, step in enumerate(rolled_out.steps.tolist()):
+    for index, step in enumerate(rolled_out.steps.tolist()):
         for start in range(0, SAMPLES, size):
             rows = slice(start, start + size)
-            latents, sigma = rolled_out.latents[rows, place], rolled_out.sigmas[step].expand(size)
+            latents, sigma = rolled_out.latents[rows, index], rolled_out.sigmas[step].expand(size)
             velocity = predict(model, latents, sigma, conditioning.rows(rows))
             move = transition("flow_sde", latents, velocity, rolled_out.sigmas, step, sampler.eta)
-            again = log_prob(move, rolled_out.next_latents[rows, place])
-            yield float((again - rolled_out.log_probs[rows, place]).abs().max())
+            again = log_prob(move, rolled_out.next_latents[rows, index])
+            yield float((again - rolled_out.log_probs[rows, index]).abs().max())
 
 
 if __name__ == "__main__":

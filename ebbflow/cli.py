@@ -10,15 +10,14 @@ from typing import Any
 
 import click
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ebbflow.logs import configure_logging
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import BUILT_IN, import_path
-from ebbflow.recipe.base import explain
 from ebbflow.recipe.choices import SAMPLERS, STOCHASTIC_SAMPLERS, WINDOWS
-from ebbflow.recipe.rewards import REWARD_NAMES, REWARDS, CustomReward, Ocr, Rewards, Tesseract
+from ebbflow.recipe.rewards import REWARD_NAMES, REWARDS, CustomRewardConfig, OcrConfig, TesseractConfig
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,7 +50,7 @@ def check(recipe: Path) -> None:
 
 def _paths(recipe: Recipe) -> list[str]:
     """Import paths of the user's own rewards and model family; the algorithms' were imported when the recipe was read."""
-    rewards = [config.path for config in (*recipe.rewards.terms, *recipe.rewards.guards) if isinstance(config, CustomReward)]
+    rewards = [config.path for config in (*recipe.rewards, *recipe.guardrails) if isinstance(config, CustomRewardConfig)]
     return [*rewards, *([recipe.model.family] if ":" in recipe.model.family else [])]
 
 
@@ -94,8 +93,8 @@ def export(policy: Path, target: Path, base: Path) -> None:
     """Export POLICY, a policy folder, to TARGET as a diffusers pipeline with its LoRA merged."""
     from ebbflow.models import ModelError  # imports torch
     from ebbflow.storage.artifacts import ArtifactError
-    from ebbflow.training.card import PolicyError
     from ebbflow.training.export import export_pipeline
+    from ebbflow.training.policy_metadata import PolicyError
 
     try:
         export_pipeline(base, policy, target)
@@ -146,7 +145,9 @@ def list_choices() -> None:
     _table("algorithms", {config.model_fields["name"].default: (_summary(config), config.stages) for config in BUILT_IN})
     _table("samplers", {name: (text, ("log-probs",) * (name in STOCHASTIC_SAMPLERS)) for name, text in SAMPLERS.items()})
     _table("windows", {name: (text, ()) for name, text in WINDOWS.items()})
-    missing: dict[str, str | None] = {config.name: load_reward(config).unavailable() for config in (Ocr(), Tesseract())}
+    missing: dict[str, str | None] = {
+        config.name: load_reward(config).unavailable() for config in (OcrConfig(), TesseractConfig())
+    }
     names = dict(zip(REWARD_NAMES, REWARDS, strict=True))
     _table(
         "rewards", {name: (_summary(config), ("not installed",) if missing.get(name) else ()) for name, config in names.items()}
@@ -171,10 +172,8 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
     from ebbflow.rewards.server import serve
 
     try:
-        (config,) = Rewards.model_validate({"terms": [yaml.safe_load(reward)], "guards": []}).terms
+        (config,) = Recipe.model_validate({"rewards": [yaml.safe_load(reward)], "guardrails": []}).rewards
         serve(config, host, port, read_token(token_variable))
-    except ValidationError as error:
-        sys.exit(explain(error, Rewards))
     except (yaml.YAMLError, RecipeError, RewardError, NoAnswer) as error:
         sys.exit(str(error))
 
@@ -206,7 +205,7 @@ def _keys(model: type[BaseModel], prefix: str, shown: dict[Any, str]) -> Iterato
         shown[tuple(inner)] = f"{prefix}{name}"
         many = "[]" if typing.get_origin(field.annotation) is list else ""
         for choice in inner:
-            tag = f"({choice.__name__})" if len(inner) > 1 else ""
+            tag = f"({choice.__name__.removesuffix('Config')})" if len(inner) > 1 else ""
             summary = " ".join((choice.__doc__ or "").split())
             yield f"{prefix}{name}{many}{tag}", None, summary
             yield from _keys(choice, f"{prefix}{name}{many}{tag}.", shown)

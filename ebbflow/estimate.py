@@ -42,8 +42,8 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.stage import Place
-from ebbflow.training.anchor import correction_of
+from ebbflow.stage import StageContext
+from ebbflow.training.rollout_correction import correction_of
 
 BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 BLOCK_BYTES = 34
@@ -151,17 +151,17 @@ def estimate(recipe: Recipe, processes: int = 2) -> Estimate:
         raise ValueError(f"processes = {processes}: an offline stage trains with at least one")
     sizes, sample = measure(recipe.model)
     facts = _Facts(recipe, sizes, sample, trained_parameters(recipe, sizes))
-    places = [Place(recipe, 0, index) for index in range(len(recipe.stages))]
-    work = {place.label: _work(facts, place) for place in places}
+    contexts = [StageContext(recipe, 0, index) for index in range(len(recipe.stages))]
+    work = {ctx.label: _work(facts, ctx) for ctx in contexts}
     judged = recipe.prompts.validation + recipe.prompts.held_out
-    evaluations = 2 + recipe.rounds * len(places)  # of the base model, the champion, and after every stage
+    evaluations = 2 + recipe.rounds * len(contexts)  # of the base model, the champion, and after every stage
     return Estimate(
         recipe=recipe,
         sizes=sizes,
         sample=facts.sample,
         trained=facts.trained,
         processes=processes,
-        memory={"text encoding": facts.encoding(), "evaluation": facts.evaluation()} | _stages(facts, places, processes),
+        memory={"text encoding": facts.encoding(), "evaluation": facts.evaluation()} | _stages(facts, contexts, processes),
         work=work,
         evaluation=judged * facts.sample.passes * (recipe.evaluation.steps + 2 * len(DRIFT_SIGMAS)),
         stored={
@@ -209,27 +209,27 @@ def shard_bytes(sample: Sample, samples: int) -> int:
     return samples * (KEY_BYTES + 4 * sample.elements + PNG_BYTES_PER_PIXEL * sample.pixels)
 
 
-def _stages(facts: _Facts, places: Sequence[Place], processes: int) -> dict[str, Memory]:
+def _stages(facts: _Facts, contexts: Sequence[StageContext], processes: int) -> dict[str, Memory]:
     """The memory of every process of every stage."""
     found: dict[str, Memory] = {}
-    for place in places:
-        if place.config.kind == "online":
-            found |= _online(facts, place)
+    for ctx in contexts:
+        if ctx.config.kind == "online":
+            found |= _online(facts, ctx)
             continue
-        if not place.offline.pairs:
-            found[f"{place.label} rollout"] = facts.rollout(place)
-        found[f"{place.label} training"] = facts.offline(place, processes)
+        if not ctx.offline.pairs:
+            found[f"{ctx.label} rollout"] = facts.rollout(ctx)
+        found[f"{ctx.label} training"] = facts.offline(ctx, processes)
     return found
 
 
-def _online(facts: _Facts, place: Place) -> dict[str, Memory]:
+def _online(facts: _Facts, ctx: StageContext) -> dict[str, Memory]:
     """Everything in one process; or a rank of training, a rollout worker and a reward worker under Ray."""
-    if place.online.placement == "in_process":
-        return {f"{place.label} training": facts.online(place)}
+    if ctx.online.placement == "in_process":
+        return {f"{ctx.label} training": facts.online(ctx)}
     return {
-        f"{place.label} training": facts.online_rank(place),
-        f"{place.label} rollout": facts.rollout(place),
-        f"{place.label} rewards": Memory(others=facts.judging(place)),
+        f"{ctx.label} training": facts.online_rank(ctx),
+        f"{ctx.label} rollout": facts.rollout(ctx),
+        f"{ctx.label} rewards": Memory(others=facts.judging(ctx)),
     }
 
 
@@ -256,9 +256,9 @@ class _Facts:
             return BYTES[self.recipe.model.precision] * numbers + 4 * self.trained
         return 4 * numbers + (2 * self.sizes.parameters if precision != "float32" else 0)
 
-    def copies(self, place: Place) -> int:
+    def copies(self, ctx: StageContext) -> int:
         """Of the copies that the policy of a stage has."""
-        return 4 * self.trained * (1 + place.keeps_old + bool(self.recipe.policy.ema) + bool(place.teacher))
+        return 4 * self.trained * (1 + ctx.keeps_old + bool(self.recipe.policy.ema) + bool(ctx.teacher))
 
     def encoding(self) -> Memory:
         """The text encoders come beside the policy."""
@@ -273,76 +273,75 @@ class _Facts:
 
     def evaluation(self) -> Memory:
         """All validation and held-out prompts at once; the drift takes two velocities for each of its noise levels."""
-        prompts, rewards = self.recipe.prompts.validation + self.recipe.prompts.held_out, self.recipe.rewards
+        prompts = self.recipe.prompts.validation + self.recipe.prompts.held_out
         return Memory(
             weights=self.weights(self.recipe.model.precision),
             copies=2 * 4 * self.trained,
             activations=self._generating(prompts, self.recipe.evaluation.micro_batch, self.recipe.model.precision),
             samples=prompts * (self.prompt_bytes + self.latents * (2 + 2 * len(DRIFT_SIGMAS))),
-            others=_reward_bytes([*rewards.terms, *rewards.guards]),
+            others=_reward_bytes([*self.recipe.rewards, *self.recipe.guardrails]),
         )
 
-    def rollout(self, place: Place) -> Memory:
+    def rollout(self, ctx: StageContext) -> Memory:
         """Of a shard: whole groups, as many as fit into ``micro_batch``, at a time."""
-        config = place.config
+        config = ctx.config
         precision = config.rollout_precision or self.recipe.model.precision
         samples = max(1, config.micro_batch // config.group_size) * config.group_size
-        swapped = 4 * self.trained if place.algorithm.generates != "current" else 0
+        swapped = 4 * self.trained if ctx.algorithm.generates != "current" else 0
         return Memory(
             weights=self.weights(precision),
-            copies=self.copies(place) + swapped,
+            copies=self.copies(ctx) + swapped,
             activations=self._generating(samples, config.micro_batch, precision),
             samples=samples * (self.prompt_bytes + self.latents),
         )
 
-    def online(self, place: Place) -> Memory:
+    def online(self, ctx: StageContext) -> Memory:
         """Rollout, rewards and training take turns in one process; the samples of a step stay."""
-        alone, config = self.online_rank(place), place.online
+        alone, config = self.online_rank(ctx), ctx.online
         samples = config.prompts_per_step * config.group_size
         generating = self._generating(samples, config.micro_batch, config.rollout_precision or self.recipe.model.precision)
         return replace(
             alone,
             activations=max(generating, alone.activations),
-            others=self.judging(place),
+            others=self.judging(ctx),
         )
 
-    def judging(self, place: Place) -> int:
-        """The networks that an online stage scores with: guards are only loaded for a validation."""
-        rewards = self.recipe.rewards
-        return _reward_bytes([*rewards.terms, *(rewards.guards if place.online.validation else ())])
+    def judging(self, ctx: StageContext) -> int:
+        """The networks that an online stage scores with: guardrails are only loaded for a validation."""
+        return _reward_bytes([*self.recipe.rewards, *(self.recipe.guardrails if ctx.online.validation else ())])
 
-    def online_rank(self, place: Place) -> Memory:
+    def online_rank(self, ctx: StageContext) -> Memory:
         """A process that only trains, on the samples of a step; one of several shards the model and gets its share of them."""
-        config, ranks = place.online, place.online.resources.training.count
-        weights, (kept, _) = self.weights(self.recipe.model.precision), units_of(place)
+        config, ranks = ctx.online, ctx.online.resources.training.count
+        weights, (kept, _) = self.weights(self.recipe.model.precision), units_of(ctx)
         share = math.ceil(kept / config.updates_per_step / ranks)  # of the samples, in an update
-        recorded = 3 * trained_steps(place) if place.config.hyper.kind == "trajectory" else 0
+        recorded = 3 * trained_steps(ctx) if ctx.config.hyper.kind == "trajectory" else 0
         samples = config.prompts_per_step * config.group_size
         return Memory(
             weights=weights // ranks + (weights // self.sizes.blocks if ranks > 1 else 0),
             optimizer=12 * self.trained // ranks,
-            copies=self.copies(place) // ranks,
-            activations=self._training(place),
-            samples=samples * (self.prompt_bytes + self.latents * (1 + recorded)) + self._update(place, share),
+            copies=self.copies(ctx) // ranks,
+            activations=self._training(ctx),
+            samples=samples * (self.prompt_bytes + self.latents * (1 + recorded)) + self._update(ctx, share),
             loading=self.weights("float32") if ranks > 1 else 0,
         )
 
-    def offline(self, place: Place, processes: int) -> Memory:
-        precision, config = self.recipe.model.precision, place.offline
-        weights, copies = self.weights(precision), self.copies(place)
+    def offline(self, ctx: StageContext, processes: int) -> Memory:
+        precision, config = self.recipe.model.precision, ctx.offline
+        weights, copies = self.weights(precision), self.copies(ctx)
         whole = 0 if processes == 1 else weights // self.sizes.blocks
         return Memory(
             weights=weights // processes + whole,
             optimizer=12 * self.trained // processes,
             copies=copies // processes,
-            activations=self._training(place),
-            samples=self._update(place, math.ceil(config.batch_size / processes)),
+            activations=self._training(ctx),
+            samples=self._update(ctx, math.ceil(config.batch_size / processes)),
             loading=0 if processes == 1 else self.weights("float32"),
         )
 
-    def _update(self, place: Place, samples: int) -> int:
+    def _update(self, ctx: StageContext, samples: int) -> int:
         """Of one optimiser step: three latents and a prediction of every copy for each term, and the encoded prompts."""
-        return samples * (self.prompt_bytes + trained_steps(place) * self.latents * (3 + len(compared_copies(place))))
+        return samples * (self.prompt_bytes + trained_steps(ctx) * self.latents * (3 + len(compared_copies(ctx))))
 
     def _generating(self, samples: int, at_once: int, precision: Precision) -> int:
         """The network's, or the VAE's after it."""
@@ -352,43 +351,43 @@ class _Facts:
         decoded = decoded * min(frames, self.sizes.frames_per_latent) // frames  # a latent's at a time
         return max(network, 4 * self.sizes.vae + VAE_BYTES_PER_PIXEL * decoded if self.sizes.vae else 0)
 
-    def _training(self, place: Place) -> int:
+    def _training(self, ctx: StageContext) -> int:
         """Of one forward and backward pass."""
         model = self.recipe.model
-        terms = max(place.config.micro_batch, units_of(place)[1])
+        rows = max(ctx.config.micro_batch, units_of(ctx)[1])
         kept = activation_bytes(self.sizes, self.sample.tokens, model.precision, model.gradient_checkpointing)
-        return terms * kept * self._passes(place)
+        return rows * kept * self._passes(ctx)
 
-    def _passes(self, place: Place) -> int:
+    def _passes(self, ctx: StageContext) -> int:
         """Of the network for a term: losses on final latents are without guidance."""
-        return self.sample.passes if place.config.hyper.kind == "trajectory" else 1
+        return self.sample.passes if ctx.config.hyper.kind == "trajectory" else 1
 
 
-def _work(facts: _Facts, place: Place) -> Work:
-    config, passes = place.config, facts._passes(place)
-    samples, repeats, updates = _amounts(place)
-    kept, unit = units_of(place)
-    terms = repeats * kept * trained_steps(place)
+def _work(facts: _Facts, ctx: StageContext) -> Work:
+    config, passes = ctx.config, facts._passes(ctx)
+    samples, repeats, updates = _amounts(ctx)
+    kept, group_index = units_of(ctx)
+    rows = repeats * kept * trained_steps(ctx)
     anchored = config.hyper.kind == "trajectory" and correction_of(config, facts.recipe.model.precision)
-    comparing = terms * len(compared_copies(place)) + (samples * trained_steps(place) if anchored else 0)
-    if "reference" not in compared_copies(place):  # then the drift is measured on the first pass of every update
-        comparing += updates * min(max(config.micro_batch, unit), math.ceil(terms / updates))
+    comparing = rows * len(compared_copies(ctx)) + (samples * trained_steps(ctx) if anchored else 0)
+    if "reference" not in compared_copies(ctx):  # then the drift is measured on the first pass of every update
+        comparing += updates * min(max(config.micro_batch, group_index), math.ceil(rows / updates))
     return Work(
         samples=samples,
-        denoising=round(denoising_steps(place) * samples) * facts.sample.passes,
-        training=terms * passes,
+        denoising=round(denoising_steps(ctx) * samples) * facts.sample.passes,
+        training=rows * passes,
         comparing=comparing * passes,
         shards=shard_bytes(facts.sample, samples) if config.kind == "offline" else 0,
-        policy=4 * (facts.trained * (1 + place.keeps_old + bool(facts.recipe.policy.ema)) + _buffers(facts)),
+        policy=4 * (facts.trained * (1 + ctx.keeps_old + bool(facts.recipe.policy.ema)) + _buffers(facts)),
     )
 
 
-def _amounts(place: Place) -> tuple[int, int, int]:
+def _amounts(ctx: StageContext) -> tuple[int, int, int]:
     """(samples that a stage generates in a round, how often it trains on what it selects, its optimiser steps).
 
     A stage on a file of pairs counts as none: the file is not read.
     """
-    config = place.config
+    config = ctx.config
     if config.kind == "online":
         samples = config.steps * config.prompts_per_step * config.group_size
         return samples, config.steps, config.steps * config.updates_per_step
@@ -396,40 +395,40 @@ def _amounts(place: Place) -> tuple[int, int, int]:
     return samples, 0 if config.pairs else config.epochs, config.epochs * max(1, math.ceil(samples / config.batch_size))
 
 
-def units_of(place: Place) -> tuple[int, int]:
+def units_of(ctx: StageContext) -> tuple[int, int]:
     """(samples that the algorithm selects of a step or a stage at most, the largest number that must stay together)."""
-    config = place.config
+    config = ctx.config
     prompts = config.prompts_per_step if config.kind == "online" else config.prompts
     advantage = np.tile(np.linspace(1, -1, config.group_size), prompts)
     rank = np.tile(np.arange(config.group_size), prompts)
     extremes = config.advantages.keep_extremes or config.group_size
     keep = (rank < extremes) | (rank >= config.group_size - extremes)
-    units = place.algorithm.select(advantage, keep, np.repeat(np.arange(prompts), config.group_size), config.hyper)
-    return sum(map(len, units)), max(map(len, units))
+    groups = ctx.algorithm.select(advantage, keep, np.repeat(np.arange(prompts), config.group_size), config.hyper)
+    return sum(map(len, groups)), max(map(len, groups))
 
 
-def trained_steps(place: Place) -> int:
+def trained_steps(ctx: StageContext) -> int:
     """Terms of the loss for each sample: denoising steps of its trajectory, or draws of noise."""
-    hyper, window = place.config.hyper, place.config.window
+    hyper, window = ctx.config.hyper, ctx.config.window
     if isinstance(hyper, ForwardConfig):
         return hyper.noise_levels
     assert window
-    return len(plan(window, place.config.sampler.steps, 0, place.seed).trained)
+    return len(plan(window, ctx.config.sampler.steps, 0, ctx.seed).trained)
 
 
-def denoising_steps(place: Place) -> float:
+def denoising_steps(ctx: StageContext) -> float:
     """Of a sample; on average over the steps of the stage's first round where a window's tail shortens the schedule."""
-    config, steps = place.config, place.config.sampler.steps
+    config, steps = ctx.config, ctx.config.sampler.steps
     if config.kind == "offline" or config.window is None or config.window.tail is None:
         return steps
     sigmas = torch.linspace(1, 0, steps + 1)
-    ends = [plan(config.window, steps, step, place.seed).stochastic[-1] + 1 for step in range(config.steps)]
+    ends = [plan(config.window, steps, step, ctx.seed).stochastic[-1] + 1 for step in range(config.steps)]
     return sum(end + len(shorter_schedule(sigmas[end:], config.window.tail)) - 1 for end in ends) / len(ends)
 
 
-def compared_copies(place: Place) -> set[str]:
+def compared_copies(ctx: StageContext) -> set[str]:
     """The copies whose predictions an update takes at every term."""
-    return set(place.algorithm.copies(place.config.hyper)) | ({"reference"} if place.config.reference.weight else set())
+    return set(ctx.algorithm.copies(ctx.config.hyper)) | ({"reference"} if ctx.config.reference.weight else set())
 
 
 def _buffers(facts: _Facts) -> int:

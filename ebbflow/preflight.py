@@ -7,13 +7,13 @@ from pathlib import Path
 
 from ebbflow.data.pairs import check_pairs
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.algorithms import Custom
+from ebbflow.recipe.algorithms import CustomAlgorithmConfig
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import Model
-from ebbflow.recipe.stages import Stage
+from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.stages import StageConfig
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.storage.artifacts import ArtifactError
-from ebbflow.training.card import PolicyError, read_card
+from ebbflow.training.policy_metadata import PolicyError, read_policy_metadata
 
 LOCAL_PATH = "is a local path, which pods cannot see; upload it and give its URI"
 
@@ -44,7 +44,7 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
     _check_model(recipe.model, on_cluster)
     if (start := recipe.policy.start) and not start.on_hub:
         _check_start(start.path or "", on_cluster)
-    load_scorer(recipe.rewards.terms, recipe.rewards.guards)
+    load_scorer(recipe.rewards, recipe.guardrails)
 
 
 def _check_shared(output: str, tracking_uri: str) -> None:
@@ -57,7 +57,7 @@ def _check_shared(output: str, tracking_uri: str) -> None:
         )
 
 
-def _check_model(model: Model, on_cluster: bool) -> None:
+def _check_model(model: ModelConfig, on_cluster: bool) -> None:
     if model.family not in FAMILIES:
         from ebbflow.models.families import adapter_of  # imports torch
 
@@ -90,15 +90,15 @@ def _check_pairs(key: str, path: Path, on_cluster: bool) -> None:
     check_pairs(path)
 
 
-def _check_teacher(algorithm: str, stage: Stage, on_cluster: bool) -> None:
+def _check_teacher(algorithm: str, stage: StageConfig, on_cluster: bool) -> None:
     teacher = getattr(stage.hyper, "teacher", None)
     if teacher is None or "://" in teacher:
         return
-    key = f"{algorithm}.{'options.' * isinstance(stage.algorithm, Custom)}teacher = {teacher!r}"
+    key = f"{algorithm}.{'options.' * isinstance(stage.algorithm, CustomAlgorithmConfig)}teacher = {teacher!r}"
     if on_cluster:
         raise RecipeError(f"{key} {LOCAL_PATH}")
     try:
-        read_card(Path(teacher))
+        read_policy_metadata(Path(teacher))
     except (ArtifactError, PolicyError) as error:
         raise RecipeError(f"{key} is not the policy folder of an earlier run: {error}") from None
 

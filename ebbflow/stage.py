@@ -13,7 +13,7 @@ from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.stages import OfflineStage, OnlineStage
+from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
 from ebbflow.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-class Journal(Protocol):
+class MetricsLogger(Protocol):
     """Takes what a stage shows of itself; ``ebbflow.tracking.child_run.RunLogger`` is one."""
 
     def log_metrics(self, values: Mapping[str, float], step: int) -> None:
@@ -38,7 +38,7 @@ class Journal(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class StageContext:
     """A stage within a run: the recipe, and indices from zero."""
 
     recipe: Recipe
@@ -46,17 +46,17 @@ class Place:
     stage: int
 
     @property
-    def config(self) -> OnlineStage | OfflineStage:
+    def config(self) -> OnlineStageConfig | OfflineStageConfig:
         return self.recipe.stages[self.stage]
 
     @property
-    def online(self) -> OnlineStage:
-        assert isinstance(self.config, OnlineStage)
+    def online(self) -> OnlineStageConfig:
+        assert isinstance(self.config, OnlineStageConfig)
         return self.config
 
     @property
-    def offline(self) -> OfflineStage:
-        assert isinstance(self.config, OfflineStage)
+    def offline(self) -> OfflineStageConfig:
+        assert isinstance(self.config, OfflineStageConfig)
         return self.config
 
     @property
@@ -91,10 +91,10 @@ class Place:
 
 
 @dataclass
-class Kept:
-    """A journal that passes everything on to another, if there is one, and keeps the metrics for the report."""
+class MetricsRecorder:
+    """A recorder that passes everything on to another, if there is one, and keeps the metrics for the report."""
 
-    journal: Journal | None = None
+    metrics_logger: MetricsLogger | None = None
     rows: dict[int, dict[str, float]] = field(default_factory=dict)
     """By the number of the step."""
 
@@ -105,25 +105,25 @@ class Kept:
 
     def log_metrics(self, values: Mapping[str, float], step: int) -> None:
         self.rows.setdefault(step, {"step": step}).update(values)
-        if self.journal:
-            self.journal.log_metrics(values, step)
+        if self.metrics_logger:
+            self.metrics_logger.log_metrics(values, step)
 
     def log_table(self, name: str, table: pa.Table) -> None:
-        if self.journal:
-            self.journal.log_table(name, table)
+        if self.metrics_logger:
+            self.metrics_logger.log_table(name, table)
 
     def log_image(self, key: str, image: Image.Image | bytes, step: int) -> None:
-        if self.journal:
-            self.journal.log_image(key, image, step)
+        if self.metrics_logger:
+            self.metrics_logger.log_image(key, image, step)
 
     def log_file(self, path: str, content: bytes) -> None:
-        if self.journal:
-            self.journal.log_file(path, content)
+        if self.metrics_logger:
+            self.metrics_logger.log_file(path, content)
 
     def resume(self, rows: Sequence[dict[str, float]]) -> None:
         """Keep what an earlier attempt at the stage was told, and pass it on: it may have died before it could deliver that.
 
-        What the journal has already, it leaves out.
+        What the recorder has already, it leaves out.
         """
         for row in rows:
             self.log_metrics({name: value for name, value in row.items() if name != "step"}, int(row["step"]))

@@ -16,7 +16,7 @@ def choose_candidate(run: TrackedRun, history: list[EvaluatedPolicy]) -> Evaluat
     """The best policy of the run. The held-out prompts do not count here, so that they can decide in the gate."""
     from ebbflow.tracking.child_run import node_run
 
-    with node_run(run, "candidate") as node:
+    with node_run(run, "candidate") as run_logger:
         chosen = history[best([evaluated.evaluation for evaluated in history])]
-        node.log_params({"candidate": chosen.evaluation.label})
+        run_logger.log_params({"candidate": chosen.evaluation.label})
     return chosen

@@ -16,10 +16,10 @@ from tasks.resources import light
 def compute_advantages(recipe: Recipe, run: TrackedRun, round: int, stage: int, scores: list[FlyteFile]) -> FlyteFile:
     """The advantage of every sample that is trained on (``ADVANTAGES``)."""
     from ebbflow.offline.advantages import write_advantages
-    from ebbflow.stage import Place
+    from ebbflow.stage import StageContext
     from ebbflow.tracking.child_run import node_run
 
-    place, path = Place(recipe, round, stage), scratch("advantages.parquet", run)
-    with node_run(run, f"{place.label} advantages") as node:
-        node.log_metrics(write_advantages(place, [fetch(shard) for shard in scores], path), step=0)
+    ctx, path = StageContext(recipe, round, stage), scratch("advantages.parquet", run)
+    with node_run(run, f"{ctx.label} advantages") as run_logger:
+        run_logger.log_metrics(write_advantages(ctx, [fetch(shard) for shard in scores], path), step=0)
     return FlyteFile(str(path))

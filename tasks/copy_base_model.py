@@ -7,7 +7,7 @@ import time
 from flytekit import task
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.recipe.model import Model
+from ebbflow.recipe.model import ModelConfig
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch_folder, scratch
 from tasks.resources import accelerated
@@ -15,7 +15,7 @@ from tasks.types import BaseModelArtifact
 
 
 @task(cache=ONCE_PER_RUN, **accelerated())
-def copy_base_model(model: Model, run: TrackedRun) -> BaseModelArtifact:
+def copy_base_model(model: ModelConfig, run: TrackedRun) -> BaseModelArtifact:
     """A committed copy of the folder at ``model.path``, a path or a URI."""
     from ebbflow.models.prepare import copy_base
     from ebbflow.tracking.child_run import node_run

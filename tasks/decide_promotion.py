@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flytekit import task
 
-from ebbflow.data.records import TrackedRun, Verdict
+from ebbflow.data.records import GateDecision, TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch
@@ -13,20 +13,20 @@ from tasks.types import ChampionPolicy, EvaluatedPolicy
 
 
 @task(cache=ONCE_PER_RUN, **light())
-def decide_promotion(recipe: Recipe, run: TrackedRun, candidate: EvaluatedPolicy, champion: ChampionPolicy) -> Verdict:
+def decide_promotion(recipe: Recipe, run: TrackedRun, candidate: EvaluatedPolicy, champion: ChampionPolicy) -> GateDecision:
     """The decision with its reasons; it changes nothing."""
     from ebbflow.evaluation.gate import decide
     from ebbflow.storage.tables import read_table
     from ebbflow.tracking.child_run import node_run
-    from ebbflow.tracking.nodes import log_verdict
+    from ebbflow.tracking.nodes import log_decision
 
-    with node_run(run, "gate") as node:
-        verdict = decide(
+    with node_run(run, "gate") as run_logger:
+        decision = decide(
             recipe,
             candidate.evaluation,
             champion.evaluated.evaluation,
             read_table(fetch(candidate.samples)),
             read_table(fetch(champion.evaluated.samples)),
         )
-        log_verdict(node, verdict)
-    return verdict
+        log_decision(run_logger, decision)
+    return decision

@@ -28,11 +28,11 @@ def evaluate_champion(
     if champion is None:
         return ChampionPolicy(version=None, evaluated=before)
     samples = scratch("samples.parquet", run)
-    with node_run(run, "champion evaluation") as node:
+    with node_run(run, "champion evaluation") as run_logger:
         its_base, policy = champion_folders(champion, scratch("champion", run), fetch(base.folder))
         require_same_image_size(recipe, policy)
         evaluation = evaluate_folder(recipe, its_base, policy, fetch(prompts), f"champion v{champion.version}", samples)
-        log_evaluation(node, evaluation, samples)
+        log_evaluation(run_logger, evaluation, samples)
     trained = TrainedPolicy(folder=FlyteDirectory(str(policy)))
     evaluated = EvaluatedPolicy(policy=trained, evaluation=evaluation, samples=FlyteFile(str(samples)))
     return ChampionPolicy(version=champion.version, evaluated=evaluated)

@@ -23,7 +23,7 @@ def evaluate_policy(
     from ebbflow.tracking.nodes import log_evaluation
 
     samples = scratch("samples.parquet", run)
-    with node_run(run, f"{label} evaluation") as node:
+    with node_run(run, f"{label} evaluation") as run_logger:
         evaluation = evaluate_folder(recipe, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples)
-        log_evaluation(node, evaluation, samples)
+        log_evaluation(run_logger, evaluation, samples)
     return EvaluatedPolicy(policy=policy, evaluation=evaluation, samples=FlyteFile(str(samples)))

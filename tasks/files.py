@@ -17,7 +17,7 @@ from ebbflow.storage.locks import wait_for_lock
 from tasks.types import GONE
 
 if TYPE_CHECKING:
-    from ebbflow.stage import Place
+    from ebbflow.stage import StageContext
     from ebbflow.training.checkpoint import Checkpoints
 
 
@@ -64,7 +64,7 @@ def fetch_once_per_machine(uri: str) -> Path:
     return folder
 
 
-def open_checkpoints(run: TrackedRun, place: Place, first: bool = True) -> Checkpoints:
+def open_checkpoints(run: TrackedRun, ctx: StageContext, first: bool = True) -> Checkpoints:
     """The checkpoints of a stage, in the run's folder, where the next attempt finds them; those of other stages are deleted.
 
     Args:
@@ -72,14 +72,14 @@ def open_checkpoints(run: TrackedRun, place: Place, first: bool = True) -> Check
     """
     from ebbflow.training.checkpoint import Checkpoints
 
-    access, stages, own = FlyteContextManager.current_context().file_access, f"{run.folder}/checkpoints", _stage_folder(place)
+    access, stages, own = FlyteContextManager.current_context().file_access, f"{run.folder}/checkpoints", _stage_folder(ctx)
     store = access.get_filesystem_for_path(stages)
     for stage in _names(store, stages) if first else ():
         if stage != own:
             store.rm(f"{stages}/{stage}", recursive=True)
     home = f"{stages}/{own}"
     if "://" not in home:
-        return Checkpoints(place, Path(home))
+        return Checkpoints(ctx, Path(home))
     folder = _machine_folder(home)
 
     def upload(new: Path) -> None:
@@ -91,7 +91,7 @@ def open_checkpoints(run: TrackedRun, place: Place, first: bool = True) -> Check
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt on this machine
         if store.exists(home):
             access.get_data(home, str(folder), is_multipart=True)
-    return Checkpoints(place, folder, upload)
+    return Checkpoints(ctx, folder, upload)
 
 
 def delete_checkpoints(run: TrackedRun) -> None:
@@ -107,8 +107,8 @@ def _machine_folder(uri: str) -> Path:
     return Path(tempfile.gettempdir()) / f"ebbflow-{hashlib.sha256(uri.encode()).hexdigest()[:32]}"
 
 
-def _stage_folder(place: Place) -> str:
-    return place.label.replace(" ", "-")
+def _stage_folder(ctx: StageContext) -> str:
+    return ctx.label.replace(" ", "-")
 
 
 def _names(store: Any, folder: str) -> set[str]:

@@ -26,12 +26,12 @@ def generate_rollouts(
 ) -> FlyteFile:
     """A rollout shard (``rollout_schema``)."""
     from ebbflow.offline.rollouts import generate_shard_from_folders
-    from ebbflow.stage import Place
+    from ebbflow.stage import StageContext
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_shard
 
-    place, path = Place(recipe, round, stage), scratch(f"rollouts-{shard}.parquet", run)
-    with node_run(run, f"{place.label} rollout {shard}") as node:
-        generate_shard_from_folders(place, fetch(base.folder), fetch(policy.folder), fetch(prompts), shard, path)
-        log_shard(node, path)
+    ctx, path = StageContext(recipe, round, stage), scratch(f"rollouts-{shard}.parquet", run)
+    with node_run(run, f"{ctx.label} rollout {shard}") as run_logger:
+        generate_shard_from_folders(ctx, fetch(base.folder), fetch(policy.folder), fetch(prompts), shard, path)
+        log_shard(run_logger, path)
     return FlyteFile(str(path))

@@ -32,19 +32,21 @@ def import_pairs(
 ) -> PairTables:
     """The pairs as prompts (``PROMPTS``), rollout shards (``rollout_schema``) and advantages (``ADVANTAGES``)."""
     from ebbflow.offline.pairs import import_pairs_from_folder
-    from ebbflow.stage import Place
+    from ebbflow.stage import StageContext
     from ebbflow.storage.tables import read_table
     from ebbflow.tracking.child_run import node_run
 
-    place = Place(recipe, round, stage)
-    pairs = place.offline.pairs
+    ctx = StageContext(recipe, round, stage)
+    pairs = ctx.offline.pairs
     assert pairs
-    with node_run(run, f"{place.label} pairs") as node:
+    with node_run(run, f"{ctx.label} pairs") as run_logger:
         source = fetch(FlyteFile(pairs))
-        imported = import_pairs_from_folder(place, fetch(base.folder), fetch(prompts), source, scratch("pairs", run))
+        imported = import_pairs_from_folder(ctx, fetch(base.folder), fetch(prompts), source, scratch("pairs", run))
         log.info("%s", imported)
-        node.log_dataset("pairs", read_table(imported.prompts), context="training", source=pairs)
-        node.log_metrics({"pairs": imported.pairs, "ties": imported.ties, "on_evaluated_prompts": imported.evaluated}, step=0)
+        run_logger.log_dataset("pairs", read_table(imported.prompts), context="training", source=pairs)
+        run_logger.log_metrics(
+            {"pairs": imported.pairs, "ties": imported.ties, "on_evaluated_prompts": imported.evaluated}, step=0
+        )
     return PairTables(
         FlyteFile(str(imported.prompts)),
         [FlyteFile(str(shard)) for shard in imported.rollouts],

@@ -23,11 +23,11 @@ def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
     from ebbflow.data.prompts import write_prompts
     from ebbflow.tracking.child_run import node_run
 
-    with node_run(run, "prompts") as node:
+    with node_run(run, "prompts") as run_logger:
         source = fetch(FlyteFile(recipe.prompts.source)) if recipe.prompts.source else None
         table, report = prepare(recipe, source)
         log.info("%s", report)
-        node.log_dataset("prompts", table, context="training", source=recipe.prompts.source or "made up")
+        run_logger.log_dataset("prompts", table, context="training", source=recipe.prompts.source or "made up")
         path = scratch("prompts.parquet", run)
         write_prompts(table, path)
     return FlyteFile(str(path))

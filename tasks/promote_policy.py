@@ -19,7 +19,7 @@ def promote_policy(run: TrackedRun, champion: ChampionPolicy, registration: Regi
     execution = current_context().execution_id
     name = execution.name if execution else "local"
     tags = {"promoted_in": name} | ({"approved_in": name, "approved": approved} if approved else {})
-    with node_run(run, "promotion") as node:
+    with node_run(run, "promotion") as run_logger:
         promoted = promote(run, registration, tags, expected_champion=champion.version)
-        node.log_params(promoted.model_dump())
+        run_logger.log_params(promoted.model_dump())
     return promoted

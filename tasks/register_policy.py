@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flytekit import current_context, task
 
-from ebbflow.data.records import Registration, TrackedRun, Verdict
+from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch
@@ -19,7 +19,7 @@ def register_policy(
     base: BaseModelArtifact,
     candidate: EvaluatedPolicy,
     champion: ChampionPolicy,
-    verdict: Verdict,
+    decision: GateDecision,
 ) -> Registration:
     """Idempotent: one version per run."""
     from ebbflow.storage.artifacts import verify
@@ -34,15 +34,15 @@ def register_policy(
         "candidate": candidate.evaluation.label,
         "policy_version": str(candidate.evaluation.policy_version),
     }
-    with node_run(run, "registry") as node:
+    with node_run(run, "registry") as run_logger:
         registration = register(
             run,
             fetch(candidate.policy.folder),
             base_folder,
-            verdict,
+            decision,
             lineage,
             model_name=recipe.promotion.model_name,
             expected_champion=champion.version,
         )
-        node.log_params(registration.model_dump())
+        run_logger.log_params(registration.model_dump())
     return registration

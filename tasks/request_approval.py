@@ -8,7 +8,7 @@ import sys
 from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
-from ebbflow.data.records import Registration, TrackedRun, Verdict
+from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.resources import light
 
@@ -24,18 +24,20 @@ class ApprovalError(Exception):
 
 
 @task(**light())
-def request_approval(recipe: Recipe, run: TrackedRun, verdict: Verdict, registration: Registration, report: FlyteFile) -> str:
+def request_approval(
+    recipe: Recipe, run: TrackedRun, decision: GateDecision, registration: Registration, report: FlyteFile
+) -> str:
     """The gate node's question. ``report`` is an input so that it is written before a person has to decide."""
     from ebbflow.tracking.child_run import node_run
 
-    target = verdict.target
+    target = decision.target
     question = (
         f"{registration.model_name} version {registration.version} as champion "
         f"({target.metric} {target.champion:.3f} -> {target.candidate:.3f}; {run.folder}/report.html)"
     )
     execution = current_context().execution_id
-    with node_run(run, "approval") as node:
-        node.log_params({"question": question, "hours": recipe.promotion.approval})
+    with node_run(run, "approval") as run_logger:
+        run_logger.log_params({"question": question, "hours": recipe.promotion.approval})
         if execution and execution.name != "local":
             where = f"project={execution.project!r}, domain={execution.domain!r}"
             call = f"FlyteRemote.approve({GATE!r}, {execution.name!r}, {where})"

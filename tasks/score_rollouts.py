@@ -18,13 +18,13 @@ def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: i
     from ebbflow.data.prompts import read_prompts
     from ebbflow.offline.scoring import score_shard
     from ebbflow.rewards.combine import load_scorer
-    from ebbflow.stage import Place
+    from ebbflow.stage import StageContext
     from ebbflow.storage.tables import read_table_metadata
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_shard
 
-    place, path, shard = Place(recipe, round, stage), scratch("scores.parquet", run), fetch(rollouts)
-    with node_run(run, f"{place.label} scoring {read_table_metadata(shard)['shard']}") as node:
-        score_shard(place, load_scorer(recipe.rewards.terms, ()), read_prompts(fetch(prompts), "train"), shard, path)
-        log_shard(node, path)
+    ctx, path, shard = StageContext(recipe, round, stage), scratch("scores.parquet", run), fetch(rollouts)
+    with node_run(run, f"{ctx.label} scoring {read_table_metadata(shard)['shard']}") as run_logger:
+        score_shard(ctx, load_scorer(recipe.rewards, ()), read_prompts(fetch(prompts), "train"), shard, path)
+        log_shard(run_logger, path)
     return FlyteFile(str(path))

@@ -18,7 +18,7 @@ def start_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> Tr
     """The policy folder (version 0) of the base model."""
     from ebbflow.storage.artifacts import verify
     from ebbflow.tracking.child_run import node_run
-    from ebbflow.training.card import write_base_policy
+    from ebbflow.training.policy_metadata import write_base_policy
 
     folder = scratch("policy", run)
     with node_run(run, "start"):

@@ -7,7 +7,7 @@ import time
 from flytekit import task
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.recipe.model import GlyphTraining
+from ebbflow.recipe.model import GlyphTrainingConfig
 from tasks.cache import shared_by_all_runs
 from tasks.files import scratch
 from tasks.resources import accelerated
@@ -17,7 +17,7 @@ SOURCES = ("models/families/glyph.py", "models/glyph_training/train.py", "models
 
 
 @task(cache=shared_by_all_runs(*SOURCES), **accelerated())
-def train_base_model(training: GlyphTraining, threads: int, run: TrackedRun) -> BaseModelArtifact:
+def train_base_model(training: GlyphTrainingConfig, threads: int, run: TrackedRun) -> BaseModelArtifact:
     """A committed base-model folder in the Hugging Face layout."""
     from ebbflow.models.prepare import train_base
     from ebbflow.tracking.child_run import node_run

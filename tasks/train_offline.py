@@ -31,25 +31,33 @@ def train_offline(
 ) -> TrainedPolicy:
     """The policy folder after the stage. Every rank runs this body; only what rank 0 writes and returns counts."""
     from ebbflow.offline.training import train_offline_folder
-    from ebbflow.stage import Kept, Place
+    from ebbflow.stage import MetricsRecorder, StageContext
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.training.distributed import process_group
     from ebbflow.training.limits import Preempted
 
-    place, trained, metrics = Place(recipe, round, stage), scratch("policy", run), scratch("metrics.json", run)
+    ctx, trained, metrics = StageContext(recipe, round, stage), scratch("policy", run), scratch("metrics.json", run)
     with (
         retry_on(Preempted),
         process_group() as ranks,
-        node_run(run, place.label) if ranks.rank == 0 else nullcontext() as node,
+        node_run(run, ctx.label) if ranks.rank == 0 else nullcontext() as run_logger,
     ):
-        kept, shards = Kept(node), [fetch(shard) for shard in rollouts]
-        checkpoints = open_checkpoints(run, place, first=ranks.rank == 0)
-        ranks.meet()  # rank 0 has downloaded them
+        recorder, shards = MetricsRecorder(run_logger), [fetch(shard) for shard in rollouts]
+        checkpoints = open_checkpoints(run, ctx, first=ranks.rank == 0)
+        ranks.barrier()  # rank 0 has downloaded them
         record = train_offline_folder(
-            place, fetch(base.folder), fetch(policy.folder), fetch(prompts), shards, fetch(advantages), trained, kept, checkpoints
+            ctx,
+            fetch(base.folder),
+            fetch(policy.folder),
+            fetch(prompts),
+            shards,
+            fetch(advantages),
+            trained,
+            recorder,
+            checkpoints,
         )
-        if node:
-            log_stage(node, record)
-    kept.write(metrics)
+        if run_logger:
+            log_stage(run_logger, record)
+    recorder.write(metrics)
     return TrainedPolicy(folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)))

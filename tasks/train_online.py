@@ -19,7 +19,7 @@ from tasks.types import BaseModelArtifact, TrainedPolicy
 
 if TYPE_CHECKING:
     from ebbflow.online.ray_actor import Folders
-    from ebbflow.stage import Place
+    from ebbflow.stage import StageContext
 
 
 @task(cache=ONCE_PER_RUN, **accelerated())
@@ -27,15 +27,15 @@ def train_online(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
     """The policy folder after the stage."""
-    from ebbflow.stage import Place
+    from ebbflow.stage import StageContext
 
-    place = Place(recipe, round, stage)
-    teacher = fetch_folder(place.teacher) if place.teacher else None
-    return train_stage(place, run, fetch(base.folder), policy, prompts, teacher)
+    ctx = StageContext(recipe, round, stage)
+    teacher = fetch_folder(ctx.teacher) if ctx.teacher else None
+    return train_stage(ctx, run, fetch(base.folder), policy, prompts, teacher)
 
 
 def train_stage(
-    place: Place,
+    ctx: StageContext,
     run: TrackedRun,
     base: Path,
     policy: TrainedPolicy,
@@ -45,17 +45,17 @@ def train_stage(
 ) -> TrainedPolicy:
     """Run the stage and log it as a node. With ``actors``, ``base`` and ``teacher`` are not read: actors fetch their own."""
     from ebbflow.online.loop import train_online_folder
-    from ebbflow.stage import Kept
+    from ebbflow.stage import MetricsRecorder
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.training.limits import Preempted
 
     trained, metrics = scratch("policy", run), scratch("metrics.json", run)
-    with retry_on(Preempted), node_run(run, place.label) as node:
-        kept, checkpoints = Kept(node), open_checkpoints(run, place)
+    with retry_on(Preempted), node_run(run, ctx.label) as run_logger:
+        recorder, checkpoints = MetricsRecorder(run_logger), open_checkpoints(run, ctx)
         record = train_online_folder(
-            place, base, fetch(policy.folder), fetch(prompts), trained, kept, teacher, actors, checkpoints
+            ctx, base, fetch(policy.folder), fetch(prompts), trained, recorder, teacher, actors, checkpoints
         )
-        log_stage(node, record)
-    kept.write(metrics)
+        log_stage(run_logger, record)
+    recorder.write(metrics)
     return TrainedPolicy(folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)))

@@ -31,10 +31,10 @@ def train_online_ray(
     """The policy folder after the stage. Actors fetch what they load; when a training rank dies, the task is retried."""
     from ebbflow.online.ray_actor import Folders
     from ebbflow.online.ray_placement import TrainingDied
-    from ebbflow.stage import Place
+    from ebbflow.stage import StageContext
 
-    place = Place(recipe, round, stage)
+    ctx = StageContext(recipe, round, stage)
     folders = [str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)]
-    actors = Folders(*(partial(fetch_once_per_machine, uri) for uri in (*folders, *([place.teacher] if place.teacher else []))))
+    actors = Folders(*(partial(fetch_once_per_machine, uri) for uri in (*folders, *([ctx.teacher] if ctx.teacher else []))))
     with retry_on(TrainingDied):
-        return train_stage(place, run, Path(base.folder.path), policy, prompts, actors=actors)
+        return train_stage(ctx, run, Path(base.folder.path), policy, prompts, actors=actors)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from flytekit import Deck, task
 from flytekit.types.file import FlyteFile
 
-from ebbflow.data.records import Registration, TrackedRun, Verdict
+from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.files import delete_checkpoints, fetch, scratch
 from tasks.resources import light
@@ -28,7 +28,7 @@ def write_report(
     base: BaseModelArtifact,
     history: list[EvaluatedPolicy],
     champion: ChampionPolicy,
-    verdict: Verdict,
+    decision: GateDecision,
     registration: Registration,
 ) -> Report:
     """Both files, in the run's folder and the MLflow run, which ends here unless it waits for approval."""
@@ -48,7 +48,7 @@ def write_report(
             tracked=run,
             evaluations=[(evaluated.evaluation, fetch(evaluated.samples)) for evaluated in shown],
             stages=[(record, json.loads(fetch(metrics).read_text())) for record, metrics in trained if record and metrics],
-            verdict=verdict,
+            decision=decision,
             registration=registration,
             base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,
             outages=deliver_saved(run),

@@ -20,10 +20,10 @@ from ebbflow.models.families.glyph import new_glyph
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.algorithms import BUILT_IN
-from ebbflow.recipe.model import GlyphTraining
+from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
-from ebbflow.rollouts.parity import measured, probe
+from ebbflow.rollouts.parity import measure_parity, parity_plan
 from ebbflow.storage.artifacts import new_folder
 
 os.environ["FLYTE_LOCAL_CACHE_ENABLED"] = "false"
@@ -35,12 +35,12 @@ settings.load_profile("ebbflow")
 TINY_SIZES = {"sd3": (64, 64), "flux": (64, 96), "qwen_image": (64, 64), "qwen_image_edit": (64, 64), "wan": (64, 96)}
 
 
-LONGEST = ["test_pods", "test_again", "test_ray_broadcast", "test_ray_placement", "test_post_train", "test_ray"]
+SLOWEST_FIRST = ["test_pods", "test_again", "test_ray_broadcast", "test_ray_placement", "test_post_train", "test_ray"]
 """Files that take minutes: first, or all cores but one would wait for the last of them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    items.sort(key=lambda item: SLOWEST_FIRST.index(item.path.stem) if item.path.stem in SLOWEST_FIRST else len(SLOWEST_FIRST))
 
 
 class Darkness:
@@ -64,7 +64,7 @@ def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "base"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = new_glyph(GlyphTraining())
+        model = new_glyph(GlyphTrainingConfig())
     with new_folder(folder) as unfinished:
         model.save(unfinished)
     return folder
@@ -164,9 +164,9 @@ def through_the_gate() -> Callable[..., dict[str, float]]:
         engine: Any, policy: Any, conditioning: Any, keys: SampleKeys, sampler: Any, parity: Any, micro_batch: int = 64
     ) -> dict[str, float]:
         some = slice(0, parity.samples)
-        conditioning, keys, (sampler, plan) = conditioning.rows(some), keys.rows(some), probe(sampler)
+        conditioning, keys, (sampler, plan) = conditioning.rows(some), keys.rows(some), parity_plan(sampler)
         rollouts, _ = engine.generate(conditioning, keys, sampler, plan)
-        return measured(policy, rollouts.trajectory, conditioning, keys, sampler, parity, micro_batch)
+        return measure_parity(policy, rollouts.trajectory, conditioning, keys, sampler, parity, micro_batch)
 
     return measure
 

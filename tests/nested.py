@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 
-def places(value: object, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The keys and indices that lead to each; the first leads to the whole."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place, *(deeper for key, inner in inside for deeper in places(inner, (*place, key)))]
+    return [path, *(deeper for key, inner in inside for deeper in paths(inner, (*path, key)))]
 
 
-def replaced(value: Any, place: tuple[Any, ...], new: object) -> Any:
-    if not place:
+def replaced(value: Any, path: tuple[Any, ...], new: object) -> Any:
+    if not path:
         return new
     copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[place[0]] = replaced(value[place[0]], place[1:], new)
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
     return copy

@@ -35,7 +35,7 @@ def test_check_names_a_missing_file(tmp_path: Path) -> None:
 
 def test_keys_reach_into_every_choice() -> None:
     shown = CliRunner().invoke(main, ["keys"]).output
-    for key in ("rounds = 1", "stages[](OnlineStage).algorithm(FlowGRPO).clip_range = ", "rewards.terms[](Ocr).layout = line"):
+    for key in ("rounds = 1", "stages[](OnlineStage).algorithm(FlowGRPO).clip_range = ", "rewards[](Ocr).layout = line"):
         assert key in shown
     assert "Prompts that choose the best round." in shown
 
@@ -57,7 +57,7 @@ def listed() -> dict[str, dict[str, str]]:
 def test_list_has_everything_that_a_recipe_can_name() -> None:
     schema = Recipe.model_json_schema()["$defs"]
     tables = listed()
-    for table, model, key in (("samplers", "Sampler", "name"), ("windows", "Window", "kind")):
+    for table, model, key in (("samplers", "SamplerConfig", "name"), ("windows", "WindowConfig", "kind")):
         assert list(tables[table]) == schema[model]["properties"][key]["enum"]
     algorithms = schema["OnlineStage"]["properties"]["algorithm"]["discriminator"]["mapping"]
     assert set(tables["algorithms"]) == set(algorithms) - {"custom"}

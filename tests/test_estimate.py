@@ -39,9 +39,9 @@ from ebbflow.offline.training import train_epochs
 from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.rewards.combine import Scorer
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.update import PolicyUpdater
 from tests.conftest import TINY_SIZES, Darkness
 
 RECIPES = Path(__file__).parents[1] / "workflows" / "recipes"
@@ -62,15 +62,15 @@ def test_lora_counts_are_pefts(tiny_recipe, family, targets):
 def test_weights_copies_and_optimiser_take_what_their_tensors_take(make_recipe, base_folder, make_prompts, scorer, train):
     nft = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
     recipe = make_recipe(nft, policy={"train": train, "ema": {}}, model={"path": str(base_folder)})
-    place, model = Place(recipe, 0, 0), load_model(base_folder)
+    ctx, model = StageContext(recipe, 0, 0), load_model(base_folder)
     policy = Policy(model, recipe.policy, 0)
     policy.ensure("old")
     policy.ensure("ema")
-    learner = Learner(policy, place.online)
-    run_online_stage(place, in_process(place, learner, scorer), make_prompts(8), Kept())
+    updater = PolicyUpdater(policy, ctx.online)
+    run_online_stage(ctx, in_process(ctx, updater, scorer), make_prompts(8), MetricsRecorder())
     memory = estimate(recipe).memory["1.1 online training"]
     held = [value for copy in policy.copies.values() for value in copy.values()]
-    moments = [value for state in learner.optimizer.state.values() for value in state.values() if value.ndim]
+    moments = [value for state in updater.optimizer.state.values() for value in state.values() if value.ndim]
     gradients = [parameter.grad for parameter in policy.parameters.values()]
     assert memory.copies == sum(value.nbytes for value in held)
     assert memory.optimizer == sum(value.nbytes for value in (*moments, *gradients))
@@ -256,11 +256,11 @@ ONLINE = [
 @pytest.mark.parametrize("keys", ONLINE, ids=lambda keys: " ".join([keys["algorithm"]["name"], *list(keys)[1:]]))
 def test_an_online_stage_evaluates_the_network_as_often(make_recipe, make_prompts, base_folder, scorer, keys):
     recipe = make_recipe(MORE | keys)
-    place, model = Place(recipe, 0, 0), load_model(base_folder)
+    ctx, model = StageContext(recipe, 0, 0), load_model(base_folder)
     policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
-    if place.keeps_old:
+    if ctx.keeps_old:
         policy.ensure("old")
-    run_online_stage(place, in_process(place, Learner(policy, place.online), scorer), make_prompts(8), Kept())
+    run_online_stage(ctx, in_process(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(8), MetricsRecorder())
     work = estimate(recipe).work["1.1 online"]
     assert (work.samples, work.shards) == (3 * 2 * 4, 0)
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
@@ -278,8 +278,8 @@ def test_guidance_doubles_the_work_of_a_real_family(tiny_recipe, make_prompts, s
     recipe = tiny_recipe("sd3", {"guidance": 4.0 if guided else 1.0}, stages=[stage], policy={"train": "lora"})
     model = load_model(Path(recipe.model.path), recipe.model)
     policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
-    place = Place(recipe, 0, 0)
-    run_online_stage(place, in_process(place, Learner(policy, place.online), scorer), make_prompts(4), Kept())
+    ctx = StageContext(recipe, 0, 0)
+    run_online_stage(ctx, in_process(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(4), MetricsRecorder())
     work = estimate(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
     assert work.denoising == 8 * 3 * (1 + guided)
@@ -288,26 +288,26 @@ def test_guidance_doubles_the_work_of_a_real_family(tiny_recipe, make_prompts, s
 def test_an_offline_stage_generates_trains_and_stores_as_much(tiny_recipe, make_prompts, tmp_path):
     stage = {"kind": "offline", "prompts": 4, "shards": 1, "group_size": 4, "epochs": 2, "batch_size": 8, "micro_batch": 8}
     recipe = tiny_recipe("sd3", stages=[stage | {"sampler": {"steps": 2}}], policy={"train": "lora"})
-    place, model = Place(recipe, 0, 0), load_model(Path(recipe.model.path), recipe.model)
+    ctx, model = StageContext(recipe, 0, 0), load_model(Path(recipe.model.path), recipe.model)
     policy, counter, prompts = Policy(model, recipe.policy, 0), Counter(model.transformer), make_prompts(4)
     policy.ensure("old")
     shard = tmp_path / "rollouts.parquet"
-    generate_shard(place, model, policy, 0, prompts, 0, shard)
+    generate_shard(ctx, model, policy, 0, prompts, 0, shard)
     made = estimate(recipe)
     work = made.work["1.1 offline"]
     assert counter.rows[False] == work.denoising == 16 * 2
     assert shard.stat().st_size == pytest.approx(work.shards, rel=0.2)
-    train_on(place, model, policy, prompts, shard, tmp_path)
+    train_on(ctx, model, policy, prompts, shard, tmp_path)
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
 
 
-def train_on(place, model, policy, prompts, shard, folder):
+def train_on(ctx, model, policy, prompts, shard, folder):
     """Score a shard with the stub, and train on it."""
     scores, advantages = folder / "scores.parquet", folder / "advantages.parquet"
-    score_shard(place, Scorer(((Darkness(), 1.0),)), prompts, shard, scores)
-    write_advantages(place, [scores], advantages)
-    learner = Learner(policy, place.offline)
-    train_epochs(place, model, learner, prompts, [shard], advantages, Kept())
+    score_shard(ctx, Scorer(((Darkness(), 1.0),)), prompts, shard, scores)
+    write_advantages(ctx, [scores], advantages)
+    updater = PolicyUpdater(policy, ctx.offline)
+    train_epochs(ctx, model, updater, prompts, [shard], advantages, MetricsRecorder())
 
 
 def test_a_shard_is_keys_latents_and_pictures(tiny_recipe):
@@ -318,7 +318,7 @@ def test_a_shard_is_keys_latents_and_pictures(tiny_recipe):
 
 def test_extremes_alone_are_trained_on(make_recipe):
     few = make_recipe({"group_size": 8, "advantages": {"keep_extremes": 1}})
-    assert units_of(Place(few, 0, 0)) == (2 * 2, 1)
+    assert units_of(StageContext(few, 0, 0)) == (2 * 2, 1)
 
 
 def test_policies_hold_their_copies_and_there_is_one_for_every_stage(make_recipe):
@@ -334,13 +334,13 @@ def test_policies_hold_their_copies_and_there_is_one_for_every_stage(make_recipe
 
 def test_workers_of_their_own_hold_what_their_role_needs(tiny_recipe):
     """Rollouts need neither optimiser nor rewards, training neither rewards nor a VAE, and ranks share the model."""
-    rewards = {"terms": [{"name": "pickscore"}], "guards": []}
+    scored = {"rewards": [{"name": "pickscore"}], "guardrails": []}
     stage = {"kind": "online", "sampler": {"name": "flow_sde", "steps": 4}}
     roles = {}
     for count in (1, 2):
         apart = {"placement": "ray", "resources": {"training": {"count": count}}}
-        roles[count] = estimate(tiny_recipe("sd3", rewards=rewards, stages=[stage | apart])).memory
-    together = estimate(tiny_recipe("sd3", rewards=rewards, stages=[stage])).memory["1.1 online training"]
+        roles[count] = estimate(tiny_recipe("sd3", **scored, stages=[stage | apart])).memory
+    together = estimate(tiny_recipe("sd3", **scored, stages=[stage])).memory["1.1 online training"]
     alone, shared = (roles[count]["1.1 online training"] for count in (1, 2))
     rollout, judge = (roles[1][f"1.1 online {role}"] for role in ("rollout", "rewards"))
     assert judge.total == together.others > 0
@@ -351,11 +351,11 @@ def test_workers_of_their_own_hold_what_their_role_needs(tiny_recipe):
 
 
 def test_guards_are_there_where_a_stage_validates(tiny_recipe):
-    rewards = {"terms": ["jpeg_compressibility"], "guards": [{"name": "clipscore"}]}
+    scored = {"rewards": ["jpeg_compressibility"], "guardrails": [{"name": "clipscore"}]}
     stage = {"kind": "online", "sampler": {"name": "flow_sde", "steps": 4}}
     for placement, label in (("in_process", "1.1 online training"), ("ray", "1.1 online rewards")):
         for watched, bytes_kept in (({}, 0), ({"validation": {}}, 4 * 427_616_513)):
-            recipe = tiny_recipe("sd3", rewards=rewards, stages=[stage | watched | {"placement": placement}])
+            recipe = tiny_recipe("sd3", **scored, stages=[stage | watched | {"placement": placement}])
             assert estimate(recipe).memory[label].others == bytes_kept
 
 

@@ -15,7 +15,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
-from ebbflow.algorithms.base import TrajectoryTerms
+from ebbflow.algorithms.base import TrajectoryRows
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.data.prepare import prepare
 from ebbflow.data.prompts import Prompt, PromptError
@@ -27,18 +27,18 @@ from ebbflow.models.prepare import copy_base
 from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
-from ebbflow.recipe.algorithms import Custom
-from ebbflow.recipe.choices import Sampler
-from ebbflow.recipe.model import Model as ModelConfig
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.algorithms import CustomAlgorithmConfig
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.recipe.rewards import reward
-from ebbflow.recipe.stages import OnlineStage
+from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rewards.combine import RewardError, load_scorer
 from ebbflow.rollouts.generate import generate
-from ebbflow.stage import Kept, Place
-from ebbflow.training.card import write_base_policy
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.policy_metadata import write_base_policy
+from ebbflow.training.update import PolicyUpdater
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -113,7 +113,7 @@ def test_a_recipe_that_cannot_be_run_is_refused_as_the_page_shows(changes):
     ("path", "error"), [("mine.contrast:Brightness", RecipeError), ("mine.reinforce:Reinforce", RewardError)]
 )
 def test_the_first_task_refuses_a_wrong_reward_as_the_page_shows(tmp_path, path, error):
-    recipe = Recipe.model_validate({"output": str(tmp_path), "rewards": {"terms": [{"name": path}]}})
+    recipe = Recipe.model_validate({"output": str(tmp_path), "rewards": [{"name": path}]})
     with pytest.raises(error) as refused:
         check_recipe(recipe, "https://mlflow.example", on_cluster=False)
     assert str(refused.value) in DOC.splitlines()
@@ -131,22 +131,22 @@ def test_the_first_task_refuses_a_wrong_family(tmp_path, base_folder):
 
 @pytest.fixture
 def train(make_recipe, make_prompts, base_folder, scorer):
-    """Run an online stage of an algorithm; returns the learner, its parameters before, logged metrics and the record."""
+    """Run an online stage of an algorithm; returns the updater, its parameters before, logged metrics and the record."""
 
     def run(algorithm, judge=scorer, **online):
         recipe = make_recipe(online={"algorithm": algorithm, "reference": {"weight": 0}, **online})
-        place, model, kept = Place(recipe, 0, 0), load_model(base_folder), Kept()
-        learner = Learner(Policy(model, recipe.policy, 0), place.online)
-        before = {name: value.detach().clone() for name, value in learner.policy.parameters.items()}
-        record = run_online_stage(place, in_process(place, learner, judge), make_prompts(6), kept)
-        return learner, before, kept.metrics, record
+        ctx, model, recorder = StageContext(recipe, 0, 0), load_model(base_folder), MetricsRecorder()
+        updater = PolicyUpdater(Policy(model, recipe.policy, 0), ctx.online)
+        before = {name: value.detach().clone() for name, value in updater.policy.parameters.items()}
+        record = run_online_stage(ctx, in_process(ctx, updater, judge), make_prompts(6), recorder)
+        return updater, before, recorder.metrics, record
 
     return run
 
 
 def test_an_online_stage_trains_with_the_algorithm(train):
-    learner, before, logged, record = train(REINFORCE)
-    assert any(not torch.equal(value, before[name]) for name, value in learner.policy.parameters.items())
+    updater, before, logged, record = train(REINFORCE)
+    assert any(not torch.equal(value, before[name]) for name, value in updater.policy.parameters.items())
     assert (record.algorithm, record.optimizer_steps, len(logged)) == ("mine.reinforce:ALGORITHM", 2, 2)
     for metrics in logged:
         assert metrics.keys() >= {"loss", "reinforce/log_prob", "grad_norm", "reward/mean"}
@@ -156,21 +156,21 @@ def test_an_online_stage_trains_with_the_algorithm(train):
 def test_at_ratio_one_it_is_the_policy_gradient_of_flow_grpo(train):
     """The gradient of A rho at rho = 1 is that of A log_prob, and the first update of fresh samples is there."""
     same = {"steps": 1, "sampler": {"name": "flow_sde", "steps": 4}, "window": {"kind": "fixed", "size": 2}}
-    learners = [train(algorithm, **same)[0] for algorithm in (REINFORCE, {"name": "flow_grpo"})]
-    gradients = [torch.cat([value.grad.flatten() for value in learner.policy.parameters.values()]) for learner in learners]
+    updaters = [train(algorithm, **same)[0] for algorithm in (REINFORCE, {"name": "flow_grpo"})]
+    gradients = [torch.cat([value.grad.flatten() for value in updater.policy.parameters.values()]) for updater in updaters]
     assert gradients[0].norm() > 1e-3
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("negatives", [0.0, 0.25, 1.0])
 def test_its_option_reaches_the_loss(negatives):
-    given = Custom(path=REINFORCE["path"], options={"negatives": negatives})
+    given = CustomAlgorithmConfig(path=REINFORCE["path"], options={"negatives": negatives})
     algorithm, hyper = algorithm_of(given), given.load()[1]
     log_prob = torch.tensor([-0.5, -0.25, 2.0], requires_grad=True)
     advantage = torch.tensor([2.0, -1.0, 0.0])
     nothing = torch.zeros(3)
-    terms = TrajectoryTerms(None, log_prob, nothing, nothing, {}, advantage)
-    loss, metrics = algorithm.loss(terms, hyper)
+    rows = TrajectoryRows(None, log_prob, nothing, nothing, {}, advantage)
+    loss, metrics = algorithm.loss(rows, hyper)
     loss.sum().backward()
     assert loss.tolist() == [1.0, -0.25 * negatives, 0.0]
     assert log_prob.grad.tolist() == [-2.0, negatives, 0.0]
@@ -178,9 +178,9 @@ def test_its_option_reaches_the_loss(negatives):
 
 
 def test_the_stage_gets_its_defaults_and_the_recipe_overrides_them():
-    plain = OnlineStage.model_validate({"algorithm": REINFORCE})
+    plain = OnlineStageConfig.model_validate({"algorithm": REINFORCE})
     assert (plain.sampler.name, plain.window.kind, plain.window.size) == ("flow_sde", "random", 2)
-    changed = OnlineStage.model_validate({"algorithm": REINFORCE, "sampler": {"name": "dance_sde"}, "window": {"size": 1}})
+    changed = OnlineStageConfig.model_validate({"algorithm": REINFORCE, "sampler": {"name": "dance_sde"}, "window": {"size": 1}})
     assert (changed.sampler.name, changed.window.kind, changed.window.size) == ("dance_sde", "random", 1)
 
 
@@ -217,7 +217,7 @@ def test_a_reward_that_reads_no_text_takes_prompts_without_one(tmp_path):
     prompts = {"source": str(file), "validation": 2, "held_out": 2}
     changes = {"model": {"family": SHIFTED, "path": "base"}, "prompts": prompts}
     stages = [{"kind": "online", "prompts_per_step": 3}]
-    recipe = Recipe.model_validate(changes | {"stages": stages, "rewards": {"terms": [{"name": CONTRAST}]}})
+    recipe = Recipe.model_validate(changes | {"stages": stages, "rewards": [{"name": CONTRAST}]})
     table, _ = prepare(recipe, file)
     assert table.num_rows == 7
     with pytest.raises(PromptError):
@@ -232,7 +232,9 @@ def shifted(base_folder):
 def draw(model, prompts, seed=0):
     """Images of the deterministic sampler with the recipe's default number of steps."""
     keys = SampleKeys(seed, [0] * len(prompts), [0] * len(prompts))
-    return model.decode(generate(model, model.encode_texts(prompts), keys, Sampler(steps=Recipe().evaluation.steps)).latents)
+    return model.decode(
+        generate(model, model.encode_texts(prompts), keys, SamplerConfig(steps=Recipe().evaluation.steps)).latents
+    )
 
 
 def test_the_family_has_the_schedule_of_diffusers_with_that_shift(shifted, model):

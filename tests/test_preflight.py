@@ -7,10 +7,10 @@ from ebbflow.data.pairs import PairError
 from ebbflow.models import ModelError
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.algorithms import Distillation, TrajectoryConfig
-from ebbflow.recipe.recipe import Policy
+from ebbflow.recipe.algorithms import DistillationConfig, TrajectoryConfig
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import new_folder
-from ebbflow.training.card import write_base_policy
+from ebbflow.training.policy_metadata import write_base_policy
 
 SERVER = "https://mlflow.example"
 
@@ -57,11 +57,11 @@ def test_a_cluster_needs_pairs_at_a_uri(tmp_path: Path) -> None:
 class Mine(TrajectoryConfig):
     """Distillation of my own."""
 
-    stage_defaults = Distillation.stage_defaults
+    stage_defaults = DistillationConfig.stage_defaults
     teacher: str = "nowhere"
 
 
-MINE = Algorithm(Mine, lambda terms, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
+MINE = Algorithm(Mine, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
 
 
 def with_teacher(output: str, teacher: str, own: bool = False) -> Recipe:
@@ -72,7 +72,7 @@ def with_teacher(output: str, teacher: str, own: bool = False) -> Recipe:
 
 
 def test_a_teacher_is_a_policy_folder(tmp_path: Path) -> None:
-    write_base_policy(tmp_path / "teacher", "base", "recipe", Policy())
+    write_base_policy(tmp_path / "teacher", "base", "recipe", PolicyConfig())
     check_recipe(with_teacher(str(tmp_path), str(tmp_path / "teacher")), SERVER, on_cluster=False)
 
 
@@ -89,7 +89,7 @@ def test_a_teacher_must_be_there_and_whole(tmp_path: Path, own: bool, key: str) 
         (folder / "readme.txt").write_text("no policy")
     with pytest.raises(RecipeError, match=rf"{key} = '.*other' is not the policy folder .* is no policy folder"):
         check("other")
-    write_base_policy(tmp_path / "cut", "base", "recipe", Policy())
+    write_base_policy(tmp_path / "cut", "base", "recipe", PolicyConfig())
     (tmp_path / "cut" / "policy.json").write_text("{")
     with pytest.raises(RecipeError, match=rf"{key} = '.*cut' is not the policy folder .* does not match its manifest"):
         check("cut")
@@ -97,7 +97,7 @@ def test_a_teacher_must_be_there_and_whole(tmp_path: Path, own: bool, key: str) 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_cluster_needs_a_teacher_at_a_uri(tmp_path: Path, own: bool) -> None:
-    write_base_policy(tmp_path / "teacher", "base", "recipe", Policy())
+    write_base_policy(tmp_path / "teacher", "base", "recipe", PolicyConfig())
     with pytest.raises(RecipeError, match=r"teacher = '.*teacher' is a local path.* give its URI"):
         check_recipe(with_teacher("s3://bucket/runs", str(tmp_path / "teacher"), own), SERVER, on_cluster=True)
     check_recipe(with_teacher("s3://bucket/runs", "s3://bucket/teacher", own), SERVER, on_cluster=True)

@@ -41,7 +41,7 @@ from ebbflow.models import load_model
 from ebbflow.models.published import PUBLISHED
 from ebbflow.models.sizes import measure
 from ebbflow.recipe import Recipe, load_recipe
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import ModelConfig
 from tests.conftest import TINY_SIZES
 
 RECIPES = Path(__file__).parents[1] / "workflows" / "recipes"

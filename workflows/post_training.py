@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flytekit import approve, dynamic, workflow
 from flytekit.types.file import FlyteFile
 
-from ebbflow.data.records import Registration, TrackedRun, Verdict
+from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.evaluation.selection import stop_reason
 from ebbflow.recipe import Recipe
 from tasks.cache import mapped
@@ -49,7 +49,7 @@ class PostTraining(NamedTuple):
     report: FlyteFile
     summary: FlyteFile
     candidate: EvaluatedPolicy
-    verdict: Verdict
+    decision: GateDecision
     registration: Registration
     run: TrackedRun
 
@@ -73,11 +73,11 @@ def post_train(recipe: Recipe = Recipe()) -> PostTraining:
     champion = evaluate_champion(recipe=recipe, run=run, base=base, prompts=prompts, before=before)
     history = train_rounds(recipe=recipe, run=run, base=base, prompts=prompts, history=[before], round=0)
     candidate = choose_candidate(run=run, history=history)
-    verdict = decide_promotion(recipe=recipe, run=run, candidate=candidate, champion=champion)
+    decision = decide_promotion(recipe=recipe, run=run, candidate=candidate, champion=champion)
     report, summary, registration = conclude(
-        recipe=recipe, run=run, base=base, history=history, candidate=candidate, champion=champion, verdict=verdict
+        recipe=recipe, run=run, base=base, history=history, candidate=candidate, champion=champion, decision=decision
     )
-    return PostTraining(report, summary, candidate, verdict, registration, run)
+    return PostTraining(report, summary, candidate, decision, registration, run)
 
 
 @workflow
@@ -135,17 +135,17 @@ def conclude(
     history: list[EvaluatedPolicy],
     candidate: EvaluatedPolicy,
     champion: ChampionPolicy,
-    verdict: Verdict,
+    decision: GateDecision,
 ) -> Conclusion:
     """Register the candidate as challenger, and promote it if the gate and, if the recipe asks for one, a person approve.
 
     A person decides by the report, so it is written before the gate node and again after it. If nobody approves in time, the
     node fails and with it the execution; challenger and report exist by then.
     """
-    inputs: dict[str, Any] = {"recipe": recipe, "run": run, "verdict": verdict}
+    inputs: dict[str, Any] = {"recipe": recipe, "run": run, "decision": decision}
     write = partial(write_report, **inputs, base=base, history=history, champion=champion)
     registration = register_policy(**inputs, base=base, candidate=candidate, champion=champion)
-    if not verdict.promote:
+    if not decision.promote:
         report, summary = write(registration=registration)
         return Conclusion(report, summary, registration)
     approved = ""

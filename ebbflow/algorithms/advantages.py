@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ebbflow.recipe.choices import Advantages
+from ebbflow.recipe.choices import AdvantagesConfig
 
 EPSILON = 1e-4
 
@@ -98,7 +98,7 @@ def compute_advantages(
     scores: Mapping[str, np.ndarray],
     weights: Mapping[str, float],
     prompt_ids: np.ndarray,
-    config: Advantages,
+    config: AdvantagesConfig,
     history: PromptStatistics | None = None,
 ) -> AdvantageResult:
     """Group-relative advantages; a group is all samples of one prompt.
@@ -137,7 +137,12 @@ def compute_advantages(
 
 
 def _normalise(
-    name: str, reward: np.ndarray, group: np.ndarray, prompts: np.ndarray, config: Advantages, history: PromptStatistics | None
+    name: str,
+    reward: np.ndarray,
+    group: np.ndarray,
+    prompts: np.ndarray,
+    config: AdvantagesConfig,
+    history: PromptStatistics | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(z of each scored sample [n], which groups have scores and a spread [G]); z is 0 in a group without a spread."""
     batch = moments = _moments(reward, group, len(prompts))
@@ -157,7 +162,7 @@ def _moments(reward: np.ndarray, group: np.ndarray, groups: int) -> Moments:
     return Moments(count, mean, np.bincount(group, (reward - mean[group]) ** 2, groups))
 
 
-def _divisor(config: Advantages, reward: np.ndarray, moments: Moments) -> np.ndarray:
+def _divisor(config: AdvantagesConfig, reward: np.ndarray, moments: Moments) -> np.ndarray:
     """std + 1e-4 of each group, or 1, [G]."""
     if config.std == "group":
         return moments.std + EPSILON

@@ -13,33 +13,33 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ebbflow.algorithms.base import Algorithm, CopyName, ForwardTerms, Rows, flow_matching_error, per_term
-from ebbflow.recipe.algorithms import AWM
+from ebbflow.algorithms.base import Algorithm, CopyName, ForwardRows, RowMetrics, flow_matching_error, per_row
+from ebbflow.recipe.algorithms import AWMConfig
 
 TINY = 1e-10
 
 
-def loss(terms: ForwardTerms, config: AWM) -> tuple[Tensor, Rows]:
+def loss(rows: ForwardRows, config: AWMConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]."""
-    error = flow_matching_error(terms, terms.velocity)
-    total = -terms.advantage / 5 * surrogate(error, terms.sigma, config)
+    error = flow_matching_error(rows, rows.velocity)
+    total = -rows.advantage / 5 * surrogate(error, rows.sigma, config)
     metrics = {"awm/error": error}
     if config.old_weight > 0:
-        deviation = per_term((terms.velocity - terms.copies["old"]) ** 2)
+        deviation = per_row((rows.velocity - rows.copies["old"]) ** 2)
         total = total + config.old_weight * deviation
         metrics["awm/old_deviation"] = deviation
     return total, metrics
 
 
-def surrogate(error: Tensor, sigma: Tensor, config: AWM) -> Tensor:
+def surrogate(error: Tensor, sigma: Tensor, config: AWMConfig) -> Tensor:
     """s of each term, [M]."""
     if config.surrogate == "power":
         return -sigma / config.power * ((error + TINY) ** config.power - TINY**config.power)
     return -error * sigma ** {"plain": 0, "sigma": 1, "sigma_squared": 2}[config.surrogate]
 
 
-def copies(config: AWM) -> frozenset[CopyName]:
+def copies(config: AWMConfig) -> frozenset[CopyName]:
     return frozenset({"old"} if config.old_weight > 0 else ())
 
 
-ALGORITHM = Algorithm(AWM, loss, copies=copies, old_decay=lambda config, step: config.old.decay(step))
+ALGORITHM = Algorithm(AWMConfig, loss, copies=copies, old_decay=lambda config, step: config.old.decay(step))

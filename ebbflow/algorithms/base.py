@@ -14,17 +14,17 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from ebbflow.algorithms import units
+from ebbflow.algorithms import grouping
 from ebbflow.flow.transition import Transition
 from ebbflow.recipe.algorithms import AlgorithmConfig
 
 CopyName = Literal["reference", "old", "teacher"]
-Rows = dict[str, Tensor]
+RowMetrics = dict[str, Tensor]
 """Metrics by name, a value for each term: [M]."""
 
 
 @dataclass(frozen=True)
-class TrajectoryTerms:
+class TrajectoryRows:
     """Terms of a policy gradient, M rows.
 
     Attributes:
@@ -45,7 +45,7 @@ class TrajectoryTerms:
 
 
 @dataclass(frozen=True)
-class ForwardTerms:
+class ForwardRows:
     """Terms of a forward-process loss, M rows.
 
     Attributes:
@@ -64,7 +64,7 @@ class ForwardTerms:
     velocity: Tensor
     copies: Mapping[CopyName, Tensor]
     advantage: Tensor
-    unit: Tensor
+    group_index: Tensor
 
 
 @dataclass(frozen=True)
@@ -83,36 +83,36 @@ class Algorithm:
     """
 
     config: type[AlgorithmConfig]
-    loss: Callable[[Any, Any], tuple[Tensor, Rows]]
+    loss: Callable[[Any, Any], tuple[Tensor, RowMetrics]]
     copies: Callable[[Any], frozenset[CopyName]] = lambda config: frozenset()
-    select: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], list[np.ndarray]] = units.each
+    select: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], list[np.ndarray]] = grouping.each_kept_sample
     old_decay: Callable[[Any, int], float] = lambda config, optimizer_step: 1.0
     generates: Literal["current", "old"] = "current"
 
 
-def per_term(values: Tensor) -> Tensor:
+def per_row(values: Tensor) -> Tensor:
     """Mean over everything but the rows, [M]."""
     return values.flatten(1).mean(1)
 
 
-def rows(values: Tensor, like: Tensor) -> Tensor:
+def expand_like(values: Tensor, like: Tensor) -> Tensor:
     """[M] shaped to broadcast over the rows of ``like``."""
     return values.view(-1, *[1] * (like.ndim - 1))
 
 
 def gaussian_kl(step: Transition, mean: Tensor) -> Tensor:
     """KL between the step and one with the same std and another mean, per latent element: mean((mu - mean)^2) / (2 b^2), [M]."""
-    return per_term((step.mean - mean) ** 2) / (2 * step.std**2)
+    return per_row((step.mean - mean) ** 2) / (2 * step.std**2)
 
 
-def flow_matching_error(terms: ForwardTerms, velocity: Tensor) -> Tensor:
+def flow_matching_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
     """mean((v - u)^2) with the target u = eps - x0, [M]."""
-    return per_term((velocity - (terms.noise - terms.clean)) ** 2)
+    return per_row((velocity - (rows.noise - rows.clean)) ** 2)
 
 
-def unit_mean(values: Tensor, unit: Tensor) -> Tensor:
+def group_mean(values: Tensor, group_index: Tensor) -> Tensor:
     """The mean of [M] values over the rows of the same unit, at every row."""
-    _, index = unit.unique_consecutive(return_inverse=True)
+    _, index = group_index.unique_consecutive(return_inverse=True)
     count = index.bincount()
     total = values.new_zeros(len(count)).index_add(0, index, values)
     return (total / count)[index]

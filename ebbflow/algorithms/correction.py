@@ -20,12 +20,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.recipe.choices import Correction
+from ebbflow.recipe.choices import CorrectionConfig
 
-LARGEST_EXPONENT = 20.0
+MAX_EXPONENT = 20.0
 
 
-def correct(delta: Tensor, dims: int, config: Correction) -> tuple[Tensor, Tensor]:
+def correct(delta: Tensor, dims: int, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
     """Importance weights, and which terms stay.
 
     Args:
@@ -50,7 +50,7 @@ def correct(delta: Tensor, dims: int, config: Correction) -> tuple[Tensor, Tenso
     return weights.to(delta.dtype), keep
 
 
-def correction_metrics(delta: Tensor, dims: int, config: Correction) -> dict[str, Tensor]:
+def correction_metrics(delta: Tensor, dims: int, config: CorrectionConfig) -> dict[str, Tensor]:
     """Shares of the terms that ``high`` capped or dropped, that ``low`` dropped, and that were rejected; scalars."""
     ratio = _ratio(delta, dims, config)
     above, below = (ratio > config.high).double(), (ratio < config.low).double()
@@ -89,12 +89,12 @@ def diagnostics(delta: Tensor, steps: Tensor, dims: int) -> dict[str, Tensor]:
     return metrics | {f"rollout/delta_step_{step}": mean for step, mean in by_step}
 
 
-def _scaled(delta: Tensor, dims: int, config: Correction) -> Tensor:
+def _scaled(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
     """x, float64 [S, W]."""
     return delta.detach().double() * (dims if config.unit == "sum" else 1)
 
 
-def _ratio(delta: Tensor, dims: int, config: Correction) -> Tensor:
+def _ratio(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
     """w before any threshold, [S, W]."""
     exponent = _scaled(delta, dims, config)
     if config.level == "trajectory":
@@ -102,7 +102,7 @@ def _ratio(delta: Tensor, dims: int, config: Correction) -> Tensor:
     return _exp(exponent)
 
 
-def _rejected(delta: Tensor, dims: int, config: Correction) -> Tensor:
+def _rejected(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
     """Which terms their divergence drops, bool [S, W]; all steps of a sample alike on the sequence levels."""
     if config.reject == "none":
         return torch.zeros_like(delta, dtype=torch.bool)
@@ -123,8 +123,8 @@ def _divergence(x: Tensor, kind: str) -> Tensor:
     if kind == "k2":
         return x**2 / 2
     # At |x| ~ 1e-5 the result is 1e-10 of the 1 that exp(x) - 1 would cancel.
-    return torch.expm1(x.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)) - x
+    return torch.expm1(x.clamp(-MAX_EXPONENT, MAX_EXPONENT)) - x
 
 
 def _exp(exponent: Tensor) -> Tensor:
-    return exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).exp()
+    return exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()

@@ -10,33 +10,33 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ebbflow.algorithms import units
-from ebbflow.algorithms.base import Algorithm, ForwardTerms, Rows, per_term, unit_mean
-from ebbflow.recipe.algorithms import CRD
+from ebbflow.algorithms import grouping
+from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, group_mean, per_row
+from ebbflow.recipe.algorithms import CRDConfig
 
 
-def loss(terms: ForwardTerms, config: CRD) -> tuple[Tensor, Rows]:
+def loss(rows: ForwardRows, config: CRDConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]."""
-    implied = -(_weighted_error(terms, terms.velocity) - _weighted_error(terms, terms.copies["old"]))
-    target = _centred(terms.advantage, terms.unit)
-    miss = config.beta * _centred(implied, terms.unit) - target
+    implied = -(_weighted_error(rows, rows.velocity) - _weighted_error(rows, rows.copies["old"]))
+    target = _centred(rows.advantage, rows.group_index)
+    miss = config.beta * _centred(implied, rows.group_index) - target
     return 5 / config.beta * miss**2, {"crd/implied": implied, "crd/agreement": (implied * target > 0).float()}
 
 
-def _weighted_error(terms: ForwardTerms, velocity: Tensor) -> Tensor:
-    error = velocity - (terms.noise - terms.clean)
-    return per_term(error**2) / per_term(error.detach().abs()).clamp_min(1e-5)
+def _weighted_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
+    error = velocity - (rows.noise - rows.clean)
+    return per_row(error**2) / per_row(error.detach().abs()).clamp_min(1e-5)
 
 
-def _centred(values: Tensor, unit: Tensor) -> Tensor:
-    return values - unit_mean(values, unit)
+def _centred(values: Tensor, group_index: Tensor) -> Tensor:
+    return values - group_mean(values, group_index)
 
 
 ALGORITHM = Algorithm(
-    CRD,
+    CRDConfig,
     loss,
     copies=lambda config: frozenset({"old"}),
-    select=units.groups,
+    select=grouping.groups,
     old_decay=lambda config, step: config.old.decay(step),
     generates="old",
 )

@@ -13,17 +13,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms import units
-from ebbflow.algorithms.base import Algorithm, ForwardTerms, Rows, flow_matching_error, unit_mean
-from ebbflow.recipe.algorithms import DGPO
+from ebbflow.algorithms import grouping
+from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, flow_matching_error, group_mean
+from ebbflow.recipe.algorithms import DGPOConfig
 
 
-def loss(terms: ForwardTerms, config: DGPO) -> tuple[Tensor, Rows]:
+def loss(rows: ForwardRows, config: DGPOConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]."""
-    error = flow_matching_error(terms, terms.velocity)
-    change = error.detach() - flow_matching_error(terms, terms.copies["reference"])
-    weight = torch.sigmoid(unit_mean(terms.advantage * config.beta * change, terms.unit))
-    return weight * terms.advantage * error, {"dgpo/weight": weight, "dgpo/change": change}
+    error = flow_matching_error(rows, rows.velocity)
+    change = error.detach() - flow_matching_error(rows, rows.copies["reference"])
+    weight = torch.sigmoid(group_mean(rows.advantage * config.beta * change, rows.group_index))
+    return weight * rows.advantage * error, {"dgpo/weight": weight, "dgpo/change": change}
 
 
-ALGORITHM = Algorithm(DGPO, loss, copies=lambda config: frozenset({"reference"}), select=units.groups)
+ALGORITHM = Algorithm(DGPOConfig, loss, copies=lambda config: frozenset({"reference"}), select=grouping.groups)

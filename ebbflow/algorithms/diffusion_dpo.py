@@ -13,14 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms import units
-from ebbflow.algorithms.base import Algorithm, CopyName, ForwardTerms, Rows, flow_matching_error
-from ebbflow.recipe.algorithms import DiffusionDPO
+from ebbflow.algorithms import grouping
+from ebbflow.algorithms.base import Algorithm, CopyName, ForwardRows, RowMetrics, flow_matching_error
+from ebbflow.recipe.algorithms import DiffusionDPOConfig
 
 
-def loss(terms: ForwardTerms, config: DiffusionDPO) -> tuple[Tensor, Rows]:
+def loss(rows: ForwardRows, config: DiffusionDPOConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]; rows 2i and 2i + 1 are the better and the worse sample of a pair."""
-    change = flow_matching_error(terms, terms.velocity) - flow_matching_error(terms, terms.copies[anchor(config)])
+    change = flow_matching_error(rows, rows.velocity) - flow_matching_error(rows, rows.copies[anchor(config)])
     better, worse = change.view(-1, 2).unbind(1)
     margin = -0.5 * config.beta * (better - worse)
     total = -torch.nn.functional.logsigmoid(margin)
@@ -28,16 +28,16 @@ def loss(terms: ForwardTerms, config: DiffusionDPO) -> tuple[Tensor, Rows]:
     return total.repeat_interleave(2), {name: value.repeat_interleave(2) for name, value in metrics.items()}
 
 
-def anchor(config: DiffusionDPO) -> CopyName:
+def anchor(config: DiffusionDPOConfig) -> CopyName:
     """The copy that stands as the reference of the pairs."""
     return "old" if config.refresh_every else "reference"
 
 
-def old_decay(config: DiffusionDPO, optimizer_step: int) -> float:
+def old_decay(config: DiffusionDPOConfig, optimizer_step: int) -> float:
     """A fresh copy every ``refresh_every`` optimiser steps, none in between."""
     return float(optimizer_step % config.refresh_every != 0) if config.refresh_every else 1.0
 
 
 ALGORITHM = Algorithm(
-    DiffusionDPO, loss, copies=lambda config: frozenset({anchor(config)}), select=units.pairs, old_decay=old_decay
+    DiffusionDPOConfig, loss, copies=lambda config: frozenset({anchor(config)}), select=grouping.pairs, old_decay=old_decay
 )

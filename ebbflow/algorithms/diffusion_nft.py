@@ -17,26 +17,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import Algorithm, ForwardTerms, Rows, per_term, rows
-from ebbflow.recipe.algorithms import DiffusionNFT
+from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, expand_like, per_row
+from ebbflow.recipe.algorithms import DiffusionNFTConfig
 
 
-def loss(terms: ForwardTerms, config: DiffusionNFT) -> tuple[Tensor, Rows]:
+def loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]."""
-    old = terms.copies["old"]
-    preference = (shaped(terms.advantage, config) / 10 + 0.5).clamp(0, 1)
-    better = config.beta * terms.velocity + (1 - config.beta) * old
-    worse = (1 + config.beta) * old - config.beta * terms.velocity
-    better_error, worse_error = _weighted_error(terms, better), _weighted_error(terms, worse)
+    old = rows.copies["old"]
+    preference = (shaped(rows.advantage, config) / 10 + 0.5).clamp(0, 1)
+    better = config.beta * rows.velocity + (1 - config.beta) * old
+    worse = (1 + config.beta) * old - config.beta * rows.velocity
+    better_error, worse_error = _weighted_error(rows, better), _weighted_error(rows, worse)
     metrics = {
         "nft/better_error": better_error,
         "nft/worse_error": worse_error,
-        "nft/old_deviation": per_term((terms.velocity - old) ** 2),
+        "nft/old_deviation": per_row((rows.velocity - old) ** 2),
     }
     return 5 * (preference * better_error + (1 - preference) * worse_error) / config.beta, metrics
 
 
-def shaped(advantage: Tensor, config: DiffusionNFT) -> Tensor:
+def shaped(advantage: Tensor, config: DiffusionNFTConfig) -> Tensor:
     """What the mode makes of the advantages, [M]."""
     modes = {
         "all": advantage,
@@ -48,16 +48,16 @@ def shaped(advantage: Tensor, config: DiffusionNFT) -> Tensor:
     return modes[config.advantages]
 
 
-def _weighted_error(terms: ForwardTerms, velocity: Tensor) -> Tensor:
+def _weighted_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
     """l of one implicit policy, [M]."""
     # x_sigma - sigma v - x0 = sigma (eps - x0 - v)
-    error = rows(terms.sigma, velocity) * (terms.noise - terms.clean - velocity)
-    weight = per_term(error.detach().abs()).clamp_min(1e-5)
-    return per_term(error**2) / weight
+    error = expand_like(rows.sigma, velocity) * (rows.noise - rows.clean - velocity)
+    weight = per_row(error.detach().abs()).clamp_min(1e-5)
+    return per_row(error**2) / weight
 
 
 ALGORITHM = Algorithm(
-    DiffusionNFT,
+    DiffusionNFTConfig,
     loss,
     copies=lambda config: frozenset({"old"}),
     old_decay=lambda config, step: config.old.decay(step),

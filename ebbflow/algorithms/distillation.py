@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ebbflow.algorithms import units
-from ebbflow.algorithms.base import Algorithm, Rows, TrajectoryTerms, gaussian_kl
+from ebbflow.algorithms import grouping
+from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, gaussian_kl
 from ebbflow.algorithms.policy_gradient import ratio_metrics
-from ebbflow.recipe.algorithms import Distillation
+from ebbflow.recipe.algorithms import DistillationConfig
 
 
-def loss(terms: TrajectoryTerms, config: Distillation) -> tuple[Tensor, Rows]:
+def loss(rows: TrajectoryRows, config: DistillationConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]."""
-    divergence = gaussian_kl(terms.transition, terms.copies["teacher"].mean)
-    return divergence, ratio_metrics(terms) | {"kl/teacher": divergence}
+    divergence = gaussian_kl(rows.transition, rows.copies["teacher"].mean)
+    return divergence, ratio_metrics(rows) | {"kl/teacher": divergence}
 
 
-ALGORITHM = Algorithm(Distillation, loss, copies=lambda config: frozenset({"teacher"}), select=units.everything)
+ALGORITHM = Algorithm(DistillationConfig, loss, copies=lambda config: frozenset({"teacher"}), select=grouping.all_samples)

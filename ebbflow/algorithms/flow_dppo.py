@@ -12,19 +12,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import Algorithm, Rows, TrajectoryTerms, gaussian_kl
+from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, gaussian_kl
 from ebbflow.algorithms.policy_gradient import ratio_metrics
-from ebbflow.recipe.algorithms import FlowDPPO
+from ebbflow.recipe.algorithms import FlowDPPOConfig
 
 
-def loss(terms: TrajectoryTerms, config: FlowDPPO) -> tuple[Tensor, Rows]:
+def loss(rows: TrajectoryRows, config: FlowDPPOConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]."""
-    ratio = torch.exp(terms.log_prob - terms.old_log_prob)
-    divergence = gaussian_kl(terms.transition, terms.old_mean)
-    away = torch.where(terms.advantage > 0, ratio > 1, ratio < 1) & (terms.advantage != 0)
+    ratio = torch.exp(rows.log_prob - rows.old_log_prob)
+    divergence = gaussian_kl(rows.transition, rows.old_mean)
+    away = torch.where(rows.advantage > 0, ratio > 1, ratio < 1) & (rows.advantage != 0)
     dropped = away & (divergence >= config.divergence_limit)
-    metrics = ratio_metrics(terms) | {"dppo/divergence": divergence, "dppo/dropped": dropped.float()}
-    return torch.where(dropped, 0.0, -terms.advantage * ratio), metrics
+    metrics = ratio_metrics(rows) | {"dppo/divergence": divergence, "dppo/dropped": dropped.float()}
+    return torch.where(dropped, 0.0, -rows.advantage * ratio), metrics
 
 
-ALGORITHM = Algorithm(FlowDPPO, loss)
+ALGORITHM = Algorithm(FlowDPPOConfig, loss)

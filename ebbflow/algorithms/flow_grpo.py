@@ -13,19 +13,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import Algorithm, Rows, TrajectoryTerms
+from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows
 from ebbflow.algorithms.policy_gradient import clip_metrics, clipped, ratio_metrics
-from ebbflow.recipe.algorithms import ClippedConfig, DanceGRPO, FlowGRPO, FlowGRPOFast, MixGRPO
+from ebbflow.recipe.algorithms import ClippedConfig, DanceGRPOConfig, FlowGRPOConfig, FlowGRPOFastConfig, MixGRPOConfig
 
 
-def loss(terms: TrajectoryTerms, config: ClippedConfig) -> tuple[Tensor, Rows]:
+def loss(rows: TrajectoryRows, config: ClippedConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]."""
-    ratio = torch.exp(terms.log_prob - terms.old_log_prob)
-    metrics = ratio_metrics(terms) | clip_metrics(ratio, terms.advantage, config.clip_range)
-    return clipped(ratio, terms.advantage, config.clip_range), metrics
+    ratio = torch.exp(rows.log_prob - rows.old_log_prob)
+    metrics = ratio_metrics(rows) | clip_metrics(ratio, rows.advantage, config.clip_range)
+    return clipped(ratio, rows.advantage, config.clip_range), metrics
 
 
-FLOW_GRPO = Algorithm(FlowGRPO, loss)
-FLOW_GRPO_FAST = Algorithm(FlowGRPOFast, loss)
-MIX_GRPO = Algorithm(MixGRPO, loss)
-DANCE_GRPO = Algorithm(DanceGRPO, loss)
+FLOW_GRPO = Algorithm(FlowGRPOConfig, loss)
+FLOW_GRPO_FAST = Algorithm(FlowGRPOFastConfig, loss)
+MIX_GRPO = Algorithm(MixGRPOConfig, loss)
+DANCE_GRPO = Algorithm(DanceGRPOConfig, loss)

@@ -14,19 +14,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import Algorithm, Rows, TrajectoryTerms, gaussian_kl
+from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, gaussian_kl
 from ebbflow.algorithms.policy_gradient import clip_metrics, clipped, ratio_metrics
-from ebbflow.recipe.algorithms import GRPOGuard
+from ebbflow.recipe.algorithms import GRPOGuardConfig
 
 
-def loss(terms: TrajectoryTerms, config: GRPOGuard) -> tuple[Tensor, Rows]:
+def loss(rows: TrajectoryRows, config: GRPOGuardConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]."""
-    step = terms.transition
-    bias = gaussian_kl(step, terms.old_mean)
-    regulated = torch.exp((terms.log_prob - terms.old_log_prob + bias) * step.std)
-    metrics = ratio_metrics(terms) | clip_metrics(regulated, terms.advantage, config.clip_range)
+    step = rows.transition
+    bias = gaussian_kl(step, rows.old_mean)
+    regulated = torch.exp((rows.log_prob - rows.old_log_prob + bias) * step.std)
+    metrics = ratio_metrics(rows) | clip_metrics(regulated, rows.advantage, config.clip_range)
     metrics |= {"guard/ratio_deviation": (regulated - 1).abs(), "guard/bias": bias}
-    return clipped(regulated, terms.advantage, config.clip_range) / step.dt.abs(), metrics
+    return clipped(regulated, rows.advantage, config.clip_range) / step.dt.abs(), metrics
 
 
-ALGORITHM = Algorithm(GRPOGuard, loss)
+ALGORITHM = Algorithm(GRPOGuardConfig, loss)

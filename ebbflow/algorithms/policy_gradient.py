@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import Rows, TrajectoryTerms
+from ebbflow.algorithms.base import RowMetrics, TrajectoryRows
 
 
 def clipped(ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
@@ -16,7 +16,7 @@ def clipped(ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range))
 
 
-def clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> Rows:
+def clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> RowMetrics:
     """Which terms have no gradient because their ratio went far enough already: up for good samples, down for bad ones."""
     return {
         "clip/up": ((ratio > 1 + clip_range) & (advantage > 0)).float(),
@@ -24,8 +24,8 @@ def clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> Rows:
     }
 
 
-def ratio_metrics(terms: TrajectoryTerms) -> Rows:
+def ratio_metrics(rows: TrajectoryRows) -> RowMetrics:
     """How far the policy has moved from the one that the ratio is against."""
-    difference = terms.log_prob - terms.old_log_prob
+    difference = rows.log_prob - rows.old_log_prob
     ratio = difference.exp()
     return {"ratio/mean": ratio, "ratio/deviation": (ratio - 1).abs(), "kl/old": 0.5 * difference**2}

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ebbflow.algorithms.base import ForwardTerms, TrajectoryTerms, gaussian_kl, per_term
-from ebbflow.recipe.choices import Reference
+from ebbflow.algorithms.base import ForwardRows, TrajectoryRows, gaussian_kl, per_row
+from ebbflow.recipe.choices import ReferenceConfig
 
 
-def penalty(config: Reference, terms: TrajectoryTerms | ForwardTerms, velocity: Tensor, reference: Tensor) -> Tensor:
+def penalty(config: ReferenceConfig, rows: TrajectoryRows | ForwardRows, velocity: Tensor, reference: Tensor) -> Tensor:
     """The penalty of each term, [M], before its weight; ``reference`` is the base model's velocity at the same points."""
     if config.penalty == "velocity":
-        return per_term((velocity - reference) ** 2)
-    assert isinstance(terms, TrajectoryTerms)
-    divergence = gaussian_kl(terms.transition, terms.copies["reference"].mean)
-    return divergence if config.penalty == "kl" else divergence * terms.transition.dt.abs()
+        return per_row((velocity - reference) ** 2)
+    assert isinstance(rows, TrajectoryRows)
+    divergence = gaussian_kl(rows.transition, rows.copies["reference"].mean)
+    return divergence if config.penalty == "kl" else divergence * rows.transition.dt.abs()

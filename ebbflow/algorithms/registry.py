@@ -16,7 +16,7 @@ from ebbflow.algorithms import (
     sft,
 )
 from ebbflow.algorithms.base import Algorithm
-from ebbflow.recipe.algorithms import AlgorithmConfig, Custom
+from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig
 
 BUILT_IN: dict[type[AlgorithmConfig], Algorithm] = {
     algorithm.config: algorithm
@@ -37,9 +37,9 @@ BUILT_IN: dict[type[AlgorithmConfig], Algorithm] = {
         rwr.ALGORITHM,
     )
 }
-"""The loss to each hyper-parameters of ``ebbflow.recipe.algorithms.Algorithm``, the list of what a recipe can name."""
+"""The loss to each hyper-parameters of ``ebbflow.recipe.algorithms.AnyAlgorithmConfig``, the list of what a recipe can name."""
 
 
-def algorithm_of(config: AlgorithmConfig | Custom) -> Algorithm:
+def algorithm_of(config: AlgorithmConfig | CustomAlgorithmConfig) -> Algorithm:
     """The algorithm that a stage's ``algorithm`` key asks for."""
-    return config.load()[0] if isinstance(config, Custom) else BUILT_IN[type(config)]
+    return config.load()[0] if isinstance(config, CustomAlgorithmConfig) else BUILT_IN[type(config)]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ebbflow.algorithms.base import Algorithm, ForwardTerms, Rows, flow_matching_error
-from ebbflow.recipe.algorithms import RWR
+from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, flow_matching_error
+from ebbflow.recipe.algorithms import RWRConfig
 
 
-def loss(terms: ForwardTerms, config: RWR) -> tuple[Tensor, Rows]:
+def loss(rows: ForwardRows, config: RWRConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]."""
-    weight = (terms.advantage / config.temperature).exp()
-    return weight * flow_matching_error(terms, terms.velocity), {"rwr/weight": weight}
+    weight = (rows.advantage / config.temperature).exp()
+    return weight * flow_matching_error(rows, rows.velocity), {"rwr/weight": weight}
 
 
-ALGORITHM = Algorithm(RWR, loss)
+ALGORITHM = Algorithm(RWRConfig, loss)

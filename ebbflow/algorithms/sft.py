@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ebbflow.algorithms import units
-from ebbflow.algorithms.base import Algorithm, ForwardTerms, Rows, flow_matching_error
-from ebbflow.recipe.algorithms import SFT
+from ebbflow.algorithms import grouping
+from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, flow_matching_error
+from ebbflow.recipe.algorithms import SFTConfig
 
 
-def loss(terms: ForwardTerms, config: SFT) -> tuple[Tensor, Rows]:
+def loss(rows: ForwardRows, config: SFTConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]."""
-    return flow_matching_error(terms, terms.velocity), {}
+    return flow_matching_error(rows, rows.velocity), {}
 
 
-ALGORITHM = Algorithm(SFT, loss, select=units.best)
+ALGORITHM = Algorithm(SFTConfig, loss, select=grouping.best)

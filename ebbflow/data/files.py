@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from ebbflow.recipe.base import printable, short
+from ebbflow.recipe.base import sanitize, short
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -66,4 +66,4 @@ def _no_constant(name: str) -> Any:
 
 def first_line(error: Exception) -> str:
     """What a library says about a damaged file, on one line."""
-    return printable(str(error).partition("\n")[0] or type(error).__name__, 300)
+    return sanitize(str(error).partition("\n")[0] or type(error).__name__, 300)

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps, ImageSequence
 from PIL.PngImagePlugin import getchunks, putchunk
 
-from ebbflow.recipe.base import printable
+from ebbflow.recipe.base import sanitize
 from ebbflow.storage.disk import PathError, resolve_inside
 
 FRAMES_PER_SECOND = 16
@@ -111,7 +111,7 @@ def read_image(value: str | bytes, folder: Path, formats: tuple[str, ...] = ("PN
     except Image.DecompressionBombError as error:
         raise ImageError(f"is too large ({error}); make it smaller") from None
     except Exception as error:  # every decoder of Pillow has its own errors
-        reason = printable(str(error), 200)
+        reason = sanitize(str(error), 200)
         raise ImageError(f"is no {' or '.join(formats)} image that can be read ({reason}); write it again") from None
 
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from ebbflow.data.files import check_file, first_line, parse_object, read_lines
 from ebbflow.data.images import ImageError, read_image
-from ebbflow.recipe.base import lone_surrogate, printable, short
+from ebbflow.recipe.base import lone_surrogate, sanitize, short
 
 IMAGES = ("chosen", "rejected")
 LATENTS = ("chosen_latent", "rejected_latent")
@@ -134,7 +134,7 @@ def _jsonl(path: Path, ignored: set[str]) -> Iterator[tuple[str, Record]]:
 def _sides(names: Iterable[str], location: str) -> tuple[str, str]:
     """The two columns that make a pair."""
     names = list(names)
-    listed = printable(", ".join(names), 300)
+    listed = sanitize(", ".join(names), 300)
     if "prompt" not in names:
         raise PairError(f"{location}: no column 'prompt' among {listed}; name the columns as datasets/README.md says")
     found = [sides for sides in (IMAGES, LATENTS) if set(sides) <= set(names)]

@@ -12,7 +12,7 @@ from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import PromptError, PromptRow, make_glyph_prompts, require_targets, split_prompts
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import Model
+from ebbflow.recipe.model import ModelConfig
 
 
 def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
@@ -32,7 +32,7 @@ def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
     else:
         rows, imported = read_prompt_file(source)
         report = str(imported)
-        if any(term.reads for term in recipe.rewards.terms):
+        if any(reward.reads for reward in recipe.rewards):
             require_targets(rows, source)
         if recipe.model.family == "glyph" and recipe.model.path is None:
             require_letters(rows, recipe.model.training.letters, source)
@@ -61,7 +61,7 @@ def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> No
         )
 
 
-def _warn_of_negative_prompts(model: Model, rows: list[PromptRow], source: Path | None) -> None:
+def _warn_of_negative_prompts(model: ModelConfig, rows: list[PromptRow], source: Path | None) -> None:
     """Without classifier-free guidance a negative prompt has no effect."""
     given = sum(bool(row.negative_prompt) for row in rows)
     family = FAMILIES.get(model.family)

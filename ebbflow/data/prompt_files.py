@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from ebbflow.data.files import check_file, first_line, parse_object, read_lines
 from ebbflow.data.images import ImageError, condition_image
 from ebbflow.data.prompts import PromptError, PromptRow, counted
-from ebbflow.recipe.base import lone_surrogate, printable, short
+from ebbflow.recipe.base import lone_surrogate, sanitize, short
 
 COLUMNS = ("prompt", "negative_prompt", "target", "image")
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
@@ -192,7 +192,7 @@ def _metadata(record: Record, location: str) -> str:
     try:
         text = json.dumps(others, sort_keys=True, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        columns = printable(", ".join(others))
+        columns = sanitize(", ".join(others))
         raise PromptError(f"{location}: the columns {columns} cannot be kept as JSON ({error}); make them text") from None
     _check_encodable(text, f"{location}: metadata")
     return text

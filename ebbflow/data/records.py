@@ -13,7 +13,7 @@ class Evaluation(Strict):
     policy_version: int
     """Optimiser steps since the base model."""
     held_out: dict[str, float]
-    """Mean of every metric (reward, ocr, exact_match, guards) over the held-out prompts."""
+    """Mean of every metric (reward, ocr, exact_match, guardrails) over the held-out prompts."""
     validation: dict[str, float]
     coverage: float
     """Share of the held-out prompts whose reward is a finite number."""
@@ -40,14 +40,14 @@ class Comparison(Strict):
     """Prompts that both sides scored."""
 
 
-class Verdict(Strict):
+class GateDecision(Strict):
     """The gate's decision."""
 
     promote: bool
     candidate: str
     champion: str
     target: Comparison
-    guards: list[Comparison]
+    guardrails: list[Comparison]
     coverage: float
     reasons: list[str]
     """One sentence per rule: what passed, or what failed."""

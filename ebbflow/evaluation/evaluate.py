@@ -19,15 +19,15 @@ from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.models import Model, load_model, predict
 from ebbflow.models.encoding import Encode, encode_once
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.choices import Sampler
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.model import ModelConfig
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
 from ebbflow.rollouts.generate import finite_rows, generate
 from ebbflow.seeding import Stream, derive_seed
 from ebbflow.storage.tables import nan_to_null, write_table
 from ebbflow.timing import Clock
-from ebbflow.training.card import read_card
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import read_policy_metadata
 
 DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
 
@@ -39,7 +39,7 @@ class EvaluationError(Exception):
 
 
 def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, label: str, samples: Path) -> Evaluation:
-    """Evaluate the policy of a folder with all rewards and guards of the recipe.
+    """Evaluate the policy of a folder with all rewards and guardrails of the recipe.
 
     The policy may be a champion of another recipe: its card says what it is, what it was trained from and how that generates.
 
@@ -50,13 +50,13 @@ def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, lab
         samples: where the evaluated samples go (``evaluation_schema``).
     """
     torch.set_num_threads(recipe.threads)
-    card = read_card(folder)
-    model = load_model(base, card.model)
-    policy = Policy(model, card.config, recipe.seed)
+    metadata = read_policy_metadata(folder)
+    model = load_model(base, metadata.model)
+    policy = Policy(model, metadata.config, recipe.seed)
     policy.load(folder)
-    scorer = load_scorer(recipe.rewards.terms, recipe.rewards.guards)
+    scorer = load_scorer(recipe.rewards, recipe.guardrails)
     chosen = [prompt for prompt in read_prompts(prompts) if prompt.split != "train"]
-    return evaluate(recipe, model, policy, card.version, scorer, chosen, label, samples)
+    return evaluate(recipe, model, policy, metadata.version, scorer, chosen, label, samples)
 
 
 def require_same_image_size(recipe: Recipe, champion: Path) -> None:
@@ -65,7 +65,7 @@ def require_same_image_size(recipe: Recipe, champion: Path) -> None:
     Raises:
         EvaluationError: it does not; names both sizes.
     """
-    its, ours = (_size(model) for model in (read_card(champion).model, recipe.model))
+    its, ours = (_size(model) for model in (read_policy_metadata(champion).model, recipe.model))
     if its != ours:
         raise EvaluationError(
             f"champion of {recipe.promotion.model_name!r} generates {its}, this recipe {ours}: scores are not comparable; "
@@ -114,7 +114,7 @@ def evaluation_keys(prompts: list[Prompt]) -> SampleKeys:
 
 
 def _sample(recipe: Recipe, model: Model, prompts: list[Prompt], encode: Encode, label: str) -> Tensor:
-    sampler = Sampler(name="ode", steps=recipe.evaluation.steps)
+    sampler = SamplerConfig(name="ode", steps=recipe.evaluation.steps)
     parts = []
     for part in tqdm(_micro_batches(recipe, len(prompts)), desc=f"evaluating {label}", unit="batch", disable=None):
         batch = prompts[part]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from ebbflow.data.records import Comparison, Evaluation, Verdict
+from ebbflow.data.records import Comparison, Evaluation, GateDecision
 from ebbflow.evaluation.statistics import compare, held_out_pairs
 from ebbflow.recipe import Recipe
 
@@ -33,11 +33,11 @@ class _Finding(NamedTuple):
 
 def decide(
     recipe: Recipe, candidate: Evaluation, champion: Evaluation, candidate_samples: pa.Table, champion_samples: pa.Table
-) -> Verdict:
+) -> GateDecision:
     """Compare a candidate with the champion by the recipe's rules.
 
     Args:
-        recipe: guards, tolerance, confidence, resamples and the seed of the bootstrap.
+        recipe: guardrails, tolerance, confidence, resamples and the seed of the bootstrap.
         candidate, champion: evaluations on the same held-out prompts and noise.
         candidate_samples, champion_samples: the samples behind them (``evaluation_schema``).
 
@@ -46,21 +46,21 @@ def decide(
     """
     target = _compare(recipe, TARGET, candidate_samples, champion_samples)
     coverage, covered = _coverage(candidate, champion, candidate_samples, champion_samples)
-    guards, guarded = _guards(recipe, candidate_samples, champion_samples)
+    guardrails, guarded = _guardrails(recipe, candidate_samples, champion_samples)
     findings = [covered, _target(recipe, target), *guarded]
-    verdict = Verdict(
+    decision = GateDecision(
         promote=all(finding.passed for finding in findings),
         candidate=candidate.label,
         champion=champion.label,
         target=target,
-        guards=guards,
+        guardrails=guardrails,
         coverage=coverage,
         reasons=[finding.reason if finding.passed else REFUSED + finding.reason for finding in findings],
     )
-    log.info("gate: %s %s over %s", "promote" if verdict.promote else "do not promote", verdict.candidate, verdict.champion)
-    for reason in verdict.reasons:
+    log.info("gate: %s %s over %s", "promote" if decision.promote else "do not promote", decision.candidate, decision.champion)
+    for reason in decision.reasons:
         log.info("gate: %s", reason)
-    return verdict
+    return decision
 
 
 def _compare(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table) -> Comparison:
@@ -97,34 +97,35 @@ def _target(recipe: Recipe, target: Comparison) -> _Finding:
     return _Finding(False, f"{moved}; its {interval} over {target.prompts} prompts does not lie above zero: no proven gain.")
 
 
-def _guards(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> tuple[list[Comparison], list[_Finding]]:
+def _guardrails(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> tuple[list[Comparison], list[_Finding]]:
     comparisons: list[Comparison] = []
     findings: list[_Finding] = []
-    for guard in (config.column for config in recipe.rewards.guards):
-        sides = {"candidate": guard in candidate.column_names, "champion": guard in champion.column_names}
+    for guardrail in (config.column for config in recipe.guardrails):
+        sides = {"candidate": guardrail in candidate.column_names, "champion": guardrail in champion.column_names}
         if not any(sides.values()):
-            findings.append(_Finding(True, f"Guardrail {guard} was measured on neither side (not installed): ignored."))
+            findings.append(_Finding(True, f"Guardrail {guardrail} was measured on neither side (not installed): ignored."))
         elif not all(sides.values()):
             present, absent = sorted(sides, key=lambda side: not sides[side])
-            reason = f"Guardrail {guard} was measured on the {present} but not on the {absent}"
+            reason = f"Guardrail {guardrail} was measured on the {present} but not on the {absent}"
             findings.append(_Finding(False, f"{reason}; evaluate both with it."))
-        elif (common := _scored_by_both(guard, candidate, champion)) < 2:
-            reason = f"Guardrail {guard} scored {common} held-out prompts on both sides, too few to compare"
+        elif (common := _scored_by_both(guardrail, candidate, champion)) < 2:
+            reason = f"Guardrail {guardrail} scored {common} held-out prompts on both sides, too few to compare"
             findings.append(_Finding(False, f"{reason}; see the column 'failure' of the samples."))
         else:
-            comparison = _compare(recipe, guard, candidate, champion)
+            comparison = _compare(recipe, guardrail, candidate, champion)
             comparisons.append(comparison)
-            findings.append(_guard(comparison, recipe.promotion.guard_tolerance))
+            findings.append(_guardrail(comparison, recipe.promotion.guardrail_tolerance))
     return comparisons, findings
 
 
-def _scored_by_both(guard: str, candidate: pa.Table, champion: pa.Table) -> int:
-    pairs = held_out_pairs(guard, candidate, champion)
+def _scored_by_both(guardrail: str, candidate: pa.Table, champion: pa.Table) -> int:
+    pairs = held_out_pairs(guardrail, candidate, champion)
     return int(pairs[np.isfinite(pairs[["candidate", "champion"]]).all(axis=1)]["prompt_id"].nunique())
 
 
-def _guard(guard: Comparison, tolerance: float) -> _Finding:
-    passed = guard.difference >= -tolerance - ROUNDING
-    moved = f"Guardrail {guard.metric} went from {guard.champion:.3f} to {guard.candidate:.3f} ({guard.difference:+.3f})"
+def _guardrail(guardrail: Comparison, tolerance: float) -> _Finding:
+    passed = guardrail.difference >= -tolerance - ROUNDING
+    change = f"from {guardrail.champion:.3f} to {guardrail.candidate:.3f} ({guardrail.difference:+.3f})"
     relation = "within" if passed else "beyond"
-    return _Finding(passed, f"{moved} over {guard.prompts} prompts, {relation} the allowed fall of {tolerance:.3f}.")
+    moved = f"Guardrail {guardrail.metric} went {change} over {guardrail.prompts} prompts"
+    return _Finding(passed, f"{moved}, {relation} the allowed fall of {tolerance:.3f}.")

@@ -10,10 +10,10 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model, load_model
 from ebbflow.models.encoding import encode_once
-from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate
-from ebbflow.training.card import read_card
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import read_policy_metadata
 
 
 def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list[int]) -> list[bytes]:
@@ -21,7 +21,7 @@ def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list
 
     An image depends on its own prompt and seed only, not on the rest of the batch.
     """
-    model, sampler = _loaded(base, policy), Sampler(name="ode", steps=read_card(policy).steps)
+    model, sampler = _loaded(base, policy), SamplerConfig(name="ode", steps=read_policy_metadata(policy).steps)
     encode, images = encode_once(model, prompts), []
     for prompt, seed in zip(prompts, seeds, strict=True):
         latents = generate(model, encode([prompt]), SampleKeys(seed, [0], [0]), sampler).latents
@@ -32,7 +32,7 @@ def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list
 @lru_cache(maxsize=1)
 def _loaded(base: Path, policy: Path) -> Model:
     """The model with the policy's weights, cached for the next call."""
-    card = read_card(policy)
-    model = load_model(base, card.model)
-    Policy(model, card.config, seed=0).load(policy)
+    metadata = read_policy_metadata(policy)
+    model = load_model(base, metadata.model)
+    Policy(model, metadata.config, seed=0).load(policy)
     return model

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from ebbflow.recipe.choices import Window
+from ebbflow.recipe.choices import WindowConfig
 from ebbflow.seeding import Stream, generator
 
 
@@ -32,7 +32,7 @@ class Plan:
     tail: float | None = None
 
 
-def plan(window: Window, denoising_steps: int, optimisation_step: int, seed: int) -> Plan:
+def plan(window: WindowConfig, denoising_steps: int, optimisation_step: int, seed: int) -> Plan:
     """The steps of this optimisation step, for a window that fits into the denoising steps (the recipe has checked that)."""
     every = tuple(range(denoising_steps - 1))
     if window.kind == "all":
@@ -50,7 +50,7 @@ def _share(share: float, count: int, draw: np.random.Generator) -> tuple[int, ..
     return tuple(sorted(chosen.tolist()))
 
 
-def _start(window: Window, denoising_steps: int, optimisation_step: int, seed: int) -> int:
+def _start(window: WindowConfig, denoising_steps: int, optimisation_step: int, seed: int) -> int:
     if window.kind == "fixed":
         return window.start
     starts = range(window.start, min(math.ceil(window.limit * denoising_steps), denoising_steps - window.size), window.stride)
@@ -59,7 +59,7 @@ def _start(window: Window, denoising_steps: int, optimisation_step: int, seed: i
     return _moving_start(window, starts, denoising_steps, optimisation_step)
 
 
-def _moving_start(window: Window, starts: range, denoising_steps: int, optimisation_step: int) -> int:
+def _moving_start(window: WindowConfig, starts: range, denoising_steps: int, optimisation_step: int) -> int:
     """Each start in turn for as long as it stays; then from the first again, or the last for good."""
     ends = list(accumulate(_stay(window, start, denoising_steps) for start in starts))
     if window.roll_over:
@@ -67,7 +67,7 @@ def _moving_start(window: Window, starts: range, denoising_steps: int, optimisat
     return starts[min(bisect_right(ends, optimisation_step), len(starts) - 1)]
 
 
-def _stay(window: Window, start: int, denoising_steps: int) -> int:
+def _stay(window: WindowConfig, start: int, denoising_steps: int) -> int:
     """Optimisation steps that a window stays at a start; ever fewer for late ones when it decays (MixGRPO, 2507.21802)."""
     if window.kind == "progressive":
         return window.steps_per_window

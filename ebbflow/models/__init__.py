@@ -35,7 +35,7 @@ from ebbflow.models.base import Conditioning, Model, ModelError, default_device,
 from ebbflow.models.families import adapter_of
 from ebbflow.models.folder import INDEX, read_object
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import ModelConfig
 
 __all__ = ["Conditioning", "Model", "ModelError", "check_folder", "load_model", "predict"]
 

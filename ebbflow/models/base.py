@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.model import Model as ModelConfig
-from ebbflow.recipe.model import Precision
+from ebbflow.recipe.model import ModelConfig, Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

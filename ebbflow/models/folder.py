@@ -12,7 +12,7 @@ from diffusers.utils.logging import disable_progress_bar as silence_diffusers
 from transformers.utils.logging import disable_progress_bar as silence_transformers
 
 from ebbflow.models.base import ModelError
-from ebbflow.recipe.base import printable
+from ebbflow.recipe.base import sanitize
 
 INDEX = "model_index.json"
 """The list of a pipeline folder's parts."""
@@ -49,5 +49,5 @@ def reading(folder: Path, family: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # three libraries read the parts, each with errors of its own
-        reason = printable(" ".join(f"{type(error).__name__}: {error}".split()))
+        reason = sanitize(" ".join(f"{type(error).__name__}: {error}".split()))
         raise ModelError(f"{folder} cannot be read as a {family} base model ({reason}); fetch it again") from error

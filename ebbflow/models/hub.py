@@ -6,14 +6,14 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from ebbflow.recipe.pretrained import Pretrained
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
 
 class HubError(Exception):
     """Weights that cannot be had: names the folder, or the repository and its commit, what is wrong and the way out."""
 
 
-def pretrained_folder(pretrained: Pretrained, patterns: list[str] | None = None) -> Path:
+def pretrained_folder(pretrained: PretrainedSourceConfig, patterns: list[str] | None = None) -> Path:
     """The local folder (or file) of a ``Pretrained``.
 
     Of a Hugging Face repository the files that fit ``patterns`` (all by default) are fetched once at the pinned commit and kept

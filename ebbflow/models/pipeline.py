@@ -24,7 +24,7 @@ from tqdm import tqdm
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import DTYPES, Conditioning, ModelError, Tokens
 from ebbflow.models.folder import reading
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import ModelConfig
 
 JOINT_ATTENTION = [
     "attn.to_q",

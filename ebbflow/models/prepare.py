@@ -12,22 +12,21 @@ from ebbflow.models import ModelError, load_model
 from ebbflow.models.folder import INDEX, read_object
 from ebbflow.models.glyph_training.train import train_glyph_base
 from ebbflow.models.hub import pretrained_folder
-from ebbflow.recipe.model import GlyphTraining
-from ebbflow.recipe.model import Model as ModelConfig
-from ebbflow.recipe.pretrained import Pretrained
+from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder, verify
 
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
-def train_base(training: GlyphTraining, threads: int, folder: Path) -> None:
+def train_base(training: GlyphTrainingConfig, threads: int, folder: Path) -> None:
     """Train the glyph base model from scratch and leave it at ``folder``, committed."""
     torch.set_num_threads(threads)
     train_glyph_base(training, folder)
     load_model(folder)
 
 
-def fetch_pipeline(pretrained: Pretrained) -> Path:
+def fetch_pipeline(pretrained: PretrainedSourceConfig) -> Path:
     """The local folder of a pipeline in a Hugging Face repository; of the repository only the pipeline's parts are fetched.
 
     Raises:
@@ -48,7 +47,7 @@ def download_base(repository: str, revision: str, folder: Path) -> None:
     Raises:
         HubError, ModelError: as ``fetch_pipeline``.
     """
-    source = fetch_pipeline(Pretrained(path=repository, revision=revision))
+    source = fetch_pipeline(PretrainedSourceConfig(path=repository, revision=revision))
     with new_folder(folder) as unfinished:
         for pattern in _files(source):
             for file in sorted(source.glob(pattern)):  # the cache may hold more than was asked for here

@@ -19,7 +19,7 @@ from ebbflow.models.families.glyph import new_glyph
 from ebbflow.models.folder import INDEX, read_object
 from ebbflow.models.published import PUBLISHED, Part
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import ModelConfig
 
 Shape = tuple[int, int]
 """(inputs, outputs) of a linear layer."""

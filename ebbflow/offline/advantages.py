@@ -9,11 +9,11 @@ import pyarrow as pa
 from ebbflow.algorithms.advantages import compute_advantages
 from ebbflow.data.schema import ADVANTAGES
 from ebbflow.offline.shards import seconds_of
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from ebbflow.storage.tables import read_table, read_table_metadata, write_table
 
 
-def write_advantages(place: Place, scores: list[Path], path: Path) -> dict[str, float]:
+def write_advantages(ctx: StageContext, scores: list[Path], path: Path) -> dict[str, float]:
     """Advantages of every sample worth training on, over all shards; returns their statistics.
 
     Samples without a score and groups without variance are left out and counted in the statistics.
@@ -22,9 +22,9 @@ def write_advantages(place: Place, scores: list[Path], path: Path) -> dict[str, 
     table = pa.concat_tables([read_table(shard).select(["prompt_id", "sample", *weights]) for shard in scores])
     prompt_ids = table["prompt_id"].to_numpy()
     rewards = {name: table[name].to_numpy() for name in weights}
-    result = compute_advantages(rewards, weights, prompt_ids, place.config.advantages)
+    result = compute_advantages(rewards, weights, prompt_ids, ctx.config.advantages)
     columns = [prompt_ids, table["sample"].to_numpy(), result.values]
     batch = pa.record_batch([pa.array(column[result.keep]) for column in columns], schema=ADVANTAGES)
-    about = {"stage": place.label, "metrics": result.metrics, "seconds": seconds_of(scores, "scoring")}
+    about = {"stage": ctx.label, "metrics": result.metrics, "seconds": seconds_of(scores, "scoring")}
     write_table(path, ADVANTAGES, [batch], about)
     return result.metrics

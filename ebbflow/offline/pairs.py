@@ -27,11 +27,11 @@ from ebbflow.data.prompts import read_prompts
 from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema
 from ebbflow.models import Model
 from ebbflow.models.base import default_device
-from ebbflow.offline.shards import made_for
-from ebbflow.stage import Place
+from ebbflow.offline.shards import shard_identity
+from ebbflow.stage import StageContext
 from ebbflow.storage.tables import open_table_writer, read_column, row_count, write_table
 from ebbflow.timing import Clock
-from ebbflow.training.handover import open_model
+from ebbflow.training.policy_io import open_model
 
 NOT_OURS = -1
 """The policy version of samples that no version of this policy generated."""
@@ -62,7 +62,7 @@ class ImportedPairs:
         return f"{self.source}: pairs to train on: {self.pairs}; {left_out}{ignored}"
 
 
-def import_pairs(place: Place, model: Model, source: Path, folder: Path, evaluated: Set[str] = frozenset()) -> ImportedPairs:
+def import_pairs(ctx: StageContext, model: Model, source: Path, folder: Path, evaluated: Set[str] = frozenset()) -> ImportedPairs:
     """Write the prompts, rollout shards and advantages of a pairs file into ``folder``, reading its images once.
 
     Pairs that say nothing, and those on ``evaluated`` prompts, which no training may see, are left out, counted and warned of.
@@ -75,25 +75,25 @@ def import_pairs(place: Place, model: Model, source: Path, folder: Path, evaluat
     """
     clock, ignored, left_out = Clock(), set[str](), Counter[str]()
     prompts, advantages = folder / "prompts.parquet", folder / "advantages.parquet"
-    about = {**made_for(place), "source": source.name}
+    about = {**shard_identity(ctx), "source": source.name}
     write_table(prompts, PROMPTS, _prompts(source, ignored), about)
     rows = row_count(prompts)
-    shards = min(place.offline.shards, rows)
+    shards = min(ctx.offline.shards, rows)
     rollouts = [folder / f"rollouts-{shard}.parquet" for shard in range(shards)]
-    with clock.phase("import"), tqdm(total=rows, desc=f"{place.label} pairs", unit="pair", disable=None) as progress:
+    with clock.phase("import"), tqdm(total=rows, desc=f"{ctx.label} pairs", unit="pair", disable=None) as progress:
         usable = _usable(read_pairs(source), evaluated, left_out, progress)
         # Nothing was rolled out; the time that importing took stands once, with the advantages.
-        _write_rollouts(place, model, usable, rollouts, about | {"seconds": {"rollout": 0.0}})
+        _write_rollouts(ctx, model, usable, rollouts, about | {"seconds": {"rollout": 0.0}})
     pairs = sum(row_count(path) for path in rollouts) // 2
     _check_left_out(source, pairs, left_out)
     write_table(advantages, ADVANTAGES, map(_advantages, rollouts), about | {"seconds": clock.seconds})
     return ImportedPairs(prompts, rollouts, advantages, source.name, pairs, left_out[TIES], left_out[EVALUATED], sorted(ignored))
 
 
-def import_pairs_from_folder(place: Place, base: Path, prompts: Path, source: Path, folder: Path) -> ImportedPairs:
+def import_pairs_from_folder(ctx: StageContext, base: Path, prompts: Path, source: Path, folder: Path) -> ImportedPairs:
     """``import_pairs`` with the base model of a folder, beside the run's prompt table."""
     evaluated = {prompt.prompt for prompt in read_prompts(prompts) if prompt.split != "train"}
-    return import_pairs(place, open_model(place.recipe, base), source, folder, evaluated)
+    return import_pairs(ctx, open_model(ctx.recipe, base), source, folder, evaluated)
 
 
 def _prompts(source: Path, ignored: set[str]) -> Iterator[pa.RecordBatch]:
@@ -114,13 +114,13 @@ def _usable(pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], 
             yield pair
 
 
-def _write_rollouts(place: Place, model: Model, pairs: Iterator[Pair], paths: list[Path], about: dict[str, Any]) -> None:
+def _write_rollouts(ctx: StageContext, model: Model, pairs: Iterator[Pair], paths: list[Path], about: dict[str, Any]) -> None:
     """All shards in one pass; none appears before the last pair is written."""
     picture = model.decode(torch.zeros(1, *model.latent_shape, device=default_device())).shape[1:]
     schema = rollout_schema(model.latent_shape)
     with ExitStack() as tables:
         writers = [tables.enter_context(open_table_writer(path, schema, about | {"shard": i})) for i, path in enumerate(paths)]
-        for shard, batch in _dealt(pairs, len(paths), max(1, place.config.micro_batch // 2)):
+        for shard, batch in _dealt(pairs, len(paths), max(1, ctx.config.micro_batch // 2)):
             for pair in batch:
                 _check_sizes(pair, model.latent_shape, picture)
             writers[shard](_batch(model, batch, schema))

@@ -15,35 +15,35 @@ from ebbflow.data.schema import score_schema
 from ebbflow.offline.shards import require_shard
 from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
 from ebbflow.rollouts.generate import finite_rows
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from ebbflow.storage.tables import TableError, nan_to_null, read_batches, read_table_metadata, row_count, write_table
 from ebbflow.timing import Clock
 
 
-def score_shard(place: Place, scorer: Scorer, prompts: list[Prompt], rollouts: Path, path: Path) -> None:
+def score_shard(ctx: StageContext, scorer: Scorer, prompts: list[Prompt], rollouts: Path, path: Path) -> None:
     """Score a rollout shard and write the table of scores; generates nothing.
 
     A sample whose latent is not finite has no image that could be scored: it is masked and counted like a failure to score.
 
     Raises:
         TableError: the shard is damaged, or one of another recipe or stage.
-        RewardError: more samples than ``rewards.max_failed_share`` could not be scored.
+        RewardError: more samples than ``max_failed_share`` could not be scored.
     """
-    require_shard(place, rollouts, prompts)
+    require_shard(ctx, rollouts, prompts)
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     clock = Clock()
-    with tqdm(total=row_count(rollouts), desc=f"{place.label} scoring", unit="image", disable=None) as progress:
+    with tqdm(total=row_count(rollouts), desc=f"{ctx.label} scoring", unit="image", disable=None) as progress:
         parts = []
-        for batch in read_batches(rollouts, rows=place.config.micro_batch):
+        for batch in read_batches(rollouts, rows=ctx.config.micro_batch):
             with clock.phase("scoring"):
                 finite = finite_rows(torch.from_numpy(batch["latent"].to_numpy_ndarray().copy()))
                 scores = scorer(_images(rollouts, batch), [by_id[i] for i in batch["prompt_id"].to_pylist()]).where(finite)
             parts.append((batch.select(["prompt_id", "sample"]), scores))  # the images of a whole shard would fill memory
             progress.update(len(batch))
     scored = ScoreTable.cat([table for _, table in parts])
-    require_scored(scored, place.recipe.rewards.max_failed_share)
+    require_scored(scored, ctx.recipe.max_failed_share)
     schema = score_schema(sorted(scored.metrics))
-    about = read_table_metadata(rollouts) | {"seconds": clock.seconds, "weights": scorer.weights}
+    about = read_table_metadata(rollouts) | {"seconds": clock.seconds, "weights": scorer.reward_weights}
     write_table(path, schema, (_scored(schema, batch, table) for batch, table in parts), about)
 
 

@@ -11,16 +11,16 @@ import torch
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.schema import rollout_schema
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from ebbflow.storage.tables import TableError, check_columns, read_column, read_schema, read_table_metadata
 
 
-def made_for(place: Place) -> dict[str, Any]:
+def shard_identity(ctx: StageContext) -> dict[str, Any]:
     """What tells the shards of a stage from those of every other."""
-    return {"recipe_digest": place.recipe.digest, "stage": place.label, "seed": place.seed}
+    return {"recipe_digest": ctx.recipe.digest, "stage": ctx.label, "seed": ctx.seed}
 
 
-def require_shard(place: Place, path: Path, prompts: Sequence[Prompt], latent_shape: tuple[int, ...] | None = None) -> None:
+def require_shard(ctx: StageContext, path: Path, prompts: Sequence[Prompt], latent_shape: tuple[int, ...] | None = None) -> None:
     """Check that a file is a rollout shard of this stage, on these prompts; with a shape, that its latents have it.
 
     Raises:
@@ -32,7 +32,9 @@ def require_shard(place: Place, path: Path, prompts: Sequence[Prompt], latent_sh
     check_columns(path, rollout_schema(latent_shape or shape))
     about = read_table_metadata(path)
     differ = [
-        f"{key} = {about.get(key)!r} (this stage's: {mine!r})" for key, mine in made_for(place).items() if about.get(key) != mine
+        f"{key} = {about.get(key)!r} (this stage's: {mine!r})"
+        for key, mine in shard_identity(ctx).items()
+        if about.get(key) != mine
     ]
     if differ:
         raise TableError(f"{path} is a rollout shard of something else: {', '.join(differ)}; generate it with this recipe")

@@ -26,16 +26,16 @@ from ebbflow.models.encoding import Encode, encode_once
 from ebbflow.offline.shards import read_latents, require_shard, seconds_of
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.seeding import Stream, generator
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.disk import DiskFullError, raise_if_disk_full
 from ebbflow.storage.tables import read_column, read_table, read_table_metadata, row_count
 from ebbflow.timing import Clock
-from ebbflow.training.batches import Units, deal, forward_batch, share, shared_passes
+from ebbflow.training.batches import SampleGroups, forward_batch, num_micro_batches, shard_for_rank, split_evenly
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, step_of, write_part
 from ebbflow.training.distributed import Ranks, first
-from ebbflow.training.handover import open_model, open_policy, save_policy
-from ebbflow.training.limits import Limits, Preempted, Stop, listening
-from ebbflow.training.update import Learner, TrainingError
+from ebbflow.training.limits import Preempted, Stop, StopConditions, handle_sigterm
+from ebbflow.training.policy_io import open_model, open_policy, save_policy
+from ebbflow.training.update import PolicyUpdater, TrainingError
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Shard:
     prompt_ids: np.ndarray
     samples: np.ndarray
     advantage: np.ndarray
-    units: Units
+    groups: SampleGroups
 
 
 @dataclass(frozen=True)
@@ -64,102 +64,104 @@ class Part:
     """
 
     epoch: int
-    units: Units
+    groups: SampleGroups
     keys: SampleKeys
-    unit: np.ndarray
+    group_index: np.ndarray
     clean: Tensor
     conditioning: Conditioning
     advantage: Tensor
 
 
 def train_epochs(
-    place: Place,
+    ctx: StageContext,
     model: Model,
-    learner: Learner,
+    updater: PolicyUpdater,
     prompts: list[Prompt],
     rollouts: list[Path],
     advantages: Path,
-    journal: Kept,
+    recorder: MetricsRecorder,
     checkpoints: Checkpoints | None = None,
 ) -> StageRecord:
-    """Train the learner's policy in place on stored rollouts; every process of an FSDP group calls it with the same arguments.
+    """Train the updater's policy in place on stored rollouts; every process of an FSDP group calls it with the same arguments.
 
     An old policy that generated the rollouts stays as it is.
 
     Args:
         prompts: the training split.
-        journal: gets the metrics of every optimiser step and its number, from zero.
+        recorder: gets the metrics of every optimiser step and its number, from zero.
         checkpoints: those of an earlier attempt, from which the training goes on, and of this one.
 
     Raises:
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
         CheckpointError: with so many processes the epochs have another number of steps than those of the checkpoint.
     """
-    config, ranks, clock = place.offline, Ranks.current(), Clock()
+    config, ranks, clock = ctx.offline, Ranks.current(), Clock()
     table = read_table(advantages, ADVANTAGES)
-    shards = _large_enough([_trainable_rows(place, path, table) for path in rollouts], learner, ranks)
-    updates = config.epochs * sum(len(_batches(shard.units, config.batch_size, ranks.world)) for shard in shards)
-    spent = _resume(checkpoints, learner, journal, ranks, updates)
-    name, quiet = f"{place.label} {config.algorithm_name}", None if ranks.rank == 0 else True
-    parts = _parts(place, model, prompts, shards, ranks, learner.updates)
-    limits = Limits(config, ranks.world * torch.cuda.is_available(), spent["elapsed"])
-    schedule = tqdm(parts, name, updates, initial=learner.updates, unit="step", disable=quiet)
-    with listening():
-        for step, part in enumerate(schedule, learner.updates):
-            metrics = _timed_update(place, learner, part, ranks, clock)
-            journal.log_metrics(metrics, step)
+    shards = _large_enough([_trainable_rows(ctx, path, table) for path in rollouts], updater, ranks)
+    updates = config.epochs * sum(len(_batches(shard.groups, config.batch_size, ranks.world)) for shard in shards)
+    spent = _resume(checkpoints, updater, recorder, ranks, updates)
+    name, quiet = f"{ctx.label} {config.algorithm_name}", None if ranks.rank == 0 else True
+    parts = _parts(ctx, model, prompts, shards, ranks, updater.updates)
+    stop_conditions = StopConditions(config, ranks.world * torch.cuda.is_available(), spent["elapsed"])
+    schedule = tqdm(parts, name, updates, initial=updater.updates, unit="step", disable=quiet)
+    with handle_sigterm():
+        for step, part in enumerate(schedule, updater.updates):
+            metrics = _timed_update(ctx, updater, part, ranks, clock)
+            recorder.log_metrics(metrics, step)
             schedule.set_postfix(loss=f"{metrics['loss']:.4f}")
-            stop, done = limits.after_step(), step + 1
+            stop, done = stop_conditions.after_step(), step + 1
             if done == updates:
                 break
             if checkpoints and (stop is Stop.LEAVE or checkpoints.due(done)):
-                state = {"elapsed": limits.elapsed, "training": spent["training"] + clock.seconds["training"]}
-                _keep(checkpoints, learner, ranks, done, state | {"steps": updates, "rows": journal.metrics})
+                state = {"elapsed": stop_conditions.elapsed, "training": spent["training"] + clock.seconds["training"]}
+                _keep(checkpoints, updater, ranks, done, state | {"steps": updates, "rows": recorder.metrics})
             if stop is Stop.LEAVE:
-                raise Preempted(limits.farewell(place.label, done, updates, saved=checkpoints is not None))
+                raise Preempted(stop_conditions.preemption_message(ctx.label, done, updates, saved=checkpoints is not None))
             if stop is Stop.SPENT:
-                learner.alarms.append(limits.epitaph(done, updates))
+                updater.alarms.append(stop_conditions.budget_message(done, updates))
                 break
     trained = {"training": spent["training"] + clock.seconds["training"]}
     return StageRecord(
-        label=place.label,
+        label=ctx.label,
         algorithm=config.algorithm_name,
         samples=sum(row_count(path) for path in rollouts),
-        optimizer_steps=learner.updates,
+        optimizer_steps=updater.updates,
         seconds=seconds_of(rollouts, "rollout") | read_table_metadata(advantages)["seconds"] | trained,
-        alarms=learner.alarms,
+        alarms=updater.alarms,
     )
 
 
 def train_offline_folder(
-    place: Place,
+    ctx: StageContext,
     base: Path,
     folder: Path,
     prompts: Path,
     rollouts: list[Path],
     advantages: Path,
     trained: Path,
-    journal: Kept,
+    recorder: MetricsRecorder,
     checkpoints: Checkpoints | None = None,
 ) -> StageRecord:
     """``train_epochs`` from a policy folder to a new one; shards the model over the process group where there is one."""
-    with listening():
+    with handle_sigterm():
         ranks = Ranks.current()
-        model = open_model(place.recipe, base)
-        policy, card = open_policy(place, model, folder, shard=ranks.world > 1)
-        learner = Learner(policy, place.offline, card)
+        model = open_model(ctx.recipe, base)
+        policy, metadata = open_policy(ctx, model, folder, shard=ranks.world > 1)
+        updater = PolicyUpdater(policy, ctx.offline, metadata)
         trained_on = read_prompts(prompts, "train")
         for path in rollouts:
-            require_shard(place, path, trained_on, model.latent_shape)
-        record = train_epochs(place, model, learner, trained_on, rollouts, advantages, journal, checkpoints)
-        if place.algorithm.generates == "old":
+            require_shard(ctx, path, trained_on, model.latent_shape)
+        record = train_epochs(ctx, model, updater, trained_on, rollouts, advantages, recorder, checkpoints)
+        if ctx.algorithm.generates == "old":
             policy.snapshot("old")  # the next stage generates with what this one learnt
-        save_policy(place, learner, card, record, trained, write=ranks.rank == 0)
+        save_policy(ctx, updater, metadata, record, trained, write=ranks.rank == 0)
     return record
 
 
-def _resume(checkpoints: Checkpoints | None, learner: Learner, journal: Kept, ranks: Ranks, steps: int) -> dict[str, float]:
-    """Put the learner and the journal where the newest checkpoint stands, if there is one; the seconds spent up to there.
+def _resume(
+    checkpoints: Checkpoints | None, updater: PolicyUpdater, recorder: MetricsRecorder, ranks: Ranks, steps: int
+) -> dict[str, float]:
+    """Put the updater and the recorder where the newest checkpoint stands, if there is one; the seconds spent up to there.
 
     Rank 0 chooses: it reads all of a checkpoint to see that it is whole, and the others must not see something else.
     """
@@ -173,28 +175,28 @@ def _resume(checkpoints: Checkpoints | None, learner: Learner, journal: Kept, ra
             f"{folder} is of training in {state['steps']} steps and with {ranks.world} processes it has {steps}; "
             "train with as many processes as before (EBBFLOW_TRAIN_PROCESSES), or remove it"
         )
-    restore(folder, learner)
-    journal.resume(state["rows"])
+    restore(folder, updater)
+    recorder.resume(state["rows"])
     return state
 
 
-def _keep(checkpoints: Checkpoints, learner: Learner, ranks: Ranks, step: int, state: dict[str, Any]) -> None:
+def _keep(checkpoints: Checkpoints, updater: PolicyUpdater, ranks: Ranks, step: int, state: dict[str, Any]) -> None:
     """A checkpoint of all processes of this machine; none goes on, or ends, before it is whole."""
     parts = checkpoints.folder / ".parts"
     if ranks.rank == 0:
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
-    ranks.meet()
+    ranks.barrier()
     try:
         with raise_if_disk_full(parts):
-            write_part(parts, learner)
+            write_part(parts, updater)
     except DiskFullError:
         shutil.rmtree(parts, ignore_errors=True)
         raise
-    ranks.meet()
+    ranks.barrier()
     if ranks.rank == 0:
         checkpoints.save(step, lambda folder: _move(parts, folder), state)
-    ranks.meet()
+    ranks.barrier()
 
 
 def _move(parts: Path, folder: Path) -> None:
@@ -202,112 +204,114 @@ def _move(parts: Path, folder: Path) -> None:
         path.replace(folder / path.name)
 
 
-def _timed_update(place: Place, learner: Learner, part: Part, ranks: Ranks, clock: Clock) -> dict[str, float]:
+def _timed_update(ctx: StageContext, updater: PolicyUpdater, part: Part, ranks: Ranks, clock: Clock) -> dict[str, float]:
     """The metrics of an optimiser step, and how long it took."""
     before = clock.seconds["training"]
     with clock.phase("training"):
-        metrics = _update(place, learner, part, ranks)
-    seconds, images = clock.seconds["training"] - before, sum(map(len, part.units))
+        metrics = _update(ctx, updater, part, ranks)
+    seconds, images = clock.seconds["training"] - before, sum(map(len, part.groups))
     speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / images}
     return metrics | speed | {"epoch": part.epoch}
 
 
-def _update(place: Place, learner: Learner, part: Part, ranks: Ranks) -> dict[str, float]:
+def _update(ctx: StageContext, updater: PolicyUpdater, part: Part, ranks: Ranks) -> dict[str, float]:
     """One optimiser step of all processes, this one on its part of the batch."""
-    hyper = place.config.hyper
+    hyper = ctx.config.hyper
     assert isinstance(hyper, ForwardConfig)
     device = part.conditioning.device
     clean, advantage = part.clean.to(device), part.advantage.to(device)
-    batch = forward_batch(clean, part.conditioning, advantage, part.keys, part.unit, hyper, visit=part.epoch)
-    return learner.update(batch, shared_passes(part.units, ranks.world, hyper.noise_levels, place.config.micro_batch))
+    batch = forward_batch(clean, part.conditioning, advantage, part.keys, part.group_index, hyper, visit=part.epoch)
+    return updater.update(batch, num_micro_batches(part.groups, ranks.world, hyper.noise_levels, ctx.config.micro_batch))
 
 
-def _trainable_rows(place: Place, path: Path, advantages: pa.Table) -> Shard:
+def _trainable_rows(ctx: StageContext, path: Path, advantages: pa.Table) -> Shard:
     keys = pa.table({name: read_column(path, name) for name in ("prompt_id", "sample")})
     keys = keys.append_column("row", pa.array(np.arange(len(keys))))
     found = keys.join(advantages, ["prompt_id", "sample"], join_type="inner").sort_by("row")
     rows, prompt_ids, samples, advantage = (found[name].to_numpy() for name in ("row", "prompt_id", "sample", "advantage"))
-    units = place.algorithm.select(advantage, np.ones(len(rows), bool), prompt_ids, place.config.hyper)
-    return Shard(path, rows, prompt_ids, samples, advantage, units)
+    groups = ctx.algorithm.select(advantage, np.ones(len(rows), bool), prompt_ids, ctx.config.hyper)
+    return Shard(path, rows, prompt_ids, samples, advantage, groups)
 
 
-def _large_enough(shards: list[Shard], learner: Learner, ranks: Ranks) -> list[Shard]:
+def _large_enough(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> list[Shard]:
     """The shards from which every process gets a unit; the others are named in an alarm.
 
     Raises:
         TrainingError: there is something to learn from, and no shard of it is large enough.
     """
-    large = [shard for shard in shards if len(shard.units) >= ranks.world]
-    left_out = {shard.path.name: len(shard.units) for shard in shards if 0 < len(shard.units) < ranks.world}
-    if not any(shard.units for shard in shards):
-        learner.alarms.append("nothing was learnt: no group has samples that score differently")
-        warnings.warn(learner.alarms[-1], stacklevel=3)
+    large = [shard for shard in shards if len(shard.groups) >= ranks.world]
+    left_out = {shard.path.name: len(shard.groups) for shard in shards if 0 < len(shard.groups) < ranks.world}
+    if not any(shard.groups for shard in shards):
+        updater.alarms.append("nothing was learnt: no group has samples that score differently")
+        warnings.warn(updater.alarms[-1], stacklevel=3)
     if not left_out:
         return large
-    listed = ", ".join(f"{name} ({units})" for name, units in left_out.items())
+    listed = ", ".join(f"{name} ({groups})" for name, groups in left_out.items())
     problem = f"shards with fewer samples, pairs or groups to train on than the {ranks.world} processes: {listed}"
     if not large:
         raise TrainingError(f"{problem}; lower the stage's 'shards' or EBBFLOW_TRAIN_PROCESSES, or generate more prompts")
-    learner.alarms.append(f"left out: {problem}")
+    updater.alarms.append(f"left out: {problem}")
     if ranks.rank == 0:
-        warnings.warn(learner.alarms[-1], stacklevel=3)
+        warnings.warn(updater.alarms[-1], stacklevel=3)
     return large
 
 
-def _parts(place: Place, model: Model, prompts: list[Prompt], shards: list[Shard], ranks: Ranks, done: int) -> Iterator[Part]:
+def _parts(
+    ctx: StageContext, model: Model, prompts: list[Prompt], shards: list[Shard], ranks: Ranks, done: int
+) -> Iterator[Part]:
     """This process's part of the batch of every optimiser step after those that are done. Prompts are encoded at once."""
     if not shards:
         return iter(())
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     encode = encode_once(model, (by_id[i] for shard in shards for i in shard.prompt_ids.tolist()))
-    schedule = islice(_schedule(place, shards, ranks), done, None)
+    schedule = islice(_schedule(ctx, shards, ranks), done, None)
 
     def parts() -> Iterator[Part]:
         for (epoch, index), batches in groupby(schedule, key=lambda visit: visit[:2]):
             shard, latents = shards[index], read_latents(shards[index].path)
             for *_, batch in batches:
-                yield _part(place, shard, latents, by_id, encode, epoch, batch, ranks)
+                yield _part(ctx, shard, latents, by_id, encode, epoch, batch, ranks)
 
     return parts()
 
 
-def _schedule(place: Place, shards: list[Shard], ranks: Ranks) -> Iterator[tuple[int, int, Units]]:
+def _schedule(ctx: StageContext, shards: list[Shard], ranks: Ranks) -> Iterator[tuple[int, int, SampleGroups]]:
     """(epoch, shard, batch) of every optimiser step.
 
     An epoch goes through the shards in a seeded order and shuffles inside each, so one shard is in memory at a time.
     """
-    for epoch in range(place.offline.epochs):
-        for index in _order(place.seed, epoch, 0, len(shards)).tolist():
-            units = shards[index].units
-            order = [units[i] for i in _order(place.seed, epoch, 1 + index, len(units))]
-            for batch in _batches(order, place.offline.batch_size, ranks.world):
+    for epoch in range(ctx.offline.epochs):
+        for index in _order(ctx.seed, epoch, 0, len(shards)).tolist():
+            groups = shards[index].groups
+            order = [groups[i] for i in _order(ctx.seed, epoch, 1 + index, len(groups))]
+            for batch in _batches(order, ctx.offline.batch_size, ranks.world):
                 yield epoch, index, batch
 
 
 def _part(
-    place: Place,
+    ctx: StageContext,
     shard: Shard,
     latents: Tensor,
     prompts: dict[int, Prompt],
     encode: Encode,
     epoch: int,
-    batch: Units,
+    batch: SampleGroups,
     ranks: Ranks,
 ) -> Part:
     """This process's part of a batch."""
-    mine = share(batch, ranks)
+    mine = shard_for_rank(batch, ranks)
     rows = np.concatenate(mine)
-    keys = SampleKeys(place.seed, shard.prompt_ids[rows].tolist(), shard.samples[rows].tolist())
-    unit = np.repeat(np.arange(len(mine)), [len(unit) for unit in mine])
+    keys = SampleKeys(ctx.seed, shard.prompt_ids[rows].tolist(), shard.samples[rows].tolist())
+    group_index = np.repeat(np.arange(len(mine)), [len(group_index) for group_index in mine])
     conditioning, advantage = encode([prompts[i] for i in keys.prompt_ids]), torch.from_numpy(shard.advantage[rows])
-    return Part(epoch, batch, keys, unit, latents[shard.rows[rows]], conditioning, advantage)
+    return Part(epoch, batch, keys, group_index, latents[shard.rows[rows]], conditioning, advantage)
 
 
-def _batches(units: Units, batch_size: int, world: int) -> list[Units]:
+def _batches(groups: SampleGroups, batch_size: int, world: int) -> list[SampleGroups]:
     """The units in equal batches of about ``batch_size`` samples, each with a unit for every process: no small last one."""
-    samples = sum(map(len, units))
-    return deal(units, min(math.ceil(samples / batch_size), len(units) // world))
+    samples = sum(map(len, groups))
+    return split_evenly(groups, min(math.ceil(samples / batch_size), len(groups) // world))
 
 
-def _order(seed: int, epoch: int, place: int, count: int) -> np.ndarray:
-    return generator(seed, prompt_id=0, sample=epoch, step=place, stream=Stream.ORDER).permutation(count)
+def _order(seed: int, epoch: int, index: int, count: int) -> np.ndarray:
+    return generator(seed, prompt_id=0, sample=epoch, step=index, stream=Stream.ORDER).permutation(count)

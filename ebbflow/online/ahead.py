@@ -19,10 +19,10 @@ from ebbflow.models.encoding import Embeddings
 from ebbflow.online.placement import Call, Handle, Placement
 from ebbflow.online.pool import Desk, Job, Pool
 from ebbflow.online.work import Busy, Generated, Lesson, Part, Scored
-from ebbflow.recipe.stages import OnlineStage
+from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rewards.combine import RewardError, ScoreTable
-from ebbflow.rollouts.weights import Weights
-from ebbflow.stage import Place
+from ebbflow.rollouts.weights import WeightsVersion
+from ebbflow.stage import StageContext
 
 
 @dataclass
@@ -87,26 +87,28 @@ class Ahead:
         busy: what the workers said of their time, also over samples that were dropped.
     """
 
-    def __init__(self, place: Place, placement: Placement, prompts: list[Prompt], embeddings: Embeddings, first: int = 0) -> None:
+    def __init__(
+        self, ctx: StageContext, placement: Placement, prompts: list[Prompt], embeddings: Embeddings, first: int = 0
+    ) -> None:
         """``prompts``: the training split; ``first``: the step that the stage goes on with."""
-        config = place.online
-        self.place, self.placement, self.prompts, self.embeddings = place, placement, prompts, embeddings
+        config = ctx.online
+        self.ctx, self.placement, self.prompts, self.embeddings = ctx, placement, prompts, embeddings
         self.rollout = Pool(placement, "rollout", config.resources.rollout.count)
         self.reward = Pool(placement, "reward", config.resources.reward.count, config.scoring.timeout, config.scoring.retries)
         self.desk = Desk(placement, [self.reward, self.rollout])
-        self.newest = Weights(0)
+        self.newest = WeightsVersion(0)
         self.busy: list[Busy] = []
-        self.waiting = deque(range(first, place.online.steps))
+        self.waiting = deque(range(first, ctx.online.steps))
         self.open: list[Step] = []
 
     def fill(self, at_least: int = 0) -> None:
         """Begin with as many steps as may be under way while another one trains, and ``at_least`` so many."""
-        while self.waiting and len(self.open) < max(at_least, lead(self.place.online)):
+        while self.waiting and len(self.open) < max(at_least, lead(self.ctx.online)):
             self._begin(self.waiting.popleft())
 
     def prepared(self, step: int) -> Step:
         """A step of which nothing is generated yet."""
-        return Step(step, parts_of(self.place, self.prompts, self.embeddings, step, self._plan(step)))
+        return Step(step, parts_of(self.ctx, self.prompts, self.embeddings, step, self._plan(step)))
 
     def _begin(self, step: int) -> None:
         begun = self.prepared(step)
@@ -123,7 +125,7 @@ class Ahead:
         """
 
         def ready() -> list[Step]:
-            return [step for step in (self.open if self.place.online.placement == "ray" else self.open[:1]) if step.whole]
+            return [step for step in (self.open if self.ctx.online.placement == "ray" else self.open[:1]) if step.whole]
 
         def there() -> bool:
             self._drop_stale(version)
@@ -135,31 +137,33 @@ class Ahead:
         return taken
 
     def _plan(self, step: int) -> Plan | None:
-        window, before = self.place.config.window, self.placement.steps_before
-        return plan(window, self.place.config.sampler.steps, before + step, self.place.seed) if window else None
+        window, before = self.ctx.config.window, self.placement.steps_before
+        return plan(window, self.ctx.config.sampler.steps, before + step, self.ctx.seed) if window else None
 
     def _generate(self, step: Step, index: int) -> None:
         """Newest weights count when a worker takes the part if the mode is ``async``, and otherwise now."""
-        now, late = self.newest, self.place.online.mode == "async"
+        now, late = self.newest, self.ctx.online.mode == "async"
         self.sample(step.parts[index], lambda: self.newest if late else now, partial(setitem, step.harvest, index))
 
-    def sample(self, part: Part, weights: Callable[[], Weights], done: Callable[[Harvest], None], guards: bool = False) -> None:
+    def sample(
+        self, part: Part, weights: Callable[[], WeightsVersion], done: Callable[[Harvest], None], guardrails: bool = False
+    ) -> None:
         """Let a part be generated and scored, and ``done`` have what became of it.
 
         Args:
             weights: asked for when a worker takes the part.
-            guards: whether to score with them too, as a validation does.
+            guardrails: whether to score with them too, as a validation does.
         """
 
         def generated(call: Call, report: Generated) -> None:
             self.busy += report.busy
-            self._score(part, call, report, done, guards)
+            self._score(part, call, report, done, guardrails)
 
         self.rollout.submit(Job("generate", lambda: (part, weights()), generated))
 
-    def _score(self, part: Part, call: Call, generated: Generated, done: Callable[[Harvest], None], guards: bool) -> None:
+    def _score(self, part: Part, call: Call, generated: Generated, done: Callable[[Harvest], None], guardrails: bool) -> None:
         rollouts, images = call.values
-        traced = self.place.online.traces("reward", part.step) and not guards
+        traced = self.ctx.online.traces("reward", part.step) and not guardrails
 
         def scored(_: Call | None, report: Scored) -> None:
             self.busy += report.busy
@@ -167,10 +171,10 @@ class Ahead:
             done(Harvest(part, rollouts, images, generated, scores, generated.busy + report.busy))
 
         def failed(reason: str) -> None:
-            scored(None, Scored(ScoreTable.none(len(part), list(self.placement.weights), reason), []))
+            scored(None, Scored(ScoreTable.none(len(part), list(self.placement.reward_weights), reason), []))
 
         self.reward.submit(
-            Job("score", lambda: (images, part.prompts, part.step, guards, traced), scored, failed, fatal=(RewardError,))
+            Job("score", lambda: (images, part.prompts, part.step, guardrails, traced), scored, failed, fatal=(RewardError,))
         )
 
     @property
@@ -180,9 +184,9 @@ class Ahead:
 
     def _drop_stale(self, version: int) -> None:
         """Begin again with those parts of whole steps that are too old for a policy of ``version``."""
-        if self.place.online.mode != "async":
+        if self.ctx.online.mode != "async":
             return
-        bound = version - self.place.online.staleness
+        bound = version - self.ctx.online.staleness
         for step in [step for step in self.open if step.whole]:
             for index in [index for index, harvest in step.harvest.items() if harvest.generated.version < bound]:
                 step.dropped += len(step.harvest.pop(index).part)
@@ -190,24 +194,24 @@ class Ahead:
         self.desk.dispatch()
 
 
-def lead(config: OnlineStage) -> int:
+def lead(config: OnlineStageConfig) -> int:
     """Steps whose rollouts are under way while another one trains."""
     return {"sync": 0, "one_step_off": 1, "async": config.staleness}[config.mode]
 
 
-def parts_of(place: Place, prompts: Sequence[Prompt], embeddings: Embeddings, step: int, chosen: Plan | None) -> list[Part]:
+def parts_of(ctx: StageContext, prompts: Sequence[Prompt], embeddings: Embeddings, step: int, chosen: Plan | None) -> list[Part]:
     """The rollouts of a step in parts of whole groups, about a micro-batch each, whoever generates them."""
-    config = place.online
-    mine = prompt_batch(prompts, config.prompts_per_step, step, place.seed)
+    config = ctx.online
+    mine = prompt_batch(prompts, config.prompts_per_step, step, ctx.seed)
     at_once = max(1, config.micro_batch // config.group_size)
-    return [_part(place, mine[start : start + at_once], embeddings, step, chosen) for start in range(0, len(mine), at_once)]
+    return [_part(ctx, mine[start : start + at_once], embeddings, step, chosen) for start in range(0, len(mine), at_once)]
 
 
-def _part(place: Place, prompts: list[Prompt], embeddings: Embeddings, step: int, chosen: Plan | None) -> Part:
-    repeated, keys = place.groups(prompts, step)
-    owner = np.repeat(np.arange(len(prompts)), place.config.group_size)
-    traced = place.online.traces("rollout", step)
-    return Part(step, repeated, embeddings(prompts), owner, keys, place.config.sampler, chosen, traced=traced)
+def _part(ctx: StageContext, prompts: list[Prompt], embeddings: Embeddings, step: int, chosen: Plan | None) -> Part:
+    repeated, keys = ctx.groups(prompts, step)
+    sample_index = np.repeat(np.arange(len(prompts)), ctx.config.group_size)
+    traced = ctx.online.traces("rollout", step)
+    return Part(step, repeated, embeddings(prompts), sample_index, keys, ctx.config.sampler, chosen, traced=traced)
 
 
 def lesson_of(step: Step, advantages: np.ndarray, keep: np.ndarray, traced: bool = False) -> Lesson:
@@ -217,7 +221,7 @@ def lesson_of(step: Step, advantages: np.ndarray, keep: np.ndarray, traced: bool
     return Lesson(
         step=step.step,
         conditioning=Conditioning.cat([part.conditioning for part in parts]),
-        owner=np.concatenate([part.owner + start for part, start in zip(parts, first[:-1], strict=True)]),
+        sample_index=np.concatenate([part.sample_index + start for part, start in zip(parts, first[:-1], strict=True)]),
         keys=SampleKeys.cat([part.keys for part in parts]),
         advantages=advantages,
         keep=keep,

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ebbflow.rollouts.weights import Tensors, TransferError, Weights, in_buckets
+from ebbflow.rollouts.weights import Tensors, TransferError, WeightsVersion, bucketize
 
 BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 OFF = "off"
@@ -92,7 +92,7 @@ def join(address: str, port: int, name: str, rank: int, world: int, timeout: flo
         return replace(alone, backend=_nccl(store, rank, world, limit), device=torch.device("cuda", torch.cuda.current_device()))
 
 
-def call_off(store: dist.Store, name: str) -> None:
+def abort(store: dist.Store, name: str) -> None:
     """Let nobody wait at the store for other members of a group: one of them is known to be gone."""
     dist.PrefixStore(name, store).set(OFF, "")
 
@@ -107,11 +107,11 @@ def specs(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in tensors.items()}
 
 
-def send(group: Group, weights: Weights) -> None:
+def send(group: Group, weights: WeightsVersion) -> None:
     """Send weights from rank 0 to all others, a bucket at a time.
 
     Args:
-        weights: their buckets are tensors, in the parts and the order of ``in_buckets``.
+        weights: their buckets are tensors, in the parts and the order of ``bucketize``.
 
     Raises:
         BroadcastError: a member does not come for them in time, or goes away.
@@ -123,7 +123,7 @@ def send(group: Group, weights: Weights) -> None:
         _broadcast(group, _flat(bucket).to(group.device))
 
 
-def receive(group: Group, expected: Tensors) -> tuple[Weights, Tensors]:
+def receive(group: Group, expected: Tensors) -> tuple[WeightsVersion, Tensors]:
     """What rank 0 sends next: (its version and digest, all tensors, on the CPU and checked).
 
     Args:
@@ -136,7 +136,7 @@ def receive(group: Group, expected: Tensors) -> tuple[Weights, Tensors]:
     number = next(group.transfers)
     group.store.set(f"{number}/ready/{group.rank}", "")
     _await(group, f"{number}/header", [0])
-    weights = Weights(**json.loads(group.store.get(f"{number}/header/0")))
+    weights = WeightsVersion(**json.loads(group.store.get(f"{number}/header/0")))
     size = sum(value.nbytes for value in expected.values())
     if size != weights.size:
         raise TransferError(
@@ -144,7 +144,7 @@ def receive(group: Group, expected: Tensors) -> tuple[Weights, Tensors]:
             "its engine has other parameters than the policy that trains"
         )
     buckets = []
-    for bucket in in_buckets(expected):
+    for bucket in bucketize(expected):
         flat = torch.empty(sum(value.nbytes for value in bucket.values()), dtype=torch.uint8, device=group.device)
         _broadcast(group, flat)
         buckets.append(_whole(flat.cpu(), bucket))

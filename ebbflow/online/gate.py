@@ -8,19 +8,19 @@ from ebbflow.online.ahead import Ahead, parts_of
 from ebbflow.online.placement import Call, Placement
 from ebbflow.online.pool import Job
 from ebbflow.online.work import Generated, Part
-from ebbflow.rollouts.parity import probe
-from ebbflow.stage import Place
+from ebbflow.rollouts.parity import parity_plan
+from ebbflow.stage import StageContext
 
 
-def check_engine(place: Place, placement: Placement, ahead: Ahead, step: int, first: int) -> dict[str, float]:
+def check_engine(ctx: StageContext, placement: Placement, ahead: Ahead, step: int, first: int) -> dict[str, float]:
     """Measure the engine before a stage's ``first`` step, and once more after it: only then weights have been pushed that differ.
 
     Raises:
         ParityError: its log-probs are not those of the training policy.
     """
-    if place.online.engine == "diffusers" or step > first + 1:
+    if ctx.online.engine == "diffusers" or step > first + 1:
         return {}
-    part, calls = _probe(place, ahead, step), []
+    part, calls = _probe(ctx, ahead, step), []
 
     def generated(call: Call, report: Generated) -> None:
         ahead.busy += report.busy
@@ -31,11 +31,11 @@ def check_engine(place: Place, placement: Placement, ahead: Ahead, step: int, fi
     return _measured(placement, ahead, part, calls[0])
 
 
-def _probe(place: Place, ahead: Ahead, step: int) -> Part:
+def _probe(ctx: StageContext, ahead: Ahead, step: int) -> Part:
     """The first samples of a step, as the gate wants them; not traced, for the profile of a step is of its own rollouts."""
-    sampler, plan = probe(place.config.sampler)
-    part, some = parts_of(place, ahead.prompts, ahead.embeddings, step, plan)[0], slice(0, place.online.parity.samples)
-    part = replace(part, prompts=part.prompts[some], owner=part.owner[some], keys=part.keys.rows(some))
+    sampler, plan = parity_plan(ctx.config.sampler)
+    part, some = parts_of(ctx, ahead.prompts, ahead.embeddings, step, plan)[0], slice(0, ctx.online.parity.samples)
+    part = replace(part, prompts=part.prompts[some], sample_index=part.sample_index[some], keys=part.keys.rows(some))
     return replace(part, sampler=sampler, task="parity", traced=False)
 
 

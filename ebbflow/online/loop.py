@@ -37,13 +37,13 @@ from ebbflow.online.work import Busy, Lesson, Trained
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer, require_scored
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.vllm_omni import VllmOmni
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.timing import Clock
-from ebbflow.training.card import read_card
 from ebbflow.training.checkpoint import Checkpoints
-from ebbflow.training.handover import open_model, open_policy, read_history
-from ebbflow.training.limits import Limits, Preempted, Stop, listening
-from ebbflow.training.update import Learner
+from ebbflow.training.limits import Preempted, Stop, StopConditions, handle_sigterm
+from ebbflow.training.policy_io import open_model, open_policy, read_history
+from ebbflow.training.policy_metadata import read_policy_metadata
+from ebbflow.training.update import PolicyUpdater
 
 if TYPE_CHECKING:
     from ebbflow.online.ray_actor import Folders
@@ -53,12 +53,12 @@ FIRST_RATIO = 1e-5
 
 
 def train_online_folder(
-    place: Place,
+    ctx: StageContext,
     base: Path,
     folder: Path,
     prompts: Path,
     trained: Path,
-    journal: Kept,
+    recorder: MetricsRecorder,
     teacher: Path | None = None,
     actors: Folders | None = None,
     checkpoints: Checkpoints | None = None,
@@ -72,41 +72,41 @@ def train_online_folder(
     Raises:
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
-    validation, training = validation_prompts(place, prompts), read_prompts(prompts, "train")
-    with listening(), closing(_placement(place, base, folder, teacher, actors)) as placement:
-        standing = Standing(read_history(place, read_card(folder), folder))
-        record = run_online_stage(place, placement, training, journal, standing, validation, checkpoints)
+    validation, training = validation_prompts(ctx, prompts), read_prompts(prompts, "train")
+    with handle_sigterm(), closing(_placement(ctx, base, folder, teacher, actors)) as placement:
+        standing = Standing(read_history(ctx, read_policy_metadata(folder), folder))
+        record = run_online_stage(ctx, placement, training, recorder, standing, validation, checkpoints)
         placement.write(trained, "save", record, standing.history)
     return record
 
 
-def _placement(place: Place, base: Path, folder: Path, teacher: Path | None, actors: Folders | None) -> Placement:
+def _placement(ctx: StageContext, base: Path, folder: Path, teacher: Path | None, actors: Folders | None) -> Placement:
     """The stage's workers, on the policy of ``folder``."""
-    if place.online.placement == "ray":
+    if ctx.online.placement == "ray":
         from ebbflow.online.ray_actor import Folders
         from ebbflow.online.ray_placement import RayPlacement
 
-        return RayPlacement(place, actors or Folders.at(base, folder, teacher))
-    policy, card = open_policy(place, open_model(place.recipe, base), folder, teacher)
-    learner = Learner(policy, place.online, card)
-    guards = place.recipe.rewards.guards if place.online.validation else ()
-    scorer, trainer = load_scorer(place.recipe.rewards.terms, guards), Trainer(place, learner, card)
-    if place.online.engine == "vllm_omni":
-        return InProcess(trainer, Generator(VllmOmni(place, base)), scorer, shares=False)
-    return in_process(place, learner, scorer, trainer)
+        return RayPlacement(ctx, actors or Folders.at(base, folder, teacher))
+    policy, metadata = open_policy(ctx, open_model(ctx.recipe, base), folder, teacher)
+    updater = PolicyUpdater(policy, ctx.online, metadata)
+    guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
+    scorer, trainer = load_scorer(ctx.recipe.rewards, guardrails), Trainer(ctx, updater, metadata)
+    if ctx.online.engine == "vllm_omni":
+        return InProcess(trainer, Generator(VllmOmni(ctx, base)), scorer, shares=False)
+    return in_process(ctx, updater, scorer, trainer)
 
 
-def in_process(place: Place, learner: Learner, scorer: Scorer, trainer: Trainer | None = None) -> InProcess:
+def in_process(ctx: StageContext, updater: PolicyUpdater, scorer: Scorer, trainer: Trainer | None = None) -> InProcess:
     """Everything in this process: rollouts with the trainer's own weights, rewards in threads."""
-    generator = Generator(Diffusers(place, learner.policy, learner.algorithm.generates))
-    return InProcess(trainer or Trainer(place, learner), generator, scorer)
+    generator = Generator(Diffusers(ctx, updater.policy, updater.algorithm.generates))
+    return InProcess(trainer or Trainer(ctx, updater), generator, scorer)
 
 
 def run_online_stage(
-    place: Place,
+    ctx: StageContext,
     placement: Placement,
     prompts: list[Prompt],
-    journal: Kept,
+    recorder: MetricsRecorder,
     standing: Standing | None = None,
     validation: Sequence[Prompt] = (),
     checkpoints: Checkpoints | None = None,
@@ -115,7 +115,7 @@ def run_online_stage(
 
     Args:
         prompts: the training split.
-        journal: gets the metrics of every step and its number, from zero, and what the stage shows of itself beside.
+        recorder: gets the metrics of every step and its number, from zero, and what the stage shows of itself beside.
         standing: where the stage begins; updated in place.
         validation: prompts that the policy is watched on, where the stage says how often.
         checkpoints: those of an earlier attempt, from which the stage goes on, and of this one.
@@ -123,40 +123,40 @@ def run_online_stage(
     Raises:
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
-    config, clock, standing = place.online, Clock(), standing or Standing()
+    config, clock, standing = ctx.online, Clock(), standing or Standing()
     newest = checkpoints.newest() if checkpoints else None
     if newest:
-        _resume(placement, standing, journal, *newest)
+        _resume(placement, standing, recorder, *newest)
     with clock.phase("encoding"):
-        embeddings = placement.encode(_all_prompts(place, prompts))
+        embeddings = placement.encode(_all_prompts(ctx, prompts))
         # Apart: prompts are padded to the longest of those encoded together, and what is only watched must not be felt.
         watched = placement.encode(validation) if validation else None
     first, before = standing.step, standing.seconds
-    ahead = Ahead(place, placement, prompts, embeddings, first)
+    ahead = Ahead(ctx, placement, prompts, embeddings, first)
     if newest:
         read_under_way(newest[0], ahead)
-    limits = Limits(config, _gpus(place), standing.elapsed, lead(config))
-    progress = tqdm(range(first, config.steps), f"{place.label} {config.algorithm_name}", unit="step", disable=None)
-    with listening(), Observer(place, placement, ahead, journal, validation, watched) as watch:
+    stop_conditions = StopConditions(config, _gpus(ctx), standing.elapsed, lead(config))
+    progress = tqdm(range(first, config.steps), f"{ctx.label} {config.algorithm_name}", unit="step", disable=None)
+    with handle_sigterm(), Observer(ctx, placement, ahead, recorder, validation, watched) as watch:
         for number in progress:
             start = time.time()
-            pushed = _push(placement, ahead, number) | check_engine(place, placement, ahead, number, first)
+            pushed = _push(placement, ahead, number) | check_engine(ctx, placement, ahead, number, first)
             start += watch.validate(number)  # no time of the step
             if checkpoints and number > 0 and checkpoints.due(number) and (number > first or watch.score is not None):
-                start += _keep(checkpoints, ahead, standing, journal, watch.score)  # what was just loaded, only with a new score
-            metrics = _step(place, placement, ahead, watch, standing, number, start)
-            journal.log_metrics(metrics | pushed, number)
+                start += _keep(checkpoints, ahead, standing, recorder, watch.score)  # what was just loaded, only with a new score
+            metrics = _step(ctx, placement, ahead, watch, standing, number, start)
+            recorder.log_metrics(metrics | pushed, number)
             progress.set_postfix(reward=f"{metrics.get('reward/mean', float('nan')):.3f}")
-            standing.elapsed, standing.seconds = limits.elapsed, _sum(before, clock.seconds, watch.timeline.seconds)
-            if _ends_early(limits, checkpoints, ahead, standing, journal):
+            standing.elapsed, standing.seconds = stop_conditions.elapsed, _sum(before, clock.seconds, watch.timeline.seconds)
+            if _ends_early(stop_conditions, checkpoints, ahead, standing, recorder):
                 break
         if watch.validates(standing.step, last=True):
             _push(placement, ahead, standing.step)
             watch.validate(standing.step, last=True)
     if checkpoints and config.validation and config.validation.best:
-        _go_back_to_best(placement, checkpoints, journal, standing, watch.score)
+        _go_back_to_best(placement, checkpoints, recorder, standing, watch.score)
     return StageRecord(
-        label=place.label,
+        label=ctx.label,
         algorithm=config.algorithm_name,
         samples=standing.samples,
         optimizer_steps=standing.updates,
@@ -165,14 +165,16 @@ def run_online_stage(
     )
 
 
-def _resume(placement: Placement, standing: Standing, journal: Kept, checkpoint: Path, state: dict[str, Any]) -> None:
+def _resume(placement: Placement, standing: Standing, recorder: MetricsRecorder, checkpoint: Path, state: dict[str, Any]) -> None:
     """Put all of them where a checkpoint stands."""
     placement.restore(checkpoint)
     standing.take_over(state["standing"])
-    journal.resume(state["rows"])
+    recorder.resume(state["rows"])
 
 
-def _keep(checkpoints: Checkpoints, ahead: Ahead, standing: Standing, journal: Kept, score: float | None = None) -> float:
+def _keep(
+    checkpoints: Checkpoints, ahead: Ahead, standing: Standing, recorder: MetricsRecorder, score: float | None = None
+) -> float:
     """Save a checkpoint of the stage; seconds that it took. ``score``: of a validation of the policy as it is."""
     start = time.time()
 
@@ -180,25 +182,27 @@ def _keep(checkpoints: Checkpoints, ahead: Ahead, standing: Standing, journal: K
         write_under_way(folder, ahead)
         ahead.placement.checkpoint(folder)
 
-    checkpoints.save(standing.step, write, {"standing": standing.state(), "rows": journal.metrics}, score)
+    checkpoints.save(standing.step, write, {"standing": standing.state(), "rows": recorder.metrics}, score)
     return time.time() - start
 
 
-def _ends_early(limits: Limits, checkpoints: Checkpoints | None, ahead: Ahead, standing: Standing, journal: Kept) -> bool:
+def _ends_early(
+    stop_conditions: StopConditions, checkpoints: Checkpoints | None, ahead: Ahead, standing: Standing, recorder: MetricsRecorder
+) -> bool:
     """Whether the budget is spent, which becomes an alarm; when the machine goes, it saves and raises ``Preempted``."""
-    stop, label, steps = limits.after_step(), ahead.place.label, ahead.place.online.steps
+    stop, label, steps = stop_conditions.after_step(), ahead.ctx.label, ahead.ctx.online.steps
     if stop is Stop.LEAVE:
         if checkpoints:
-            _keep(checkpoints, ahead, standing, journal)
-        raise Preempted(limits.farewell(label, standing.step, steps, saved=checkpoints is not None))
+            _keep(checkpoints, ahead, standing, recorder)
+        raise Preempted(stop_conditions.preemption_message(label, standing.step, steps, saved=checkpoints is not None))
     if stop is Stop.NO or standing.step == steps:
         return False
-    standing.alarms.append(limits.epitaph(standing.step, steps))
+    standing.alarms.append(stop_conditions.budget_message(standing.step, steps))
     return True
 
 
 def _go_back_to_best(
-    placement: Placement, checkpoints: Checkpoints, journal: Kept, standing: Standing, score: float | None
+    placement: Placement, checkpoints: Checkpoints, recorder: MetricsRecorder, standing: Standing, score: float | None
 ) -> None:
     """End with the policy that was validated best, and what was known then, unless the last one, with ``score``, is as good."""
     best, found = checkpoints.best(), standing.step
@@ -207,27 +211,27 @@ def _go_back_to_best(
         known = Standing()
         known.take_over(checkpoints.state(best.folder)["standing"])
         standing.history, found = known.history, best.step
-    journal.log_metrics({"validation/best_step": found}, standing.step)
+    recorder.log_metrics({"validation/best_step": found}, standing.step)
 
 
-def _gpus(place: Place) -> float:
+def _gpus(ctx: StageContext) -> float:
     """Of all workers of the stage."""
-    if place.online.placement == "ray":
-        return sum(workers.count * workers.gpus for _, workers in place.online.resources)
+    if ctx.online.placement == "ray":
+        return sum(workers.count * workers.gpus for _, workers in ctx.online.resources)
     return float(torch.cuda.is_available())
 
 
 def _step(
-    place: Place, placement: Placement, ahead: Ahead, watch: Observer, standing: Standing, number: int, start: float
+    ctx: StageContext, placement: Placement, ahead: Ahead, watch: Observer, standing: Standing, number: int, start: float
 ) -> dict[str, float]:
     """The metrics of one step, which began at ``start``: rollouts and rewards, advantages, updates."""
     ahead.fill(at_least=1)
     step = ahead.take(number)
     ahead.fill()
     scores = step.scores
-    require_scored(scores, place.recipe.rewards.max_failed_share)
-    advantages = _advantages(place, placement.weights, step, standing.history)
-    lesson = lesson_of(step, advantages.values, advantages.keep, place.online.traces("training", step.step))
+    require_scored(scores, ctx.recipe.max_failed_share)
+    advantages = _advantages(ctx, placement.reward_weights, step, standing.history)
+    lesson = lesson_of(step, advantages.values, advantages.keep, ctx.online.traces("training", step.step))
     trained = _train(placement, ahead.desk, lesson, step)
     end = time.time()
     metrics = advantages.metrics | _means(scores) | trained.metrics | {"updates": trained.updates}
@@ -236,7 +240,7 @@ def _step(
     metrics |= watch.after(number, step, advantages.values, trained.busy, start, end)
     standing.step, standing.samples = number + 1, standing.samples + len(scores.reward)
     standing.updates, standing.training_alarms = trained.updates, trained.alarms
-    standing.alarms += _first_ratio(place, metrics) if number == 0 else []
+    standing.alarms += _first_ratio(ctx, metrics) if number == 0 else []
     return metrics
 
 
@@ -245,9 +249,9 @@ def _sum(*spent: Mapping[str, float]) -> dict[str, float]:
     return {name: sum(part.get(name, 0.0) for part in spent) for name in dict.fromkeys(name for part in spent for name in part)}
 
 
-def _all_prompts(place: Place, prompts: list[Prompt]) -> Iterator[Prompt]:
-    for step in range(place.online.steps):
-        yield from prompt_batch(prompts, place.online.prompts_per_step, step, place.seed)
+def _all_prompts(ctx: StageContext, prompts: list[Prompt]) -> Iterator[Prompt]:
+    for step in range(ctx.online.steps):
+        yield from prompt_batch(prompts, ctx.online.prompts_per_step, step, ctx.seed)
 
 
 def _push(placement: Placement, ahead: Ahead, version: int) -> dict[str, float]:
@@ -257,10 +261,10 @@ def _push(placement: Placement, ahead: Ahead, version: int) -> dict[str, float]:
     return {"push/bytes": ahead.newest.size, "push/seconds": time.perf_counter() - start}
 
 
-def _advantages(place: Place, weights: dict[str, float], step: Step, history: PromptStatistics) -> AdvantageResult:
+def _advantages(ctx: StageContext, weights: dict[str, float], step: Step, history: PromptStatistics) -> AdvantageResult:
     scores, prompt_ids = step.scores.metrics, [prompt.prompt_id for prompt in step.prompts]
     rewards = {name: scores[name] for name in weights}
-    return compute_advantages(rewards, weights, np.array(prompt_ids), place.config.advantages, history)
+    return compute_advantages(rewards, weights, np.array(prompt_ids), ctx.config.advantages, history)
 
 
 def _train(placement: Placement, desk: Desk, lesson: Lesson, step: Step) -> Trained:
@@ -296,10 +300,10 @@ def _speed(busy: list[Busy], images: int, seconds: float) -> dict[str, float]:
     return metrics | {"images_per_second": images / seconds}
 
 
-def _first_ratio(place: Place, metrics: dict[str, float]) -> list[str]:
+def _first_ratio(ctx: StageContext, metrics: dict[str, float]) -> list[str]:
     """An alarm where rollouts and training see different micro-batches and their arithmetic differs for it."""
     off = metrics.get("ratio/first_deviation", 0.0)
-    if off <= FIRST_RATIO or place.config.correction or place.config.rollout_precision or place.online.engine != "diffusers":
+    if off <= FIRST_RATIO or ctx.config.correction or ctx.config.rollout_precision or ctx.online.engine != "diffusers":
         return []
     alarm = (
         f"the first ratio is off 1 by {off:.2g}: rollouts and training see micro-batches of different sizes; "

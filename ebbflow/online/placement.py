@@ -15,7 +15,7 @@ from ebbflow.online.roles import Generator, Judge, Trainer
 from ebbflow.recipe.online import Role
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.weights import Weights
+from ebbflow.rollouts.weights import WeightsVersion
 
 Handle = Any
 """Stands for a value that another worker may be given, wherever it lies."""
@@ -54,7 +54,7 @@ class Placement(Protocol):
 
     training: Sequence[Worker]
     steps_before: int
-    weights: dict[str, float]
+    reward_weights: dict[str, float]
 
     def hire(self, role: Role, index: int) -> Worker:
         """A new worker of a role, the first or one that replaces another."""
@@ -62,7 +62,7 @@ class Placement(Protocol):
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         """Every different prompt, once."""
 
-    def publish(self, version: int, copy: str | None = None) -> Weights:
+    def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         """The weights that generate from now on: those of a copy of the policy, or of the one that the rollouts are of."""
 
     def wait(self, calls: Sequence[Call], timeout: float | None) -> list[Call]:
@@ -143,9 +143,9 @@ class InProcess:
 
     def __init__(self, trainer: Trainer, generator: Generator, scorer: Scorer, shares: bool = True) -> None:
         self.trainer, self.generator, self.scorer, self.shares = trainer, generator, scorer, shares
-        self.weights = scorer.weights
+        self.reward_weights = scorer.reward_weights
         self.training: Sequence[Worker] = [_Here(trainer, RESULTS)]
-        self.steps_before = trainer.learner.before.steps
+        self.steps_before = trainer.updater.before.steps
 
     def hire(self, role: Role, index: int) -> Worker:
         if role == "rollout":
@@ -155,13 +155,13 @@ class InProcess:
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         return self.trainer.encode(prompts)
 
-    def publish(self, version: int, copy: str | None = None) -> Weights:
+    def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         if not self.shares:
             return self.trainer.publish(version, copy)
         engine = self.generator.engine
         assert isinstance(engine, Diffusers), "only the engine of this process shares the trainer's weights"
-        engine.generates = copy or self.trainer.learner.algorithm.generates
-        return Weights(version)
+        engine.generates = copy or self.trainer.updater.algorithm.generates
+        return WeightsVersion(version)
 
     def wait(self, calls: Sequence[Call], timeout: float | None) -> list[Call]:
         futures = {call: call.report.future for call in calls}

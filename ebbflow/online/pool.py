@@ -12,7 +12,7 @@ from typing import Any
 from ebbflow.online.placement import Call, Placement, Worker, WorkerDied
 from ebbflow.recipe.online import Role
 
-MOST_DEATHS = 3
+MAX_DEATHS = 3
 """Deaths of workers over the same job after which the stage ends; of a job that may fail, ``retries`` says how many."""
 
 
@@ -116,7 +116,7 @@ class Pool:
         if job.failed is not None:
             self._again(job, error)
             return
-        if job.attempts >= MOST_DEATHS:
+        if job.attempts >= MAX_DEATHS:
             raise StageError(
                 f"{job.attempts} {self.role} workers died over the same work; the last one: {error}. "
                 f"Look at the memory of their machine, or lower the stage's micro_batch"

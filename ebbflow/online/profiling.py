@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 TRACE, MEMORY = "json.gz", "memory.pickle"
 """Endings of a Chrome trace, and of a snapshot that https://pytorch.org/memory_viz shows."""
-MOST_EVENTS = 200_000
+MAX_EVENTS = 200_000
 """Allocations that a snapshot remembers; of more, the last ones."""
 
 
@@ -25,7 +25,7 @@ def profiled() -> Iterator[dict[str, bytes]]:
     files: dict[str, bytes] = {}
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python")
+        torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
     try:
         with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
             yield files

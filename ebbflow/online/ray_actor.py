@@ -22,17 +22,17 @@ from torch import Tensor
 
 from ebbflow.online.pool import StageError
 from ebbflow.online.roles import Generator, Judge, Trainer
-from ebbflow.recipe.online import Role, Workers
+from ebbflow.recipe.online import Role, WorkersConfig
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.vllm_omni import VllmOmni
-from ebbflow.rollouts.weights import Weights
-from ebbflow.stage import Place
+from ebbflow.rollouts.weights import WeightsVersion
+from ebbflow.stage import StageContext
 from ebbflow.storage.disk import safe_join
 from ebbflow.training import distributed
-from ebbflow.training.handover import open_model, open_policy
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.policy_io import open_model, open_policy
+from ebbflow.training.update import PolicyUpdater
 
 CHUNK = 64 * 2**20
 """Bytes of a file that travel at a time."""
@@ -60,7 +60,7 @@ class Folders:
 class Seat:
     """The process of a worker: what it opened, at work."""
 
-    def __init__(self, role: Role, workers: Workers, path: list[str]) -> None:
+    def __init__(self, role: Role, workers: WorkersConfig, path: list[str]) -> None:
         """``path``: where the stage's own process imports from, as a user's own rewards and algorithms may lie there."""
         sys.path += [folder for folder in path if folder not in sys.path]
         self.role, self.workers = role, workers
@@ -111,12 +111,12 @@ class Rank(Trainer):
     received: tempfile.TemporaryDirectory[str] | None = None
 
     def steps_before(self) -> int:
-        return self.learner.before.steps
+        return self.updater.before.steps
 
-    def publish(self, version: int, copy: str | None = None) -> Weights:
+    def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         return _in_store(super().publish(version, copy))
 
-    def resend(self, digest: str | None = None) -> Weights:
+    def resend(self, digest: str | None = None) -> WeightsVersion:
         return _in_store(super().resend(digest))
 
     def host(self) -> tuple[str, int]:
@@ -161,31 +161,30 @@ class Rank(Trainer):
         return Path(self.written.name) / "folder"
 
 
-def open_rank(place: Place, folders: Folders, rank: int, meeting: str) -> Rank:
-    world = place.online.resources.training.count
+def open_rank(ctx: StageContext, folders: Folders, rank: int, meeting: str) -> Rank:
+    world = ctx.online.resources.training.count
     if world > 1:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, meeting, timeout=distributed.TIMEOUT, world_size=world, rank=rank)
-    model, teacher = open_model(place.recipe, folders.base()), folders.teacher() if folders.teacher else None
-    policy, card = open_policy(place, model, folders.policy(), teacher, shard=world > 1)
-    return Rank(place, Learner(policy, place.online, card), card, rank)
+    model, teacher = open_model(ctx.recipe, folders.base()), folders.teacher() if folders.teacher else None
+    policy, metadata = open_policy(ctx, model, folders.policy(), teacher, shard=world > 1)
+    return Rank(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, rank)
 
 
-def open_generator(place: Place, folders: Folders, index: int) -> Generator:
-    if place.online.engine == "vllm_omni":
-        return Generator(VllmOmni(place, folders.base()), index, ray.get)
-    policy = Policy(open_model(place.recipe, folders.base()), place.recipe.policy, place.recipe.seed)
+def open_generator(ctx: StageContext, folders: Folders, index: int) -> Generator:
+    if ctx.online.engine == "vllm_omni":
+        return Generator(VllmOmni(ctx, folders.base()), index, ray.get)
+    policy = Policy(open_model(ctx.recipe, folders.base()), ctx.recipe.policy, ctx.recipe.seed)
     policy.copies.clear()  # the weights that arrive are those that generate, whichever copy of the trainer's they are
-    return Generator(Diffusers(place, policy), index, ray.get)
+    return Generator(Diffusers(ctx, policy), index, ray.get)
 
 
-def open_judge(place: Place, folders: Folders, index: int) -> Judge:
-    torch.set_num_threads(place.recipe.threads)
-    rewards = place.recipe.rewards
-    return Judge(load_scorer(rewards.terms, rewards.guards if place.online.validation else ()), index)
+def open_judge(ctx: StageContext, folders: Folders, index: int) -> Judge:
+    torch.set_num_threads(ctx.recipe.threads)
+    return Judge(load_scorer(ctx.recipe.rewards, ctx.recipe.guardrails if ctx.online.validation else ()), index)
 
 
-def _in_store(weights: Weights) -> Weights:
+def _in_store(weights: WeightsVersion) -> WeightsVersion:
     """The same weights with references to their buckets."""
     return replace(weights, buckets=tuple(ray.put(bucket) for bucket in weights.buckets))
 

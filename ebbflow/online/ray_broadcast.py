@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ebbflow.online.broadcast import BroadcastError
 from ebbflow.online.placement import Call, Placement, Worker, WorkerDied
 from ebbflow.online.roles import KEPT
-from ebbflow.rollouts.weights import Weights
+from ebbflow.rollouts.weights import WeightsVersion
 
 TIMEOUT, GRACE = 600, 60
 """Seconds that one waits for another, which is as long as the first rank may take to gather the weights and their checksum; and
@@ -57,9 +57,9 @@ class Broadcast:
         self.dead: set[Member] = set()
         self.hanging: dict[Member, Call] = {}
         self.arrived: deque[tuple[str, set[Member]]] = deque(maxlen=2 * KEPT)  # a version has two, where there is a validation
-        self.resent: dict[str, Weights] = {}
+        self.resent: dict[str, WeightsVersion] = {}
 
-    def publish(self, version: int, copy: str | None = None) -> Weights:
+    def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         """Send the weights as they are (``Trainer.broadcast``) to all rollout workers that can receive them; without buckets.
 
         Raises:
@@ -76,20 +76,20 @@ class Broadcast:
                 "them get them through the object store, and the next ones are broadcast again",
                 stacklevel=2,
             )
-        weights: Weights = self._resend() if lost else self.placement.report(sending[0])
+        weights: WeightsVersion = self._resend() if lost else self.placement.report(sending[0])
         self.arrived.append((weights.digest, arrived))
         return replace(weights, buckets=())
 
-    def within_reach(self, weights: Weights, worker: Member) -> Weights:
+    def within_reach(self, weights: WeightsVersion, worker: Member) -> WeightsVersion:
         """The same weights for a rollout worker: with buckets where they have not arrived."""
         if any(digest == weights.digest and worker in members for digest, members in self.arrived):
             return weights
         resent = self.resent.get(weights.digest) or self._resend(weights.digest)
         return replace(weights, buckets=resent.buckets)
 
-    def _resend(self, digest: str | None = None) -> Weights:
+    def _resend(self, digest: str | None = None) -> WeightsVersion:
         """Weights with buckets; left out, those that were sent last."""
-        weights: Weights = self._ask("resend", digest)
+        weights: WeightsVersion = self._ask("resend", digest)
         self.resent[weights.digest] = weights
         return weights
 
@@ -159,7 +159,7 @@ class Broadcast:
 
     def _give_up(self) -> None:
         """Let nobody wait any longer for what will not come."""
-        self.first.beside("call_off", self.name)
+        self.first.beside("abort", self.name)
         for worker in self.members or ():
             worker.beside("leave")
         self.members = None

@@ -36,9 +36,9 @@ from ebbflow.online.ray_actor import (
 )
 from ebbflow.online.ray_broadcast import Broadcast
 from ebbflow.online.work import Lesson
-from ebbflow.recipe.online import Role, Workers
-from ebbflow.rollouts.weights import Weights
-from ebbflow.stage import Place
+from ebbflow.recipe.online import Role, WorkersConfig
+from ebbflow.rollouts.weights import WeightsVersion
+from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import new_folder, verify
 from ebbflow.storage.disk import safe_join
 from ebbflow.training.checkpoint import part_files
@@ -70,7 +70,7 @@ class _Worker:
             "num_gpus": workers.gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placement.group, placement.bundle(role, index)),
         }
-        actor = Actor if placement.place.online.transfer == "store" else ActorBeside
+        actor = Actor if placement.ctx.online.transfer == "store" else ActorBeside
         self.actor = actor.options(**options).remote(role, workers, sys.path)
         self.opened: ray.ObjectRef | None = None
 
@@ -109,9 +109,9 @@ class RayPlacement:
         StageError: the cluster has no room for the workers, or one of them died while it loaded.
     """
 
-    def __init__(self, place: Place, folders: Folders) -> None:
-        self.place, self.folders = place, folders
-        self.weights = {term.column: term.weight for term in place.recipe.rewards.terms}
+    def __init__(self, ctx: StageContext, folders: Folders) -> None:
+        self.ctx, self.folders = ctx, folders
+        self.reward_weights = {reward.column: reward.weight for reward in ctx.recipe.rewards}
         self.hired: list[_Worker] = []
         self.first: dict[tuple[Role, int], _Worker] = {}
         self.lesson: tuple[Lesson | None, Any] = (None, None)
@@ -127,9 +127,9 @@ class RayPlacement:
             self.close()
             raise
 
-    def workers(self, role: Role) -> Workers:
+    def workers(self, role: Role) -> WorkersConfig:
         """What the recipe gives a role."""
-        return getattr(self.place.online.resources, role)
+        return getattr(self.ctx.online.resources, role)
 
     def bundle(self, role: Role, index: int) -> int:
         """The place of a worker among all."""
@@ -141,7 +141,7 @@ class RayPlacement:
             if self.lesson[0] is not argument:
                 self.lesson = (argument, ray.put(argument))
             return self.lesson[1]
-        if isinstance(argument, Weights) and self.broadcast:
+        if isinstance(argument, WeightsVersion) and self.broadcast:
             return self.broadcast.within_reach(argument, worker)
         return argument
 
@@ -156,7 +156,7 @@ class RayPlacement:
         self._wait_for([call])
         return self.report(call)
 
-    def publish(self, version: int, copy: str | None = None) -> Weights:
+    def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         self.step = version
         return self.broadcast.publish(version, copy) if self.broadcast else self._all("publish", version, copy)[0]
 
@@ -218,7 +218,7 @@ class RayPlacement:
 
     def _reserve(self) -> Any:
         """Room for all workers, each its own; on one machine where that is possible."""
-        resources = self.place.online.resources
+        resources = self.ctx.online.resources
         if resources.training.count > 1 and 0 < resources.training.gpus < 1:
             raise StageError(
                 f"resources.training.gpus = {resources.training.gpus:g}: NCCL wants a GPU of its own for each of several ranks; "
@@ -231,14 +231,14 @@ class RayPlacement:
         for kind, wanted in asked.items():
             if wanted > there.get(kind, 0):
                 raise StageError(
-                    f"{self.place.label} asks for {wanted:g} {kind} ({listed}) and Ray has {there.get(kind, 0):g}: lower "
+                    f"{self.ctx.label} asks for {wanted:g} {kind} ({listed}) and Ray has {there.get(kind, 0):g}: lower "
                     f"resources.*.{kind.lower()}s, where a fraction shares one, or resources.*.count; or give Ray more machines"
                 )
         group = placement_group(bundles, strategy="PACK")
         if not group.wait(PLACED):
             remove_placement_group(group)
             raise StageError(
-                f"{self.place.label} asks for {listed} and found no room for {PLACED} s: others hold {_in_use(there)}, or no "
+                f"{self.ctx.label} asks for {listed} and found no room for {PLACED} s: others hold {_in_use(there)}, or no "
                 "machine is large enough for its share; end them, or lower resources"
             )
         return group
@@ -250,18 +250,18 @@ class RayPlacement:
         self.hired += ranks
         meeting = ranks[0].actor.meeting.remote()
         for worker in ranks:
-            worker.open(open_rank, self.place, self.folders, worker.index, meeting)
+            worker.open(open_rank, self.ctx, self.folders, worker.index, meeting)
         for role in ROLES[1:]:
             self.first |= {(role, index): self._hire(role, index) for index in range(self.workers(role).count)}
         self._wait_until_opened(list(self.hired))
         self.steps_before: int = self._ask("steps_before")
-        if self.place.online.transfer == "broadcast":
+        if self.ctx.online.transfer == "broadcast":
             self.broadcast = Broadcast(self, ranks[0], self._rollout_workers)
 
     def _hire(self, role: Role, index: int) -> _Worker:
         worker = _Worker(self, role, index)
         self.hired.append(worker)
-        worker.open(open_generator if role == "rollout" else open_judge, self.place, self.folders, index)
+        worker.open(open_generator if role == "rollout" else open_judge, self.ctx, self.folders, index)
         return worker
 
     def _rollout_workers(self) -> list[_Worker]:
@@ -307,7 +307,7 @@ class RayPlacement:
         if worker.role != "training":
             return WorkerDied(f"{worker.role} worker {worker.index}: {reason}")
         return TrainingDied(
-            f"training rank {worker.index} of {self.place.label} died in step {self.step} ({reason}): what the stage had learnt "
+            f"training rank {worker.index} of {self.ctx.label} died in step {self.step} ({reason}): what the stage had learnt "
             "since its start or its last checkpoint is lost. Start it again; if that goes wrong too, look at the memory of the "
             "rank's machine, or lower the stage's micro_batch"
         )
@@ -349,7 +349,7 @@ class RayPlacement:
                 file.write(self.report(rank.start("read", name, start)).data)
 
 
-def _bundle(workers: Workers) -> dict[str, float]:
+def _bundle(workers: WorkersConfig) -> dict[str, float]:
     return {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
 
 

@@ -23,13 +23,13 @@ from ebbflow.online.work import Generated, Lesson, Part, Scored, Trained, Watch
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Engine
 from ebbflow.rollouts.generate import Rollouts, join
-from ebbflow.rollouts.parity import measured
-from ebbflow.rollouts.weights import Tensors, TransferError, Weights, checksum, in_buckets
-from ebbflow.stage import Place
-from ebbflow.training.card import PolicyCard
+from ebbflow.rollouts.parity import measure_parity
+from ebbflow.rollouts.weights import Tensors, TransferError, WeightsVersion, bucketize, checksum
+from ebbflow.stage import StageContext
 from ebbflow.training.checkpoint import restore, write_part
-from ebbflow.training.handover import save_policy
-from ebbflow.training.update import Learner
+from ebbflow.training.policy_io import save_policy
+from ebbflow.training.policy_metadata import PolicyMetadata
+from ebbflow.training.update import PolicyUpdater
 
 KEPT = 2
 """Versions that are kept on both sides, with all that was sent of them: rollouts under way may be of the one before the last, and
@@ -40,21 +40,21 @@ class Generator:
     """A rollout worker: an engine, the version and the digest of the weights in it, and weights that were sent to it.
 
     Args:
-        fetch: gets a bucket of weights from where ``Weights`` says it is.
+        fetch: gets a bucket of weights from where ``WeightsVersion`` says it is.
     """
 
     def __init__(self, engine: Engine, worker: int = 0, fetch: Callable[[Any], Tensors] = lambda bucket: bucket) -> None:
         self.engine, self.fetch = engine, fetch
         self.holds: tuple[int, str] | None = None
         self.group: broadcast.Group | None = None
-        self.sent: dict[str, Weights] = {}
+        self.sent: dict[str, WeightsVersion] = {}
         self.watch = Watch("rollout", worker)
 
-    def generate(self, part: Part, weights: Weights) -> tuple[Rollouts, np.ndarray, Generated]:
+    def generate(self, part: Part, weights: WeightsVersion) -> tuple[Rollouts, np.ndarray, Generated]:
         """(rollouts on the CPU, images, what to know about them); new weights are received and checked first."""
         received = self._receive(weights, part.step)
         with self.watch.task(part.task, part.step, part.traced):
-            conditioning = part.conditioning.rows(torch.from_numpy(part.owner))
+            conditioning = part.conditioning.rows(torch.from_numpy(part.sample_index))
             rollouts, images = self.engine.generate(conditioning, part.keys, part.sampler, part.plan)
         report = Generated(weights.version, received, rollouts.finite, self.watch.told())
         return rollouts.to(torch.device("cpu")), images, report
@@ -70,7 +70,7 @@ class Generator:
             broadcast.leave(self.group)
             self.group = None
 
-    def receive(self, expected: Tensors) -> Weights:
+    def receive(self, expected: Tensors) -> WeightsVersion:
         """Take part in ``Trainer.broadcast``; may run beside ``generate``, which loads what it was sent when it is told to.
 
         Args:
@@ -86,7 +86,7 @@ class Generator:
     def close(self) -> None:
         self.engine.close()
 
-    def _receive(self, weights: Weights, step: int) -> float:
+    def _receive(self, weights: WeightsVersion, step: int) -> float:
         """Seconds that it took."""
         if not weights.digest or (weights.version, weights.digest) == self.holds:
             return 0.0
@@ -95,7 +95,7 @@ class Generator:
             self.holds = weights.version, weights.digest
         return self.watch.busy[-1].seconds
 
-    def _find(self, weights: Weights) -> Tensors:
+    def _find(self, weights: WeightsVersion) -> Tensors:
         """Weights that were sent to this worker, and otherwise those of the buckets."""
         if weights.digest in self.sent:
             return self.sent[weights.digest].buckets[0]
@@ -115,11 +115,11 @@ class Judge:
         self.watch = Watch("reward", worker)
 
     def score(
-        self, images: np.ndarray, prompts: Sequence[Prompt], step: int, guards: bool = False, traced: bool = False
+        self, images: np.ndarray, prompts: Sequence[Prompt], step: int, guardrails: bool = False, traced: bool = False
     ) -> Scored:
-        """The scores of images, each against its prompt; ``guards`` too, for a validation, or what is trained on alone."""
-        with self.watch.task("validation" if guards else "scoring", step, traced):
-            scorer = self.scorer if guards else replace(self.scorer, guards=())
+        """The scores of images, each against its prompt; ``guardrails`` too, for a validation, or what is trained on alone."""
+        with self.watch.task("validation" if guardrails else "scoring", step, traced):
+            scorer = self.scorer if guardrails else replace(self.scorer, guardrails=())
             table = scorer(images, prompts)
         return Scored(table, self.watch.told())
 
@@ -127,32 +127,32 @@ class Judge:
 class Trainer:
     """A rank of the training group; every method is called on all of them, with the same arguments."""
 
-    def __init__(self, place: Place, learner: Learner, card: PolicyCard | None = None, rank: int = 0) -> None:
-        """``card``: of the policy folder that the stage starts from."""
-        self.place, self.learner, self.card, self.rank = place, learner, card, rank
+    def __init__(self, ctx: StageContext, updater: PolicyUpdater, metadata: PolicyMetadata | None = None, rank: int = 0) -> None:
+        """``metadata``: of the policy folder that the stage starts from."""
+        self.ctx, self.updater, self.metadata, self.rank = ctx, updater, metadata, rank
         self.watch = Watch("training", rank)
         self.store: Any = None
         self.group: broadcast.Group | None = None
-        self.sent: dict[str, Weights] = {}
+        self.sent: dict[str, WeightsVersion] = {}
 
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         """Every different prompt, once."""
-        return embed(self.learner.policy.model, prompts)
+        return embed(self.updater.policy.model, prompts)
 
     def train(self, lesson: Lesson, *rollouts: Rollouts) -> Trained:
         """The updates of a step on the rollouts of all its parts."""
         with self.watch.task("training", lesson.step, lesson.traced):
-            metrics = learn(self.place, self.learner, lesson, join(rollouts))
-            self.learner.finish_step()
-        return Trained(metrics, self.learner.updates, self.learner.alarms, self.watch.told())
+            metrics = learn(self.ctx, self.updater, lesson, join(rollouts))
+            self.updater.finish_step()
+        return Trained(metrics, self.updater.updates, self.updater.alarms, self.watch.told())
 
-    def publish(self, version: int, copy: str | None = None) -> Weights:
+    def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         """The weights that generate from now on: whole, on the CPU of the first rank; the others only take part in gathering.
 
         ``copy``: of the policy; left out, the one that the algorithm's rollouts are of.
         """
-        policy = self.learner.policy
-        generates = copy or self.learner.algorithm.generates
+        policy = self.updater.policy
+        generates = copy or self.updater.algorithm.generates
         values = policy.parameters if generates == "current" else policy.copies[generates]
         whole: Tensors = {}
         for name in policy.parameters:  # in their order, for a copy that was read from a file has another
@@ -161,8 +161,8 @@ class Trainer:
             if self.rank == 0:
                 whole[name] = full.detach().to("cpu", copy=True)
         if self.rank > 0:
-            return Weights(version)
-        return Weights(version, checksum(whole), tuple(in_buckets(whole)), sum(value.nbytes for value in whole.values()))
+            return WeightsVersion(version)
+        return WeightsVersion(version, checksum(whole), tuple(bucketize(whole)), sum(value.nbytes for value in whole.values()))
 
     def serve(self, address: str) -> int:
         """Let rollout workers meet the first rank, at an address that they reach this machine by: the port."""
@@ -174,9 +174,9 @@ class Trainer:
         self.leave()
         self.group = broadcast.join(address, port, name, 0, world, timeout) if self.rank == 0 else None
 
-    def call_off(self, name: str) -> None:
+    def abort(self, name: str) -> None:
         """Let nobody wait any longer for the members of a group, one of which is gone; may run beside ``join`` and all else."""
-        broadcast.call_off(self.store, name)
+        broadcast.abort(self.store, name)
         self.leave()
 
     def leave(self) -> None:
@@ -187,9 +187,9 @@ class Trainer:
 
     def expected(self) -> Tensors:
         """Shapes and types of the weights, by name."""
-        return broadcast.specs(self.learner.policy.parameters)
+        return broadcast.specs(self.updater.policy.parameters)
 
-    def broadcast(self, version: int, copy: str | None = None) -> Weights:
+    def broadcast(self, version: int, copy: str | None = None) -> WeightsVersion:
         """Send what ``publish`` gives to all rollout workers, which take part in ``Generator.receive``; without buckets.
 
         Raises:
@@ -202,7 +202,7 @@ class Trainer:
             broadcast.send(_joined(group), weights)
         return replace(weights, buckets=())
 
-    def resend(self, digest: str | None = None) -> Weights:
+    def resend(self, digest: str | None = None) -> WeightsVersion:
         """Weights that were sent not long ago, with their buckets, for a worker that lacks them; left out, the last ones.
 
         May run beside everything else.
@@ -220,31 +220,31 @@ class Trainer:
 
     def save(self, folder: Path, record: StageRecord, history: PromptStatistics) -> None:
         """Write the policy folder that the stage leaves behind."""
-        assert self.card is not None
-        save_policy(self.place, self.learner, self.card, record, folder, write=self.rank == 0, history=history)
+        assert self.metadata is not None
+        save_policy(self.ctx, self.updater, self.metadata, record, folder, write=self.rank == 0, history=history)
 
     def measure(self, part: Part, rollouts: Rollouts) -> dict[str, float]:
         """How far the samples of another engine are from the policy that rollouts are of (``ebbflow.rollouts.parity``)."""
-        policy = self.learner.policy
+        policy = self.updater.policy
         device = device_of(policy.model)
-        conditioning = part.conditioning.rows(torch.from_numpy(part.owner)).to(device)
+        conditioning = part.conditioning.rows(torch.from_numpy(part.sample_index)).to(device)
         trajectory = rollouts.to(device).trajectory
         assert trajectory is not None, "the gate's samples are recorded"
-        with policy.using(self.learner.algorithm.generates):
-            return measured(
-                policy, trajectory, conditioning, part.keys, part.sampler, self.place.online.parity, self.place.config.micro_batch
+        with policy.using(self.updater.algorithm.generates):
+            return measure_parity(
+                policy, trajectory, conditioning, part.keys, part.sampler, self.ctx.online.parity, self.ctx.config.micro_batch
             )
 
     def checkpoint(self, folder: Path) -> None:
         """Write this rank's part of where training stands into a folder."""
-        write_part(folder, self.learner)
+        write_part(folder, self.updater)
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint."""
-        restore(checkpoint, self.learner)
+        restore(checkpoint, self.updater)
 
 
-def _newest(known: dict[str, Weights], new: Weights) -> dict[str, Weights]:
+def _newest(known: dict[str, WeightsVersion], new: WeightsVersion) -> dict[str, WeightsVersion]:
     """What is kept of what was sent, the newest last; a new dictionary, for others may be reading the old one."""
     kept = {digest: old for digest, old in known.items() if 0 <= new.version - old.version < KEPT and digest != new.digest}
     return kept | {new.digest: new}

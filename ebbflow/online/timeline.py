@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import get_args
 
 from ebbflow.online.work import Busy
-from ebbflow.recipe.online import Resources, Role
+from ebbflow.recipe.online import ResourcesConfig, Role
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -22,7 +22,7 @@ class Timeline:
         seconds: that the workers were busy, by what with.
     """
 
-    def __init__(self, resources: Resources) -> None:
+    def __init__(self, resources: ResourcesConfig) -> None:
         self.workers = {role: getattr(resources, role).count for role in ROLES}
         self.busy: list[Busy] = []
         self.steps: dict[int, tuple[float, float]] = {}

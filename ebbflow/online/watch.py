@@ -26,13 +26,13 @@ from ebbflow.online.placement import Placement
 from ebbflow.online.timeline import Timeline
 from ebbflow.online.work import Busy, Part
 from ebbflow.plots.images import PICTURED, caption, image_grid
-from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rewards.combine import ScoreTable
-from ebbflow.stage import Journal, Place
+from ebbflow.stage import MetricsLogger, StageContext
 
 
 class Observer:
-    """Watches a stage, and tells its journal.
+    """Watches a stage, and tells its recorder.
 
     Attributes:
         timeline: what the workers did so far.
@@ -41,17 +41,17 @@ class Observer:
 
     def __init__(
         self,
-        place: Place,
+        ctx: StageContext,
         placement: Placement,
         ahead: Ahead,
-        journal: Journal,
+        metrics_logger: MetricsLogger,
         prompts: Sequence[Prompt],
         embeddings: Embeddings | None,
     ) -> None:
         """``prompts``: what is validated on; ``embeddings``: theirs, where there are any."""
-        self.place, self.placement, self.ahead, self.journal = place, placement, ahead, journal
+        self.ctx, self.placement, self.ahead, self.metrics_logger = ctx, placement, ahead, metrics_logger
         self.prompts, self.embeddings = prompts, embeddings
-        self.timeline = Timeline(place.online.resources)
+        self.timeline = Timeline(ctx.online.resources)
         self.score: float | None = None
 
     def __enter__(self) -> Observer:
@@ -61,8 +61,8 @@ class Observer:
         """Leave the timeline, of a stage that failed too: it may show why."""
         self._add(())
         if self.timeline.busy:
-            self.journal.log_file("timeline.json", self.timeline.table())
-            self.journal.log_file("timeline.png", self.timeline.picture())
+            self.metrics_logger.log_file("timeline.json", self.timeline.table())
+            self.metrics_logger.log_file("timeline.png", self.timeline.picture())
 
     def after(
         self, number: int, step: Step, advantages: np.ndarray, busy: Sequence[Busy], start: float, end: float
@@ -77,7 +77,7 @@ class Observer:
             advantages: of its samples.
             busy: what training did.
         """
-        config, ahead = self.place.online, lead(self.place.online)
+        config, ahead = self.ctx.online, lead(self.ctx.online)
         self.timeline.steps[number] = (start, end)
         self._add(busy)
         if config.dumps and number % config.dumps.every == 0:
@@ -87,7 +87,7 @@ class Observer:
 
     def validates(self, version: int, last: bool = False) -> bool:
         """Whether there is a validation after so many training steps, ``last``: when the stage is over."""
-        config = self.place.online.validation
+        config = self.ctx.online.validation
         return config is not None and (version % config.every == 0 or last) and len(self.prompts) > 0
 
     def validate(self, version: int, last: bool = False) -> float:
@@ -104,24 +104,24 @@ class Observer:
         found = means(scores)
         self.score = found.get("reward")
         found |= {"scored_share": 1 - scores.failed_share}
-        self.journal.log_metrics({f"validation/{name}": value for name, value in found.items()}, version)
-        self.journal.log_table(f"validation/{_named(version)}", _table(rows))
+        self.metrics_logger.log_metrics({f"validation/{name}": value for name, value in found.items()}, version)
+        self.metrics_logger.log_table(f"validation/{_named(version)}", _table(rows))
         grid = image_grid(pngs[:PICTURED], [caption(row) for row in rows[:PICTURED]], columns=4)
-        self.journal.log_image("validation", grid, version)
-        if self.place.online.dumps:
+        self.metrics_logger.log_image("validation", grid, version)
+        if self.ctx.online.dumps:
             self._dump(version, "validation", rows, pngs)
         return time.time() - start
 
     def _harvest(self, version: int) -> list[Harvest]:
-        """The validation samples and their scores, guards included, by the stage's own workers."""
-        served = "ema" if self.place.recipe.policy.ema else "current"
-        generates = self.place.algorithm.generates
+        """The validation samples and their scores, guardrails included, by the stage's own workers."""
+        served = "ema" if self.ctx.recipe.policy.ema else "current"
+        generates = self.ctx.algorithm.generates
         weights = self.ahead.newest if served == generates else self.placement.publish(version, served)
         assert self.embeddings is not None
-        parts = validation_parts(self.place, self.prompts, self.embeddings, version)
+        parts = validation_parts(self.ctx, self.prompts, self.embeddings, version)
         found: dict[int, Harvest] = {}
         for index, part in enumerate(parts):
-            self.ahead.sample(part, lambda: weights, partial(setitem, found, index), guards=True)
+            self.ahead.sample(part, lambda: weights, partial(setitem, found, index), guardrails=True)
         self.ahead.desk.until(lambda: len(found) == len(parts))
         if served != generates:
             self.ahead.newest = self.placement.publish(version)
@@ -129,13 +129,13 @@ class Observer:
 
     def _dump(self, number: int, kind: str, rows: Sequence[dict[str, Any]], pngs: Iterable[bytes]) -> None:
         """Keep the first samples: images, and a JSON line for each."""
-        assert self.place.online.dumps is not None
+        assert self.ctx.online.dumps is not None
         folder, lines = f"dumps/{_named(number)}/{kind}", ""
-        for row, png in zip(rows[: self.place.online.dumps.samples], pngs, strict=False):
+        for row, png in zip(rows[: self.ctx.online.dumps.samples], pngs, strict=False):
             name = f"{row['prompt_id']}-{row['sample']}.png"
-            self.journal.log_file(f"{folder}/{name}", png)
+            self.metrics_logger.log_file(f"{folder}/{name}", png)
             lines += json.dumps({"image": name, **row}, ensure_ascii=False, allow_nan=False) + "\n"
-        self.journal.log_file(f"{folder}/samples.jsonl", lines.encode())
+        self.metrics_logger.log_file(f"{folder}/samples.jsonl", lines.encode())
 
     def _pictures(self, harvest: Sequence[Harvest]) -> Iterator[bytes]:
         """The PNG of each sample; images are brought here when their turn comes."""
@@ -144,22 +144,22 @@ class Observer:
                 yield from encode_png(picture[None])
 
     def _add(self, busy: Sequence[Busy]) -> None:
-        """Note what the workers did; profiles go to the journal, for they are large."""
+        """Note what the workers did; profiles go to the recorder, for they are large."""
         told, self.ahead.busy = [*self.ahead.busy, *busy], []
         for one in told:
             for ending, content in one.files.items():
-                self.journal.log_file(f"profile/{_named(one.step)}/{one.role}-{one.worker}.{ending}", content)
+                self.metrics_logger.log_file(f"profile/{_named(one.step)}/{one.role}-{one.worker}.{ending}", content)
             one.files.clear()
         self.timeline.add(told)
 
 
-def validation_prompts(place: Place, path: Path) -> list[Prompt]:
+def validation_prompts(ctx: StageContext, path: Path) -> list[Prompt]:
     """What the stage validates on: the first prompts of the table's validation split, as many as the recipe wants.
 
     Raises:
         SamplingError: the split is empty.
     """
-    config = place.online.validation
+    config = ctx.online.validation
     if config is None:
         return []
     prompts = read_prompts(path, "validation")[: config.prompts]
@@ -172,9 +172,9 @@ def validation_prompts(place: Place, path: Path) -> list[Prompt]:
     return prompts
 
 
-def validation_parts(place: Place, prompts: Sequence[Prompt], embeddings: Embeddings, version: int) -> list[Part]:
+def validation_parts(ctx: StageContext, prompts: Sequence[Prompt], embeddings: Embeddings, version: int) -> list[Part]:
     """One sample a prompt with the noise, the sampler and the steps of an evaluation, a micro-batch each."""
-    sampler, size = Sampler(name="ode", steps=place.recipe.evaluation.steps), place.config.micro_batch
+    sampler, size = SamplerConfig(name="ode", steps=ctx.recipe.evaluation.steps), ctx.config.micro_batch
     batches = [list(prompts[start : start + size]) for start in range(0, len(prompts), size)]
     return [
         Part(version, batch, embeddings(batch), np.arange(len(batch)), evaluation_keys(batch), sampler, None, task="validation")

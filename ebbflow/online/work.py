@@ -14,7 +14,7 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning
 from ebbflow.online.profiling import profiled
-from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.online import Role
 from ebbflow.rewards.combine import ScoreTable
 
@@ -36,9 +36,9 @@ class Part:
     step: int
     prompts: list[Prompt]
     conditioning: Conditioning
-    owner: np.ndarray
+    sample_index: np.ndarray
     keys: SampleKeys
-    sampler: Sampler
+    sampler: SamplerConfig
     plan: Plan | None
     task: str = "rollout"
     traced: bool = False
@@ -60,7 +60,7 @@ class Lesson:
 
     step: int
     conditioning: Conditioning
-    owner: np.ndarray
+    sample_index: np.ndarray
     keys: SampleKeys
     advantages: np.ndarray
     keep: np.ndarray

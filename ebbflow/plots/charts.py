@@ -19,7 +19,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ebbflow.data.records import Comparison, Evaluation, Verdict
+from ebbflow.data.records import Comparison, Evaluation, GateDecision
 
 INK, FAINT, GRID = "#5b6471", "#9aa3af", "#e4e7ec"
 SERIES = ("#2f6fdf", "#e0791a", "#159a7a", "#a24fc4", "#c8385a", "#7a8a1f", "#1795b8", "#8a6a4f")
@@ -127,13 +127,13 @@ def progress(evaluations: Sequence[Evaluation], metrics: Sequence[str], chosen: 
         return _svg(figure, "Metrics over evaluations")
 
 
-def differences(verdict: Verdict, tolerance: float, metrics: Sequence[str]) -> Markup:
+def differences(decision: GateDecision, tolerance: float, metrics: Sequence[str]) -> Markup:
     """Every comparison of the gate as a point with its interval, against zero and the guardrails' tolerance.
 
     Colours match those of ``metrics`` in ``progress``; ``reward`` is not among them when it equals the first metric.
     """
     colours = dict(zip(metrics, _colours(len(metrics)), strict=True))
-    comparisons: list[Comparison] = [verdict.target, *verdict.guards]
+    comparisons: list[Comparison] = [decision.target, *decision.guardrails]
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure(4.6, 0.75 + 0.42 * len(comparisons))
         axes.axvspan(-tolerance, 0, color=GRID, alpha=0.55, linewidth=0)
@@ -263,9 +263,9 @@ def _panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Chart:
 
 def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
     """Steps and finite values of one metric, averaged over spans when there are more than ``MAX_POINTS``."""
-    points = [(row["step"], row[key]) for row in metrics if key in row and math.isfinite(row[key])]
-    span = -(-len(points) // MAX_POINTS) or 1
-    groups = [points[start : start + span] for start in range(0, len(points), span)]
+    inputs = [(row["step"], row[key]) for row in metrics if key in row and math.isfinite(row[key])]
+    span = -(-len(inputs) // MAX_POINTS) or 1
+    groups = [inputs[start : start + span] for start in range(0, len(inputs), span)]
     return [sum(step for step, _ in group) / len(group) for group in groups], [
         sum(value for _, value in group) / len(group) for group in groups
     ]

@@ -31,19 +31,19 @@ def name_or_path(*known: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-class Following(Strict):
+class EmaScheduleConfig(Strict):
     """A copy that follows: copy <- d copy + (1 - d) theta after step n, d = min(slope max(n - flat, 0), most).
 
     A step is an optimiser step; of a copy that generates the rollouts (DiffusionNFT, CRD) it is a rollout step.
     """
 
-    flat: int = Field(0, ge=0)
+    warmup: int = Field(0, ge=0)
     slope: float = Field(0.09, ge=0)
-    most: float = Field(0.9, ge=0, lt=1)
+    max_decay: float = Field(0.9, ge=0, lt=1)
 
     def decay(self, step: int) -> float:
         """d after a step, counted from one."""
-        return min(self.slope * max(step - self.flat, 0), self.most)
+        return min(self.slope * max(step - self.warmup, 0), self.max_decay)
 
 
 class AlgorithmConfig(Strict):
@@ -91,7 +91,7 @@ class ForwardConfig(AlgorithmConfig):
     sigmas: Literal["uniform", "logit_normal"] = "uniform"
 
 
-class FlowGRPO(ClippedConfig):
+class FlowGRPOConfig(ClippedConfig):
     """Clipped policy gradient on every stochastic denoising step."""
 
     paper: ClassVar = "2505.05470"
@@ -100,7 +100,7 @@ class FlowGRPO(ClippedConfig):
     name: Literal["flow_grpo"] = "flow_grpo"
 
 
-class FlowGRPOFast(ClippedConfig):
+class FlowGRPOFastConfig(ClippedConfig):
     """Flow-GRPO on a short window that starts anew at random in the first half; no reference penalty."""
 
     paper: ClassVar = "2505.05470"
@@ -109,7 +109,7 @@ class FlowGRPOFast(ClippedConfig):
     name: Literal["flow_grpo_fast"] = "flow_grpo_fast"
 
 
-class MixGRPO(ClippedConfig):
+class MixGRPOConfig(ClippedConfig):
     """Flow-GRPO on a window that moves from the first steps on; the steps outside are deterministic."""
 
     paper: ClassVar = "2507.21802"
@@ -118,7 +118,7 @@ class MixGRPO(ClippedConfig):
     name: Literal["mix_grpo"] = "mix_grpo"
 
 
-class DanceGRPO(ClippedConfig):
+class DanceGRPOConfig(ClippedConfig):
     """Clipped policy gradient on Dance-SDE: each group by its own standard deviation, a random share of the steps."""
 
     paper: ClassVar = "2505.07818"
@@ -131,7 +131,7 @@ class DanceGRPO(ClippedConfig):
     name: Literal["dance_grpo"] = "dance_grpo"
 
 
-class GRPOGuard(TrajectoryConfig):
+class GRPOGuardConfig(TrajectoryConfig):
     """Flow-GRPO whose ratio is centred and weighted alike at every step, so that the clip bites at all of them."""
 
     paper: ClassVar = "2510.22319"
@@ -143,7 +143,7 @@ class GRPOGuard(TrajectoryConfig):
     """Clip of the regulated ratio (published: 2e-6)."""
 
 
-class FlowDPPO(TrajectoryConfig):
+class FlowDPPOConfig(TrajectoryConfig):
     """Policy gradient that drops the terms which move further away than a divergence allows, instead of clipping a ratio."""
 
     name: Literal["flow_dppo"] = "flow_dppo"
@@ -151,7 +151,7 @@ class FlowDPPO(TrajectoryConfig):
     """tau: the largest mean((mu - mu_old)^2) / (2 b^2) of a term that still moves away from the old policy."""
 
 
-class Distillation(TrajectoryConfig):
+class DistillationConfig(TrajectoryConfig):
     """On-policy distillation: the policy's own steps are pulled to a teacher's; no reward is learnt from."""
 
     name: Literal["distillation"] = "distillation"
@@ -159,7 +159,7 @@ class Distillation(TrajectoryConfig):
     """Policy folder (or URI) of the teacher, trained from the same base model with the same ``policy``."""
 
 
-class DiffusionNFT(ForwardConfig):
+class DiffusionNFTConfig(ForwardConfig):
     """Contrast of an implicit better with an implicit worse policy, both around the old one that generates."""
 
     paper: ClassVar = "2509.16117"
@@ -170,12 +170,12 @@ class DiffusionNFT(ForwardConfig):
     """How far the implicit policies stand from the old one: 1 in the paper, .1 for OCR or several rewards."""
     advantages: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     """What becomes of the advantages: as they are; only those above or below zero; 1 above zero and 0 elsewhere; their sign."""
-    old: Following = Following()
-    """The old policy online; offline it stays as it was when it generated. Published: ``{most: 0}`` (a copy), ``{slope: .001,
-    most: .5}``, and ``{flat: 75, slope: .0075, most: .999}``."""
+    old: EmaScheduleConfig = EmaScheduleConfig()
+    """The old policy online; offline it stays as it was when it generated. Published: ``{max_decay: 0}`` (a copy),
+    ``{slope: .001, max_decay: .5}``, and ``{warmup: 75, slope: .0075, max_decay: .999}``."""
 
 
-class AWM(ForwardConfig):
+class AWMConfig(ForwardConfig):
     """Advantage-weighted matching: the flow-matching loss of each sample, weighted with its advantage, near a lagging copy."""
 
     paper: ClassVar = "2509.25050"
@@ -190,10 +190,10 @@ class AWM(ForwardConfig):
     """q of the ``power`` surrogate."""
     old_weight: float = Field(1.0, ge=0)
     """Weight of mean((v - v_old)^2); the old copy is what the paper calls the EMA."""
-    old: Following = Following(slope=0.001, most=0.3)
+    old: EmaScheduleConfig = EmaScheduleConfig(slope=0.001, max_decay=0.3)
 
 
-class DiffusionDPO(ForwardConfig):
+class DiffusionDPOConfig(ForwardConfig):
     """Preference pairs: better against worse, from a file or from the samples of a group."""
 
     paper: ClassVar = "2311.12908"
@@ -208,7 +208,7 @@ class DiffusionDPO(ForwardConfig):
     """The policy replaces the reference of the pairs after this many optimiser steps; 0: it stays the base model."""
 
 
-class DGPO(ForwardConfig):
+class DGPOConfig(ForwardConfig):
     """Group preference: the whole group decides how much each of its samples still has to gain."""
 
     paper: ClassVar = "2510.08425"
@@ -218,7 +218,7 @@ class DGPO(ForwardConfig):
     """Strength of the preference, on errors that are means over the latent's elements."""
 
 
-class CRD(ForwardConfig):
+class CRDConfig(ForwardConfig):
     """Regression of the change against the old policy on the advantage, both centred inside the group."""
 
     paper: ClassVar = "2603.14128"
@@ -227,10 +227,10 @@ class CRD(ForwardConfig):
     name: Literal["crd"] = "crd"
     beta: float = Field(0.1, gt=0)
     """Scale of the implied reward."""
-    old: Following = Following()
+    old: EmaScheduleConfig = EmaScheduleConfig()
 
 
-class SFT(ForwardConfig):
+class SFTConfig(ForwardConfig):
     """Flow matching on the best samples of every group (rejection sampling)."""
 
     name: Literal["sft"] = "sft"
@@ -238,7 +238,7 @@ class SFT(ForwardConfig):
     """Samples per group that are learnt from."""
 
 
-class RWR(ForwardConfig):
+class RWRConfig(ForwardConfig):
     """Flow matching on every sample, weighted with exp(advantage / temperature)."""
 
     paper: ClassVar = "2302.12192"
@@ -247,7 +247,7 @@ class RWR(ForwardConfig):
     temperature: float = Field(1.0, gt=0)
 
 
-class Custom(Strict):
+class CustomAlgorithmConfig(Strict):
     """A user's own: ``path`` leads to an ``ebbflow.algorithms.base.Algorithm``, ``options`` are its hyper-parameters."""
 
     name: Literal["custom"] = "custom"
@@ -255,7 +255,7 @@ class Custom(Strict):
     options: dict[str, Any] = {}
 
     @model_validator(mode="after")
-    def _must_exist(self) -> Custom:
+    def _must_exist(self) -> CustomAlgorithmConfig:
         try:
             self.load()
         except RecipeError as error:
@@ -293,9 +293,9 @@ def import_path(path: str) -> Any:
     Raises:
         RecipeError: the module cannot be imported or has no such name. Whatever else goes wrong inside it comes through as it is.
     """
-    place, name = path.split(":")
+    module_name, name = path.split(":")
     try:
-        module = import_module(place)
+        module = import_module(module_name)
     except ImportError as error:
         raise RecipeError(f"{path} cannot be imported ({error}); install its package, or put its folder on PYTHONPATH") from None
     try:
@@ -303,27 +303,29 @@ def import_path(path: str) -> Any:
     except AttributeError:
         nearest = difflib.get_close_matches(name, dir(module), n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else "name something that it defines"
-        raise RecipeError(f"{path}: the module {place!r} has no {name!r}; {hint}") from None
+        raise RecipeError(f"{path}: the module {module_name!r} has no {name!r}; {hint}") from None
 
 
-Algorithm = Annotated[
-    FlowGRPO
-    | FlowGRPOFast
-    | MixGRPO
-    | DanceGRPO
-    | GRPOGuard
-    | FlowDPPO
-    | Distillation
-    | DiffusionNFT
-    | AWM
-    | DiffusionDPO
-    | DGPO
-    | CRD
-    | SFT
-    | RWR
-    | Custom,
+AnyAlgorithmConfig = Annotated[
+    FlowGRPOConfig
+    | FlowGRPOFastConfig
+    | MixGRPOConfig
+    | DanceGRPOConfig
+    | GRPOGuardConfig
+    | FlowDPPOConfig
+    | DistillationConfig
+    | DiffusionNFTConfig
+    | AWMConfig
+    | DiffusionDPOConfig
+    | DGPOConfig
+    | CRDConfig
+    | SFTConfig
+    | RWRConfig
+    | CustomAlgorithmConfig,
     Field(discriminator="name"),
 ]
 """The one list of algorithms: a new one is entered here, and with its loss in ``ebbflow.algorithms.registry``."""
 
-BUILT_IN: tuple[type[AlgorithmConfig], ...] = tuple(config for config in get_args(get_args(Algorithm)[0]) if config is not Custom)
+BUILT_IN: tuple[type[AlgorithmConfig], ...] = tuple(
+    config for config in get_args(get_args(AnyAlgorithmConfig)[0]) if config is not CustomAlgorithmConfig
+)

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-MOST_VALUES, DEEPEST = 100_000, 50
+MAX_VALUES, MAX_DEPTH = 100_000, 50
 """Of a recipe: far more than any has. A few lines of YAML whose aliases repeat each other would fill memory."""
-MOST_PROBLEMS = 20
+MAX_PROBLEMS = 20
 """Lines of an explanation."""
 SECRET = re.compile(r"token|secret|passw|pwd|(api|access|private)_?key|credential", re.IGNORECASE)
 """Names of keys whose texts no message repeats: what is under them is a secret, or was taken for the place of one."""
@@ -49,22 +49,22 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """One line per problem of a ``ValidationError``: the key, what was given, and what would do."""
     lines = []
     problems = error.errors()
-    places = [problem["loc"] for problem in problems]
+    paths = [problem["loc"] for problem in problems]
     for problem in problems:
-        if problem["type"] == "too_short" and any(place[: len(problem["loc"])] == problem["loc"] != place for place in places):
+        if problem["type"] == "too_short" and any(path[: len(problem["loc"])] == problem["loc"] != path for path in paths):
             continue  # a list that only seems short because an item of it is wrong
         given = problem.get("input")
         secret = isinstance(given, str) and any(SECRET.search(str(key)) for key in problem["loc"])
         shown = "" if isinstance(given, (dict, BaseModel)) or secret else f" = {short(given)}"
-        place = dotted(problem["loc"]) if problem["loc"] else model.__name__.lower()
-        reason = "\n".join(map(printable, _reason(problem, model).splitlines()))
-        lines.append(f"{place}{shown}: {reason}")
-        if len(lines) == MOST_PROBLEMS < len(problems):
+        path = dotted(problem["loc"]) if problem["loc"] else model.__name__.lower()
+        reason = "\n".join(map(sanitize, _reason(problem, model).splitlines()))
+        lines.append(f"{path}{shown}: {reason}")
+        if len(lines) == MAX_PROBLEMS < len(problems):
             return "\n".join([*lines, f"... and more, {len(problems)} in all"])
     return "\n".join(lines)
 
 
-def every_value(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
+def iter_leaves(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """(place, value) of everything in nested data, mappings and lists too.
 
     Raises:
@@ -73,33 +73,33 @@ def every_value(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
     left: list[tuple[tuple[Any, ...], Any]] = [((), data)]
     found = []
     while left:
-        place, value = left.pop()
-        found.append((place, value))
-        if len(found) > MOST_VALUES or len(place) > DEEPEST:
+        path, value = left.pop()
+        found.append((path, value))
+        if len(found) > MAX_VALUES or len(path) > MAX_DEPTH:
             raise RecipeError(
-                f"{dotted(place[:3])}: more than {MOST_VALUES} values, or {DEEPEST} inside each other; write it without aliases"
+                f"{dotted(path[:3])}: more than {MAX_VALUES} values, or {MAX_DEPTH} inside each other; write it without aliases"
             )
         if isinstance(value, dict):
-            left += [((*place, key), inner) for key, inner in value.items()]
+            left += [((*path, key), inner) for key, inner in value.items()]
         elif isinstance(value, (list, tuple)):
-            left += [((*place, index), inner) for index, inner in enumerate(value)]
+            left += [((*path, index), inner) for index, inner in enumerate(value)]
     return found
 
 
 def require_plain(values: list[tuple[tuple[Any, ...], Any]]) -> None:
-    """Check that JSON can hold ``every_value``, since that is how a recipe travels: YAML also reads dates, sets and bytes.
+    """Check that JSON can hold ``iter_leaves``, since that is how a recipe travels: YAML also reads dates, sets and bytes.
 
     Raises:
         RecipeError: it cannot; one line for each.
     """
     lines = []
-    for place, value in values:
+    for path, value in values:
         if isinstance(value, dict):
-            lines += [f"{dotted((*place, key))}: {reason}" for key in value if (reason := _not_a_key(key))]
+            lines += [f"{dotted((*path, key))}: {reason}" for key in value if (reason := _not_a_key(key))]
         elif not isinstance(value, (list, tuple)) and (reason := _not_a_value(value)):
-            lines.append(f"{dotted(place)} = {short(value)}: {reason}")
+            lines.append(f"{dotted(path)} = {short(value)}: {reason}")
     if lines:
-        raise RecipeError("\n".join(lines[:MOST_PROBLEMS]))
+        raise RecipeError("\n".join(lines[:MAX_PROBLEMS]))
 
 
 def _not_a_key(key: Any) -> str | None:
@@ -128,17 +128,17 @@ def lone_surrogate(text: str) -> str | None:
     return None
 
 
-def dotted(place: tuple[Any, ...]) -> str:
+def dotted(path: tuple[Any, ...]) -> str:
     """A place in nested data, as messages name it."""
-    return ".".join(printable(str(part) if isinstance(part, str) else short(part), 80) for part in place) or "recipe"
+    return ".".join(sanitize(str(part) if isinstance(part, str) else short(part), 80) for part in path) or "recipe"
 
 
 def short(value: Any) -> str:
     """A value as a message may repeat it: on one line, and cut where it is long."""
-    return printable(_SHORT.repr(value))
+    return sanitize(_SHORT.repr(value))
 
 
-def printable(text: str, most: int = 500) -> str:
+def sanitize(text: str, most: int = 500) -> str:
     """Text on one line without control characters, cut where it is long."""
     text = text if len(text) <= most else f"{text[:most]}..."
     return text if text.isprintable() else repr(text)[1:-1]
@@ -153,7 +153,7 @@ def _reason(problem: Any, model: type[BaseModel]) -> str:
     return f"unknown key; {hint}Known keys here: {', '.join(sorted(known))}"
 
 
-def _keys_beside(place: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
+def _keys_beside(path: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
     """The keys that the model at the parent of ``place`` accepts.
 
     ``place`` mixes field names, list indices and the tags of discriminated unions, so we walk the
@@ -161,7 +161,7 @@ def _keys_beside(place: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
     """
     schema = _schema(model)
     node = schema
-    for part in place[:-1]:
+    for part in path[:-1]:
         node = _descend(_resolve(node, schema), part, schema)
     options = [node, *_resolve(node, schema).get("anyOf", [])]
     return [key for option in options for key in _resolve(option, schema).get("properties", {})]

@@ -41,7 +41,7 @@ def _listed(choices: dict[str, str]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in choices.items()) + "."
 
 
-class Sampler(Strict):
+class SamplerConfig(Strict):
     """How latents are denoised; the steps are in ``ebbflow.flow``."""
 
     name: Literal["ode", "flow_sde", "dance_sde", "cps", "dpm_solver"] = Field("ode", description=_listed(SAMPLERS))
@@ -50,13 +50,13 @@ class Sampler(Strict):
     """Noise level; left out: the published default of the sampler (.7, .3, .8)."""
 
     @model_validator(mode="after")
-    def _cps_turns_at_one(self) -> Sampler:
+    def _cps_turns_at_one(self) -> SamplerConfig:
         if self.name == "cps" and self.eta is not None and self.eta > 1:
             raise ValueError(f"eta = {self.eta}: the noise of cps, sin(eta * 90 degrees), falls again above 1; take 1 or less")
         return self
 
     @model_validator(mode="after")
-    def _only_stochastic_samplers_have_noise(self) -> Sampler:
+    def _only_stochastic_samplers_have_noise(self) -> SamplerConfig:
         if self.eta is not None and self.name not in STOCHASTIC_SAMPLERS:
             raise ValueError(
                 f"{self.name} is deterministic and has no eta; leave it out, or take {', '.join(STOCHASTIC_SAMPLERS)}"
@@ -64,7 +64,7 @@ class Sampler(Strict):
         return self
 
 
-class Window(Strict):
+class WindowConfig(Strict):
     """Which denoising steps are stochastic and trained; one draw per optimisation step for all samples.
 
     A key that the kind does not use is an error.
@@ -97,10 +97,10 @@ class Window(Strict):
         return {"limit": 1.0} | data if isinstance(data, dict) and data.get("kind") == "decaying" else data
 
     @model_validator(mode="after")
-    def _every_key_is_used(self) -> Window:
+    def _every_key_is_used(self) -> WindowConfig:
         """A key at its default counts as left out: a resolved recipe spells out all of them."""
         unused = []
-        for key, field in Window.model_fields.items():
+        for key, field in WindowConfig.model_fields.items():
             value = getattr(self, key)
             if key not in ("kind", *WINDOW_KEYS[self.kind]) and value != field.default:
                 unused.append(f"{key} = {value!r} (for {', '.join(kind for kind, keys in WINDOW_KEYS.items() if key in keys)})")
@@ -111,7 +111,7 @@ class Window(Strict):
         return self
 
 
-class Advantages(Strict):
+class AdvantagesConfig(Strict):
     """A = (R - baseline) / (std + 1e-4) inside the group of a prompt, clamped."""
 
     std: Literal["global", "group", "none"] = "global"
@@ -127,13 +127,13 @@ class Advantages(Strict):
     """Baseline and standard deviation of a prompt over all its samples of the stage so far, not of this step alone."""
 
     @model_validator(mode="after")
-    def _one_baseline(self) -> Advantages:
+    def _one_baseline(self) -> AdvantagesConfig:
         if self.trim and self.running:
             raise ValueError("trim leaves out samples of this step and running averages over earlier ones too; take one of them")
         return self
 
 
-class Reference(Strict):
+class ReferenceConfig(Strict):
     """The pull back to the base model."""
 
     weight: float = Field(0.0, ge=0)
@@ -143,7 +143,7 @@ class Reference(Strict):
     Flow-GRPO's code has it; ``velocity``: mean((v - v_ref)^2). Default: ``kl`` on trajectories, ``velocity`` otherwise."""
 
 
-class Correction(Strict):
+class CorrectionConfig(Strict):
     """What is done about rollouts that another policy made than the one that trains: another engine, precision or version.
 
     Everything is a function of delta = log-prob under the training policy - log-prob of the rollout, of a sample at a step.
@@ -186,7 +186,7 @@ class Correction(Strict):
         return {"reject_above": 0.03 if squared else 0.25} | data
 
     @model_validator(mode="after")
-    def _bypass_has_no_weights(self) -> Correction:
+    def _bypass_has_no_weights(self) -> CorrectionConfig:
         if self.mode == "bypass" and self.weights != "none":
             raise ValueError(
                 f"in bypass mode the ratio itself corrects the rollout, and weights = {self.weights!r} would do so twice; "
@@ -195,7 +195,7 @@ class Correction(Strict):
         return self
 
 
-class Optimizer(Strict):
+class OptimizerConfig(Strict):
     """AdamW with gradient clipping."""
 
     lr: float = Field(3e-4, ge=0, le=1)

@@ -9,12 +9,12 @@ from pydantic import Field, model_validator
 from ebbflow.recipe.algorithms import name_or_path
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.pretrained import Pretrained
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
 
-class GlyphTraining(Strict):
+class GlyphTrainingConfig(Strict):
     """How the glyph base model is trained from scratch when ``model.path`` is left out."""
 
     height: int = Field(16, ge=16, le=64, multiple_of=8)
@@ -31,7 +31,7 @@ class GlyphTraining(Strict):
     seed: int = Field(0, ge=0, lt=2**63)
 
 
-class Model(Pretrained):
+class ModelConfig(PretrainedSourceConfig):
     """The base model: a folder or repository in the Hugging Face layout of its family, or the glyph model, trained here."""
 
     family: Annotated[str, name_or_path(*FAMILIES)] = "glyph"
@@ -53,16 +53,16 @@ class Model(Pretrained):
     """Recompute the activations of each block in the backward pass: slower, far less memory."""
     attention: str | None = None
     """An attention backend of diffusers (``native``, ``flash``, ``_flash_3_hub`` ...); left out, its default."""
-    training: GlyphTraining = GlyphTraining()
+    training: GlyphTrainingConfig = GlyphTrainingConfig()
 
     @model_validator(mode="after")
-    def _only_glyph_is_trained_here(self) -> Model:
+    def _only_glyph_is_trained_here(self) -> ModelConfig:
         if self.family != "glyph" and self.path is None:
             raise ValueError(f"family = {self.family!r} needs the 'path' of its base model; only glyph is trained here")
         return self
 
     @model_validator(mode="after")
-    def _glyph_draws_as_it_was_trained(self) -> Model:
+    def _glyph_draws_as_it_was_trained(self) -> ModelConfig:
         foreign = ("height", "width", "frames", "guidance", "max_tokens", "attention")
         given = [key for key in foreign if getattr(self, key) != type(self).model_fields[key].default]
         if self.family == "glyph" and given:

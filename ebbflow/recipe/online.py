@@ -17,7 +17,7 @@ Mode = Literal["sync", "one_step_off", "async"]
 Role = Literal["training", "rollout", "reward"]
 
 
-class Workers(Strict):
+class WorkersConfig(Strict):
     """The workers of one role, and how much of a machine each gets under ``placement: ray``."""
 
     count: int = Field(1, ge=1)
@@ -29,17 +29,17 @@ class Workers(Strict):
     """Numbers of the CPU cores that these workers must stay on; left out, the system moves them."""
 
 
-class Resources(Strict):
+class ResourcesConfig(Strict):
     """Who does the work of an online stage. In this process (``placement: in_process``) only ``reward.count`` may be above 1."""
 
-    training: Workers = Workers()
-    rollout: Workers = Workers()
-    reward: Workers = Workers()
+    training: WorkersConfig = WorkersConfig()
+    rollout: WorkersConfig = WorkersConfig()
+    reward: WorkersConfig = WorkersConfig()
 
 
-class Scoring(Strict):
+class ScoringConfig(Strict):
     """How patient an online stage is with its rewards; what fails in the end is masked and counted
-    (``rewards.max_failed_share``)."""
+    (``max_failed_share``)."""
 
     timeout: float = Field(600, gt=0)
     """Seconds for the images of one part of a step."""
@@ -47,7 +47,7 @@ class Scoring(Strict):
     """Further attempts after a time-out, an error or the death of a worker."""
 
 
-class Parity(Strict):
+class ParityConfig(Strict):
     """What another engine has to show before it may generate: log-probs like the training policy's, on the same noise."""
 
     samples: int = Field(4, ge=1)
@@ -55,7 +55,7 @@ class Parity(Strict):
     """Largest |difference| of a sample's log-prob at a step, on the mean unit of all log-probs here."""
 
 
-class Validation(Strict):
+class ValidationConfig(Strict):
     """Samples of fixed validation prompts with fixed noise, before the first step and while the stage runs."""
 
     every: int = Field(10, ge=1)
@@ -66,7 +66,7 @@ class Validation(Strict):
     """End with the policy of the best validation instead of the last one; of those steps that have a checkpoint."""
 
 
-class Dumps(Strict):
+class DumpsConfig(Strict):
     """Rollouts kept to be looked at: images, and a JSON line for each with prompt, target, scores, policy version and seed."""
 
     every: int = Field(10, ge=1)
@@ -75,7 +75,7 @@ class Dumps(Strict):
     """Images of a dump, the first ones of its step."""
 
 
-class Profile(Strict):
+class ProfileConfig(Strict):
     """Traces of torch's profiler, and the memory of GPUs, of some steps: of each worker, the first task of the step."""
 
     steps: list[int] = Field([1], min_length=1)
@@ -83,7 +83,7 @@ class Profile(Strict):
     roles: list[Role] = Field(["training", "rollout"], min_length=1)
 
 
-class Online(Strict):
+class OnlineConfig(Strict):
     """Keys of an online stage beside what it learns and how."""
 
     mode: Mode = Field("sync", description="; ".join(f"{name}: {text}" for name, text in MODES.items()) + ".")
@@ -91,23 +91,23 @@ class Online(Strict):
     """With mode ``async``: optimisation steps that the policy may be ahead of the rollouts that it learns from."""
     placement: Literal["in_process", "ray"] = "in_process"
     """Everything in one process; or workers of their own for training, rollouts and rewards, as Ray actors."""
-    resources: Resources = Resources()
+    resources: ResourcesConfig = ResourcesConfig()
     transfer: Literal["store", "broadcast"] = "store"
     """How weights reach the rollout workers: through Ray's object store, or by a broadcast of NCCL (GPUs) or gloo (CPUs)."""
     engine: Literal["diffusers", "vllm_omni"] = "diffusers"
     """What generates: the reference in the worker's own process, or vLLM-Omni in an environment of its own."""
-    parity: Parity = Parity()
-    scoring: Scoring = Scoring()
-    validation: Validation | None = None
-    dumps: Dumps | None = None
-    profile: Profile | None = None
+    parity: ParityConfig = ParityConfig()
+    scoring: ScoringConfig = ScoringConfig()
+    validation: ValidationConfig | None = None
+    dumps: DumpsConfig | None = None
+    profile: ProfileConfig | None = None
 
     def traces(self, role: Role, step: int) -> bool:
         """Whether the work of a role for a step is profiled."""
         return self.profile is not None and role in self.profile.roles and step in self.profile.steps
 
     @model_validator(mode="after")
-    def _one_process_has_one_worker(self) -> Online:
+    def _one_process_has_one_worker(self) -> OnlineConfig:
         if self.placement == "ray":
             return self
         alone: tuple[Role, ...] = ("training", "rollout")
@@ -116,7 +116,7 @@ class Online(Strict):
                 f"resources.{several[0]}.count above 1 needs processes of their own; set placement: ray, or leave it at 1"
             )
         for role, workers in self.resources:
-            if shares := [key for key in ("cpus", "gpus", "cores") if vars(workers)[key] != vars(Workers())[key]]:
+            if shares := [key for key in ("cpus", "gpus", "cores") if vars(workers)[key] != vars(WorkersConfig())[key]]:
                 raise ValueError(
                     f"resources.{role}.{shares[0]} is for processes of their own; set placement: ray, or leave it out"
                 )
@@ -130,13 +130,13 @@ class Online(Strict):
         return self
 
     @model_validator(mode="after")
-    def _another_engine_has_a_gate(self) -> Online:
-        if self.engine == "diffusers" and self.parity != Parity():
+    def _another_engine_has_a_gate(self) -> OnlineConfig:
+        if self.engine == "diffusers" and self.parity != ParityConfig():
             raise ValueError("parity is the gate of another engine; set engine: vllm_omni, or leave 'parity' out")
         return self
 
     @model_validator(mode="after")
-    def _only_async_is_stale_by_choice(self) -> Online:
+    def _only_async_is_stale_by_choice(self) -> OnlineConfig:
         if self.mode != "async" and self.staleness != 1:
             raise ValueError(
                 f"staleness = {self.staleness} is for mode: async; mode {self.mode!r} has none to choose, leave it out"

@@ -11,7 +11,7 @@ from ebbflow.recipe.base import Strict
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-class Pretrained(Strict):
+class PretrainedSourceConfig(Strict):
     """Where weights come from."""
 
     path: str | None = None
@@ -25,7 +25,7 @@ class Pretrained(Strict):
         return self.revision is not None
 
     @model_validator(mode="after")
-    def _a_revision_is_of_a_repository(self) -> Pretrained:
+    def _a_revision_is_of_a_repository(self) -> PretrainedSourceConfig:
         if self.revision and not (self.path and REPOSITORY.fullmatch(self.path)):
             raise ValueError(
                 f"revision is the commit of a Hugging Face repository, and path = {self.path!r} is no owner/name; "

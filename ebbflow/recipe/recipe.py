@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
-from ebbflow.recipe.algorithms import Following
-from ebbflow.recipe.base import RecipeError, Strict, every_value, explain, printable, require_plain
+from ebbflow.recipe.algorithms import EmaScheduleConfig
+from ebbflow.recipe.base import RecipeError, Strict, explain, iter_leaves, require_plain, sanitize
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import Model
-from ebbflow.recipe.pretrained import Pretrained
-from ebbflow.recipe.rewards import Rewards
+from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
+from ebbflow.recipe.rewards import AnyRewardConfig, OcrConfig, SimilarityConfig, TesseractConfig
 from ebbflow.recipe.secrets import require_no_secrets
-from ebbflow.recipe.stages import AnyStage, OfflineStage, OnlineStage
+from ebbflow.recipe.stages import AnyStageConfig, OfflineStageConfig, OnlineStageConfig
 
-MOST_BYTES, MOST_KEYS = 2**16, 1000
+MAX_BYTES, MAX_KEYS = 2**16, 1000
 """Of a recipe file, and of one mapping in it; real ones have some thousand bytes and a few dozen keys."""
 
 
-class Prompts(Strict):
+class PromptsConfig(Strict):
     """Where prompts come from and how they are split by id."""
 
     source: str | None = None
@@ -38,7 +38,7 @@ class Prompts(Strict):
     """Prompts that only the report and the promotion gate see."""
 
     @model_validator(mode="after")
-    def _some_left_to_train(self) -> Prompts:
+    def _some_left_to_train(self) -> PromptsConfig:
         if self.source is None and self.validation + self.held_out >= self.count:
             raise ValueError(
                 f"validation + held_out = {self.validation + self.held_out} leaves nothing of count = {self.count} to train on"
@@ -46,7 +46,7 @@ class Prompts(Strict):
         return self
 
 
-class Policy(Strict):
+class PolicyConfig(Strict):
     """Which parameters are trained, and which are evaluated and served."""
 
     train: Literal["full", "lora"] = "full"
@@ -54,21 +54,21 @@ class Policy(Strict):
     alpha: int = Field(16, ge=1)
     targets: list[str] | None = Field(None, min_length=1)
     """Names of the linear layers that LoRA adapts, or their ends; left out, those of the model's family."""
-    start: Pretrained | None = None
+    start: PretrainedSourceConfig | None = None
     """What training starts from instead of the base model: the policy folder of an earlier run, or a published LoRA (a file, a
     folder or a repository) of this base, of at most this rank."""
-    ema: Following | None = None
+    ema: EmaScheduleConfig | None = None
     """An exponential moving average of the trained parameters, updated after every optimiser step. Where there is one, it is what
     gets evaluated, promoted and served; training goes on from the parameters themselves."""
 
     @model_validator(mode="after")
-    def _a_start_is_somewhere(self) -> Policy:
+    def _a_start_is_somewhere(self) -> PolicyConfig:
         if self.start and not self.start.path:
             raise ValueError("start needs the 'path' of a policy folder or of a LoRA; leave start out to begin at the base model")
         return self
 
 
-class Evaluation(Strict):
+class EvaluationConfig(Strict):
     """Fixed prompts, fixed noise, deterministic sampler."""
 
     steps: int = Field(10, ge=2, le=1000)
@@ -78,25 +78,25 @@ class Evaluation(Strict):
     resamples: int = Field(10_000, ge=100)
 
 
-class StopRule(Strict):
+class StopRuleConfig(Strict):
     """Ends the rounds early: the validation reward has not grown by ``min_delta`` for ``patience`` rounds."""
 
     patience: int = Field(2, ge=1)
     min_delta: float = Field(0.0, ge=0)
 
 
-class Promotion(Strict):
+class PromotionConfig(Strict):
     """When the best policy of the run becomes champion."""
 
     model_name: str = Field("ebbflow-glyph", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    guard_tolerance: float = Field(0.02, ge=0)
-    """How far the mean of a guard may fall below the champion's."""
+    guardrail_tolerance: float = Field(0.02, ge=0)
+    """How far the mean of a guardrail may fall below the champion's."""
     approval: float | None = Field(None, gt=0, le=24 * 365)
     """Hours that a policy which passed the gate waits for a person to approve it; left out, nobody is asked. Nobody in time is a
     no."""
 
 
-class Tracking(Strict):
+class TrackingConfig(Strict):
     """Where runs are tracked; ``MLFLOW_TRACKING_URI`` when ``uri`` is left out, a SQLite file in ``output`` without it."""
 
     experiment: str = Field("ebbflow", min_length=1)
@@ -112,17 +112,41 @@ class Recipe(Strict):
     """Folder (or URI) that gets the report and the summary, one folder per run."""
     threads: int = Field(1, ge=1)
     """Torch threads per process: small models do not gain from more unless the cores are idle."""
-    model: Model = Model()
-    prompts: Prompts = Prompts()
-    rewards: Rewards = Rewards()
-    policy: Policy = Policy()
+    model: ModelConfig = ModelConfig()
+    prompts: PromptsConfig = PromptsConfig()
+    rewards: list[AnyRewardConfig] = Field([OcrConfig()], min_length=1)
+    """What is trained on: the weighted sum of these."""
+    guardrails: list[AnyRewardConfig] = [TesseractConfig(), SimilarityConfig()]
+    """Metrics that are watched and never trained on; one that is not installed is reported and left out."""
+    max_failed_share: float = Field(0.05, ge=0, lt=1)
+    """Share of samples whose scoring may fail (they are masked and counted) before the stage stops."""
+    policy: PolicyConfig = PolicyConfig()
     rounds: int = Field(1, ge=1, le=20)
-    stages: list[AnyStage] = Field([OnlineStage(), OfflineStage()], min_length=1)
+    stages: list[AnyStageConfig] = Field([OnlineStageConfig(), OfflineStageConfig()], min_length=1)
     """What one round does, in order."""
-    stop: StopRule = StopRule()
-    evaluation: Evaluation = Evaluation()
-    promotion: Promotion = Promotion()
-    tracking: Tracking = Tracking()
+    stop: StopRuleConfig = StopRuleConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    promotion: PromotionConfig = PromotionConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _rewards_are_a_list(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            raise ValueError("give a list of rewards; what is only watched is a list under 'guardrails', beside 'rewards'")
+        return given
+
+    @model_validator(mode="after")
+    def _guardrails_are_not_trained_on(self) -> Recipe:
+        trained, watched = ([config.column for config in rewards] for rewards in (self.rewards, self.guardrails))
+        for names in (trained, watched):
+            if len(set(names)) < len(names):
+                raise ValueError(f"each reward may be named once, got {names}; give one of them a 'label'")
+        if both := set(trained) & set(watched):
+            raise ValueError(f"{sorted(both)} cannot be trained on and be a guardrail; take it out of 'guardrails'")
+        if weighed := [guardrail.column for guardrail in self.guardrails if guardrail.weight != 1]:
+            raise ValueError(f"a guardrail has no weight, since it is only watched; take it from {weighed}")
+        return self
 
     @model_validator(mode="after")
     def _rollouts_can_be_computed(self) -> Recipe:
@@ -139,7 +163,7 @@ class Recipe(Strict):
     def _engines_know_the_family(self) -> Recipe:
         known = [name for name, family in FAMILIES.items() if family.vllm_omni]
         for index, stage in enumerate(self.stages):
-            if isinstance(stage, OnlineStage) and stage.engine == "vllm_omni" and self.model.family not in known:
+            if isinstance(stage, OnlineStageConfig) and stage.engine == "vllm_omni" and self.model.family not in known:
                 raise ValueError(
                     f"stages.{index}.engine = 'vllm_omni' generates with {' and '.join(known)}, not with model.family = "
                     f"{self.model.family!r}; set engine: diffusers, or leave it out"
@@ -150,7 +174,7 @@ class Recipe(Strict):
     @classmethod
     def _explain_what_is_wrong(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Recipe:
         try:
-            values = every_value(data)
+            values = iter_leaves(data)
             require_no_secrets(values)
             recipe = handler(data)
             require_plain(values)
@@ -182,8 +206,8 @@ class UniqueKeys(yaml.SafeLoader):
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
-        if len(node.value) > MOST_KEYS:  # merges of merges grow without bound
-            raise yaml.constructor.ConstructorError(None, None, f"more than {MOST_KEYS} keys in one place", node.start_mark)
+        if len(node.value) > MAX_KEYS:  # merges of merges grow without bound
+            raise yaml.constructor.ConstructorError(None, None, f"more than {MAX_KEYS} keys in one place", node.start_mark)
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -195,12 +219,12 @@ def load_recipe(path: str | Path) -> Recipe:
     path = Path(path)
     if not os.path.isfile(path):  # no error of its own for a name that no file can have
         raise RecipeError(f"no recipe at {path}; the ones that come with Ebbflow are in workflows/recipes/")
-    if path.stat().st_size > MOST_BYTES:
-        raise RecipeError(f"{path} is no recipe: it has more than {MOST_BYTES} bytes; name the YAML file of a run")
+    if path.stat().st_size > MAX_BYTES:
+        raise RecipeError(f"{path} is no recipe: it has more than {MAX_BYTES} bytes; name the YAML file of a run")
     try:
         data = yaml.load(path.read_bytes(), UniqueKeys)
     except Exception as error:  # what PyYAML's converters raise at odd tags, and the end of the stack at deep nesting, too
-        reason = "\n".join(map(printable, str(error).splitlines()))
+        reason = "\n".join(map(sanitize, str(error).splitlines()))
         raise RecipeError(f"{path} is not valid YAML: {reason or type(error).__name__}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{path} must hold a mapping of recipe keys, got {type(data).__name__}")

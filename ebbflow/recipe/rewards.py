@@ -9,11 +9,11 @@ import difflib
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, field_validator
 
 from ebbflow.recipe.algorithms import PATH, name_or_path
 from ebbflow.recipe.base import Strict
-from ebbflow.recipe.pretrained import Pretrained
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
 
 class RewardConfig(Strict):
@@ -36,7 +36,7 @@ class RewardConfig(Strict):
         return False
 
 
-class ReadingReward(RewardConfig):
+class ReadingRewardConfig(RewardConfig):
     """A reward that reads the image."""
 
     @property
@@ -44,7 +44,7 @@ class ReadingReward(RewardConfig):
         return True
 
 
-class Ocr(ReadingReward):
+class OcrConfig(ReadingRewardConfig):
     """1 - edit distance / length between what PP-OCR reads and the prompt's target text, 0 to 1."""
 
     name: Literal["ocr"] = "ocr"
@@ -52,79 +52,79 @@ class Ocr(ReadingReward):
     """``line``: the image is one line of text. ``page``: the lines are found first, as in photographs and posters."""
 
 
-class Tesseract(ReadingReward):
+class TesseractConfig(ReadingRewardConfig):
     """The same distance, as tesseract reads: an independent second OCR, 0 to 1."""
 
     name: Literal["tesseract"] = "tesseract"
 
 
-class Similarity(ReadingReward):
+class SimilarityConfig(ReadingRewardConfig):
     """Likeness of the letters to rendered ones of the target text, 0 to 1."""
 
     name: Literal["similarity"] = "similarity"
 
 
-class JpegCompressibility(RewardConfig):
+class JpegCompressibilityConfig(RewardConfig):
     """-kB / 500 of the image as a JPEG of quality 95: plain images score higher, below 0."""
 
     name: Literal["jpeg_compressibility"] = "jpeg_compressibility"
 
 
-class JpegIncompressibility(RewardConfig):
+class JpegIncompressibilityConfig(RewardConfig):
     """kB / 500 of the image as a JPEG of quality 95: images full of detail score higher, above 0."""
 
     name: Literal["jpeg_incompressibility"] = "jpeg_incompressibility"
 
 
-class PretrainedReward(RewardConfig, Pretrained):
+class PretrainedRewardConfig(RewardConfig, PretrainedSourceConfig):
     """A reward with a network of its own, loaded once from a folder or from one commit of a Hugging Face repository."""
 
     batch: int = Field(16, ge=1)
     """Images per forward pass."""
 
 
-class PickScore(PretrainedReward):
+class PickScoreConfig(PretrainedRewardConfig):
     """logit scale * cosine / 26 of a CLIP-H trained on human choices (2305.01569), about .75 to .9."""
 
     name: Literal["pickscore"] = "pickscore"
     path: str | None = "yuvalkirstain/PickScore_v1"
 
 
-class ClipScore(PretrainedReward):
+class ClipScoreConfig(PretrainedRewardConfig):
     """Cosine between prompt and image under CLIP (2104.08718), about .15 to .4."""
 
     name: Literal["clipscore"] = "clipscore"
     path: str | None = "openai/clip-vit-large-patch14"
 
 
-class Aesthetic(PretrainedReward):
+class AestheticConfig(PretrainedRewardConfig):
     """LAION's aesthetic predictor on CLIP-L image embeddings, raw, about 1 to 10; it never sees the prompt."""
 
     name: Literal["aesthetic"] = "aesthetic"
     path: str | None = "openai/clip-vit-large-patch14"
-    head: Pretrained
+    head: PretrainedSourceConfig
     """Of the predictor, ``sac+logos+ava1-l14-linearMSE`` as .pth or .safetensors: the file, or a folder or repository with it."""
 
 
-class ImageReward(PretrainedReward):
+class ImageRewardConfig(PretrainedRewardConfig):
     """ImageReward (2304.05977), raw: human preferences, standardised to mean 0 and deviation 1 on its own training set."""
 
     name: Literal["imagereward"] = "imagereward"
     path: str | None = "zai-org/ImageReward"
-    tokenizer: Pretrained
+    tokenizer: PretrainedSourceConfig
     """Of the text encoder: ``google-bert/bert-base-uncased`` as a folder or a repository."""
 
 
-class Hps(PretrainedReward):
+class HpsConfig(PretrainedRewardConfig):
     """Cosine between prompt and image under HPS v2.1 (2306.09341), about .2 to .35."""
 
     name: Literal["hps"] = "hps"
     path: str | None = "xswu/HPSv2"
-    processor: Pretrained
+    processor: PretrainedSourceConfig
     """Configuration and tokenizer of CLIP-H: ``laion/CLIP-ViT-H-14-laion2B-s32B-b79K`` as a folder or a repository."""
 
 
-class ServedReward(RewardConfig):
+class ServedRewardConfig(RewardConfig):
     """A reward behind HTTP. The host must be this machine or one of ``EBBFLOW_REWARD_HOSTS`` (commas between them)."""
 
     url: str = Field(pattern=r"^https?://[!-?A-~]+$")
@@ -145,7 +145,7 @@ class ServedReward(RewardConfig):
         return url.rstrip("/")
 
 
-class Remote(ServedReward):
+class RemoteConfig(ServedRewardConfig):
     """A score from a server of rewards: ``ebbflow serve-reward``, GenEval, whatever speaks the protocol of docs/rewards.md."""
 
     name: Literal["remote"] = "remote"
@@ -155,7 +155,7 @@ class Remote(ServedReward):
     """Further columns of the server to keep, each as ``<label>_<column>``; the others are left out."""
 
 
-class VisionJudge(ServedReward):
+class VisionJudgeConfig(ServedRewardConfig):
     """A vision-language model behind an OpenAI-compatible server answers a question about the image, 0 to 1."""
 
     name: Literal["vision_judge"] = "vision_judge"
@@ -183,7 +183,7 @@ class VisionJudge(ServedReward):
         return "{target}" in self.question
 
 
-class CustomReward(RewardConfig):
+class CustomRewardConfig(RewardConfig):
     """A user's own: what ``package.module:Name`` leads to, called with the options."""
 
     name: Literal["custom"] = "custom"
@@ -210,23 +210,25 @@ def _named(given: Any) -> Any:
     return given
 
 
-BuiltIn = (
-    Ocr
-    | Tesseract
-    | Similarity
-    | JpegCompressibility
-    | JpegIncompressibility
-    | PickScore
-    | ClipScore
-    | Aesthetic
-    | ImageReward
-    | Hps
-    | Remote
-    | VisionJudge
+BuiltInRewardConfig = (
+    OcrConfig
+    | TesseractConfig
+    | SimilarityConfig
+    | JpegCompressibilityConfig
+    | JpegIncompressibilityConfig
+    | PickScoreConfig
+    | ClipScoreConfig
+    | AestheticConfig
+    | ImageRewardConfig
+    | HpsConfig
+    | RemoteConfig
+    | VisionJudgeConfig
 )
-REWARDS: tuple[type[RewardConfig], ...] = get_args(BuiltIn)
+REWARDS: tuple[type[RewardConfig], ...] = get_args(BuiltInRewardConfig)
 REWARD_NAMES: tuple[str, ...] = tuple(config.model_fields["name"].default for config in REWARDS)
-Reward = Annotated[Annotated[BuiltIn | CustomReward, Field(discriminator="name")], BeforeValidator(_named)]
+AnyRewardConfig = Annotated[
+    Annotated[BuiltInRewardConfig | CustomRewardConfig, Field(discriminator="name")], BeforeValidator(_named)
+]
 """A reward that comes along, or a user's own; a bare name is enough."""
 
 
@@ -236,27 +238,4 @@ def reward(name: str, **keys: Any) -> RewardConfig:
     Raises:
         ValidationError: there is no such reward or key.
     """
-    return TypeAdapter(Reward).validate_python({"name": name, **keys})
-
-
-class Rewards(Strict):
-    """What is trained on, and what is only watched."""
-
-    terms: list[Reward] = Field([Ocr()], min_length=1)
-    """The weighted sum that is trained on."""
-    guards: list[Reward] = [Tesseract(), Similarity()]
-    """Metrics that are never trained on; a guard that is not installed is reported and left out."""
-    max_failed_share: float = Field(0.05, ge=0, lt=1)
-    """Share of samples whose scoring may fail (they are masked and counted) before the stage stops."""
-
-    @model_validator(mode="after")
-    def _guards_are_not_trained_on(self) -> Rewards:
-        trained, watched = ([config.column for config in rewards] for rewards in (self.terms, self.guards))
-        for names in (trained, watched):
-            if len(set(names)) < len(names):
-                raise ValueError(f"each reward may be named once, got {names}; give one of them a 'label'")
-        if both := set(trained) & set(watched):
-            raise ValueError(f"{sorted(both)} cannot be trained on and be a guard; take it out of 'guards'")
-        if weighed := [guard.column for guard in self.guards if guard.weight != 1]:
-            raise ValueError(f"a guard has no weight, since it is only watched; take it from {weighed}")
-        return self
+    return TypeAdapter(AnyRewardConfig).validate_python({"name": name, **keys})

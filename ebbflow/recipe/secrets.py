@@ -28,7 +28,7 @@ OF_WORDS = re.compile(r"(?:^|_)(?:bos|class|cls|end|eos|image|mask|pad|sep|speci
 """Tokens that a language model reads."""
 
 
-def cleaned(text: str) -> str:
+def redact(text: str) -> str:
     """A text without the passwords and tokens of the URIs in it."""
     for secret in (USER_AND_PASSWORD, USER_OF_THE_WEB):
         text = secret.sub(r"\1***@", text)
@@ -43,21 +43,21 @@ def require_no_secrets(values: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
             one; says where, and not what.
     """
     lines = [
-        f"{dotted(place)}{shown}: it would end up in logs and reports; take it out and keep it in the environment (for MLflow "
+        f"{dotted(path)}{shown}: it would end up in logs and reports; take it out and keep it in the environment (for MLflow "
         "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, for a reward the variable that token_variable names, or one that "
         "your own code reads, for a store of files the cloud's own)"
-        for place, value in values
-        if isinstance(value, str) and (shown := _secret(place, value))
+        for path, value in values
+        if isinstance(value, str) and (shown := _secret(path, value))
     ]
     if lines:
         raise RecipeError("\n".join(lines))
 
 
-def _secret(place: tuple[Any, ...], value: str) -> str | None:
+def _secret(path: tuple[Any, ...], value: str) -> str | None:
     """What may be said of a text that is or holds a secret; None of every other."""
-    if cleaned(value) != value:
-        return f" = {cleaned(value)!r} is a URI with a password or a token in it"
-    if "options" in place and value and any(map(_names_a_secret, place[place.index("options") + 1 :])):
+    if redact(value) != value:
+        return f" = {redact(value)!r} is a URI with a password or a token in it"
+    if "options" in path and value and any(map(_names_a_secret, path[path.index("options") + 1 :])):
         return " is a secret, by its name"
     return None
 

@@ -6,23 +6,30 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ebbflow.recipe.algorithms import BUILT_IN, Algorithm, AlgorithmConfig, Custom, DiffusionNFT, MixGRPO
+from ebbflow.recipe.algorithms import (
+    BUILT_IN,
+    AlgorithmConfig,
+    AnyAlgorithmConfig,
+    CustomAlgorithmConfig,
+    DiffusionNFTConfig,
+    MixGRPOConfig,
+)
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.choices import (
     STOCHASTIC_SAMPLERS,
     WINDOW_KEYS,
-    Advantages,
-    Correction,
-    Optimizer,
-    Reference,
-    Sampler,
-    Window,
+    AdvantagesConfig,
+    CorrectionConfig,
+    OptimizerConfig,
+    ReferenceConfig,
+    SamplerConfig,
+    WindowConfig,
 )
 from ebbflow.recipe.model import Precision
-from ebbflow.recipe.online import Online
+from ebbflow.recipe.online import OnlineConfig
 
 
-class Checkpoints(Strict):
+class CheckpointsConfig(Strict):
     """Where a stage goes on after it was stopped: with the same bytes as if it never had been."""
 
     every: int = Field(10, ge=1)
@@ -31,18 +38,18 @@ class Checkpoints(Strict):
     """How many are kept: the last ones, in case the newest turns out to be damaged. The best validated one stays beside them."""
 
 
-class Stage(Strict):
+class StageConfig(Strict):
     """What online and offline stages share."""
 
-    algorithm: Algorithm
-    sampler: Sampler = Sampler()
-    window: Window | None = None
+    algorithm: AnyAlgorithmConfig
+    sampler: SamplerConfig = SamplerConfig()
+    window: WindowConfig | None = None
     """For algorithms that train on the steps of a trajectory; they have one by default."""
-    advantages: Advantages = Advantages()
-    reference: Reference = Reference()
-    correction: Correction | None = None
+    advantages: AdvantagesConfig = AdvantagesConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    correction: CorrectionConfig | None = None
     """For algorithms on trajectories: none by default, and the ratio is against the rollout's log-probs as they are."""
-    optimizer: Optimizer = Optimizer()
+    optimizer: OptimizerConfig = OptimizerConfig()
     group_size: int = Field(16, ge=2)
     """Samples per prompt; advantages compare inside the group."""
     micro_batch: int = Field(64, ge=1)
@@ -52,7 +59,7 @@ class Stage(Strict):
     drift_alarm: float = Field(1.0, gt=0)
     """A velocity drift from the base model, mean((v - v_base)^2), above this is warned of and stands in the report: what learns
     well stays well below 1, what games its reward often does not."""
-    checkpoints: Checkpoints | None = Checkpoints()
+    checkpoints: CheckpointsConfig | None = CheckpointsConfig()
     max_hours: float | None = Field(None, gt=0)
     """Hours after which the stage ends with what was learnt so far, and the run goes on."""
     max_gpu_hours: float | None = Field(None, gt=0)
@@ -61,12 +68,12 @@ class Stage(Strict):
     @property
     def hyper(self) -> AlgorithmConfig:
         """The algorithm's hyper-parameters; of a user's own algorithm, its own class of them."""
-        return self.algorithm.load()[1] if isinstance(self.algorithm, Custom) else self.algorithm
+        return self.algorithm.load()[1] if isinstance(self.algorithm, CustomAlgorithmConfig) else self.algorithm
 
     @property
     def algorithm_name(self) -> str:
         """How people call the algorithm: a user's own by its path."""
-        return self.algorithm.path if isinstance(self.algorithm, Custom) else self.algorithm.name
+        return self.algorithm.path if isinstance(self.algorithm, CustomAlgorithmConfig) else self.algorithm.name
 
     @model_validator(mode="before")
     @classmethod
@@ -83,7 +90,7 @@ class Stage(Strict):
         return {**defaults, **data, **{key: _over(key, defaults[key], data[key]) for key in defaults.keys() & data.keys()}}
 
     @model_validator(mode="after")
-    def _everything_suits_the_algorithm(self) -> Stage:
+    def _everything_suits_the_algorithm(self) -> StageConfig:
         kind = getattr(self, "kind", "")
         if kind not in self.hyper.stages:
             raise ValueError(_wrong_stage(self.algorithm_name, kind))
@@ -141,13 +148,13 @@ def _algorithm_class(given: Any) -> type[AlgorithmConfig] | None:
     """The class of hyper-parameters that a recipe's ``algorithm`` asks for, if there is one."""
     if isinstance(given, AlgorithmConfig):
         return type(given)
-    if isinstance(given, Custom):
+    if isinstance(given, CustomAlgorithmConfig):
         return type(given.load()[1])
     if not isinstance(given, dict):
         return None
     if given.get("name") == "custom":
         try:
-            return type(Custom.model_validate(given).load()[1])
+            return type(CustomAlgorithmConfig.model_validate(given).load()[1])
         except ValidationError:
             return None
     return next((known for known in BUILT_IN if known.model_fields["name"].default == given.get("name")), None)
@@ -162,12 +169,12 @@ def _over(block: str, default: Any, given: Any) -> Any:
         given = given.model_dump(exclude_unset=True)
     if not (isinstance(given, dict) and isinstance(default, dict)):
         return given
-    choice, usual = {"sampler": ("name", Sampler().name), "window": ("kind", Window().kind)}.get(block, ("", ""))
+    choice, usual = {"sampler": ("name", SamplerConfig().name), "window": ("kind", WindowConfig().kind)}.get(block, ("", ""))
     own = default.get(choice, usual)
     return default | given if given.get(choice, own) == own else given
 
 
-def _check_window(window: Window, denoising_steps: int) -> None:
+def _check_window(window: WindowConfig, denoising_steps: int) -> None:
     used, reach, end = WINDOW_KEYS[window.kind], window.start + window.size, window.limit * denoising_steps
     if "size" in used and reach >= denoising_steps:
         raise ValueError(
@@ -187,11 +194,11 @@ def _wrong_stage(name: str, kind: str) -> str:
     return f"{name} cannot run in an {kind} stage; the nearest that can is diffusion_nft"
 
 
-class OnlineStage(Online, Stage):
+class OnlineStageConfig(OnlineConfig, StageConfig):
     """Fresh samples, immediate updates: rollout, score, advantages, update, repeated with the models hot."""
 
     kind: Literal["online"] = "online"
-    algorithm: Algorithm = MixGRPO()
+    algorithm: AnyAlgorithmConfig = MixGRPOConfig()
     steps: int = Field(40, ge=1)
     """Rollout-and-update steps."""
     prompts_per_step: int = Field(8, ge=1)
@@ -199,7 +206,7 @@ class OnlineStage(Online, Stage):
     """Optimiser steps per rollout batch: its samples are split into that many parts."""
 
     @model_validator(mode="after")
-    def _the_best_has_a_checkpoint(self) -> OnlineStage:
+    def _the_best_has_a_checkpoint(self) -> OnlineStageConfig:
         if self.validation is None or not self.validation.best:
             return self
         if self.checkpoints is None or self.validation.every % self.checkpoints.every:
@@ -211,17 +218,17 @@ class OnlineStage(Online, Stage):
         return self
 
     @model_validator(mode="after")
-    def _profiled_steps_exist(self) -> OnlineStage:
+    def _profiled_steps_exist(self) -> OnlineStageConfig:
         if self.profile and (beyond := [step for step in self.profile.steps if not 0 <= step < self.steps]):
             raise ValueError(f"profile.steps has {beyond[0]}, and the stage's steps are 0 to {self.steps - 1}; take some of them")
         return self
 
 
-class OfflineStage(Stage):
+class OfflineStageConfig(StageConfig):
     """A large batch generated and scored once, in shards, then several epochs over it; or a file of preference pairs."""
 
     kind: Literal["offline"] = "offline"
-    algorithm: Algorithm = DiffusionNFT()
+    algorithm: AnyAlgorithmConfig = DiffusionNFTConfig()
     pairs: str | None = None
     """A .parquet or .jsonl file of preference pairs to train on, instead of generating and scoring (``datasets/README.md``)."""
     prompts: int = Field(64, ge=1)
@@ -232,16 +239,16 @@ class OfflineStage(Stage):
     """Samples per optimiser step, over all training processes."""
 
     @model_validator(mode="after")
-    def _shards_have_prompts(self) -> OfflineStage:
+    def _shards_have_prompts(self) -> OfflineStageConfig:
         if self.shards > self.prompts and not self.pairs:
             raise ValueError(f"{self.shards} shards for {self.prompts} prompts leave some empty; take one a prompt at most")
         return self
 
     @model_validator(mode="after")
-    def _a_prompt_is_seen_once(self) -> OfflineStage:
+    def _a_prompt_is_seen_once(self) -> OfflineStageConfig:
         if self.advantages.running:
             raise ValueError("advantages.running needs prompts that come back; an offline stage generates once: leave it out")
         return self
 
 
-AnyStage = Annotated[OnlineStage | OfflineStage, Field(discriminator="kind")]
+AnyStageConfig = Annotated[OnlineStageConfig | OfflineStageConfig, Field(discriminator="kind")]

@@ -18,7 +18,7 @@ HEAD = "sac+logos+ava1-l14-linearMSE"
 class Aesthetic(NetworkReward):
     """head(unit image embedding): the expected mean rating, 1 to 10."""
 
-    config: recipe.Aesthetic
+    config: recipe.AestheticConfig
 
     def files(self) -> list[Files]:
         clip = Files(self.config, CLIP_FILES)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.algorithms import import_path
-from ebbflow.recipe.rewards import CustomReward, RewardConfig
+from ebbflow.recipe.rewards import CustomRewardConfig, RewardConfig
 from ebbflow.rewards.base import Reward, RewardResult
 
 MAKERS: dict[str, str] = {
@@ -48,7 +48,7 @@ class ScoreTable:
     Attributes:
         reward: float64 [N], the weighted sum of the trained terms; NaN where any of them failed.
         metrics: float64 [N] columns: every reward by its name and what it measures beside; NaN where it failed.
-        failures: why, for everything on which any reward or guard failed; None elsewhere.
+        failures: why, for everything on which any reward or guardrail failed; None elsewhere.
     """
 
     reward: np.ndarray
@@ -89,16 +89,16 @@ class ScoreTable:
 
 @dataclass(frozen=True)
 class Scorer:
-    """What a run scores with: the trained terms with their weights, the guards, and why some guards were left out."""
+    """What a run scores with: the trained terms with their weights, the guardrails, and why some guardrails were left out."""
 
-    terms: tuple[tuple[Reward, float], ...]
-    guards: tuple[Reward, ...] = ()
+    rewards: tuple[tuple[Reward, float], ...]
+    guardrails: tuple[Reward, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
 
     @property
-    def weights(self) -> dict[str, float]:
+    def reward_weights(self) -> dict[str, float]:
         """The weight of each trained reward, by its column."""
-        return {reward.name: weight for reward, weight in self.terms}
+        return {reward.name: weight for reward, weight in self.rewards}
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreTable:
         """Score images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3], each against its prompt.
@@ -111,9 +111,9 @@ class Scorer:
         """
         _check_images(images, prompts)
         score = _score if images.ndim == 4 else _score_videos
-        rewards = [*(reward for reward, _ in self.terms), *self.guards]
+        rewards = [*(reward for reward, _ in self.rewards), *self.guardrails]
         results = {reward.name: score(reward, images, prompts) for reward in rewards}
-        total = np.sum([weight * results[reward.name].values for reward, weight in self.terms], axis=0)
+        total = np.sum([weight * results[reward.name].values for reward, weight in self.rewards], axis=0)
         return ScoreTable(total, _columns(results), _reasons(results, len(images)))
 
 
@@ -161,7 +161,7 @@ def load_reward(config: RewardConfig) -> Reward:
         RewardError: a user's own is no reward, or does not take its options.
         RecipeError: nothing can be imported from its path.
     """
-    made = _custom(config) if isinstance(config, CustomReward) else _built_in(config)
+    made = _custom(config) if isinstance(config, CustomRewardConfig) else _built_in(config)
     made.name = config.column
     return made
 
@@ -171,7 +171,7 @@ def _built_in(config: RewardConfig) -> Reward:
     return make(config) if type(config).model_fields.keys() > RewardConfig.model_fields.keys() else make()
 
 
-def _custom(config: CustomReward) -> Reward:
+def _custom(config: CustomRewardConfig) -> Reward:
     make = import_path(config.path)
     try:
         made = make(**config.options)
@@ -182,27 +182,27 @@ def _custom(config: CustomReward) -> Reward:
     return made
 
 
-def load_scorer(terms: Sequence[RewardConfig], guards: Sequence[RewardConfig]) -> Scorer:
-    """Everything a recipe scores with. Guards that cannot run here are left out with one warning.
+def load_scorer(rewards: Sequence[RewardConfig], guardrails: Sequence[RewardConfig]) -> Scorer:
+    """Everything a recipe scores with. Guardrails that cannot run here are left out with one warning.
 
     Raises:
         RewardError: a term that is trained on cannot run here, or a user's own reward is none.
     """
-    trained = [(load_reward(term), term.weight) for term in terms]
+    trained = [(load_reward(reward), reward.weight) for reward in rewards]
     for reward, _ in trained:
         if reason := reward.unavailable():
             raise RewardError(f"the reward {reward.name!r} is trained on and cannot run here: {reason}")
-    watched = [load_reward(guard) for guard in guards]
-    left_out = {guard.name: reason for guard in watched if (reason := guard.unavailable())}
+    watched = [load_reward(guardrail) for guardrail in guardrails]
+    left_out = {guardrail.name: reason for guardrail in watched if (reason := guardrail.unavailable())}
     if left_out:
         listed = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
-        warnings.warn(f"guards left out of this run: {listed}", stacklevel=2)
-    kept = tuple(guard for guard in watched if guard.name not in left_out)
+        warnings.warn(f"guardrails left out of this run: {listed}", stacklevel=2)
+    kept = tuple(guardrail for guardrail in watched if guardrail.name not in left_out)
     return Scorer(tuple(trained), kept, left_out)
 
 
 def require_scored(table: ScoreTable, limit: float) -> None:
-    """Stop when more than the share ``limit`` of the images has no reward (``rewards.max_failed_share``).
+    """Stop when more than the share ``limit`` of the images has no reward (``max_failed_share``).
 
     Raises:
         RewardError: with the count, the share and the first reasons.
@@ -213,7 +213,7 @@ def require_scored(table: ScoreTable, limit: float) -> None:
     reasons = list(dict.fromkeys(str(table.failures[index]) for index in lost))[:3]
     raise RewardError(
         f"{len(lost)} of {len(table.reward)} images ({table.failed_share:.1%}) have no reward, "
-        f"more than rewards.max_failed_share = {limit:.1%} allows; the first reasons: {' | '.join(reasons)}"
+        f"more than max_failed_share = {limit:.1%} allows; the first reasons: {' | '.join(reasons)}"
     )
 
 

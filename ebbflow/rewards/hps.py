@@ -44,7 +44,7 @@ class Hps(NetworkReward):
     Prompts are unescaped as there (``&amp;`` is ``&``); other repairs of broken Unicode, by the package ftfy, are left out.
     """
 
-    config: recipe.Hps
+    config: recipe.HpsConfig
 
     def files(self) -> list[Files]:
         return [Files(self.config, (CHECKPOINT,)), Files(self.config.processor, ("config.json", "tokenizer.json"))]

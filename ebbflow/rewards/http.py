@@ -21,15 +21,15 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from ebbflow.recipe.rewards import ServedReward
+from ebbflow.recipe.rewards import ServedRewardConfig
 from ebbflow.rewards.protocol import first_problem
 
 HOSTS = "EBBFLOW_REWARD_HOSTS"
-MOST_BYTES = 4 * 2**20
+MAX_BYTES = 4 * 2**20
 """Of an answer; a few numbers for each image take thousands."""
 SHOWN = 200
 """Characters of an answer that a message repeats."""
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+FIRST_WAIT, MAX_WAIT = 1.0, 60.0
 """Seconds between requests: doubled each time, and then a random share from half to all of it."""
 TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 """What a bearer token may be (RFC 6750)."""
@@ -46,7 +46,7 @@ class _Passing(NoAnswer):
 
 
 def ask(
-    config: ServedReward,
+    config: ServedRewardConfig,
     url: str,
     form: type[Answer],
     body: bytes | None = None,
@@ -67,7 +67,7 @@ def ask(
     return _parsed(config, url, form, _exchange(config, url, body, token))
 
 
-def shown(text: bytes | str, config: ServedReward) -> str:
+def shown(text: bytes | str, config: ServedRewardConfig) -> str:
     """What a server said, as it may stand in a message: on one line, without the token, cut to 200 characters."""
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
@@ -100,7 +100,7 @@ def read_token(variable: str | None) -> str | None:
     return token
 
 
-def _allowed(config: ServedReward) -> str | None:
+def _allowed(config: ServedRewardConfig) -> str | None:
     """The token to send, once the host may be asked at all."""
     host = urlsplit(config.url).hostname or ""
     listed = {name.strip().lower() for name in os.environ.get(HOSTS, "").split(",")}
@@ -111,10 +111,10 @@ def _allowed(config: ServedReward) -> str | None:
 
 def _waits(attempts: int) -> list[float]:
     """Seconds to wait between the attempts."""
-    return [min(LONGEST_WAIT, FIRST_WAIT * 2**past) * random.uniform(0.5, 1) for past in range(attempts - 1)]
+    return [min(MAX_WAIT, FIRST_WAIT * 2**past) * random.uniform(0.5, 1) for past in range(attempts - 1)]
 
 
-def _exchange(config: ServedReward, url: str, body: bytes | None, token: str | None) -> bytes:
+def _exchange(config: ServedRewardConfig, url: str, body: bytes | None, token: str | None) -> bytes:
     """One request: what came with a status of 200."""
     end = time.monotonic() + config.timeout
     try:
@@ -128,8 +128,8 @@ def _exchange(config: ServedReward, url: str, body: bytes | None, token: str | N
         raise _Passing(f"{url}: {type(error).__name__}: {shown(str(error), config)}") from None
     if response.status != 200:
         raise _refused(config, url, response, content)
-    if len(content) > MOST_BYTES:
-        raise NoAnswer(f"{url} answered with more than {MOST_BYTES} bytes")
+    if len(content) > MAX_BYTES:
+        raise NoAnswer(f"{url} answered with more than {MAX_BYTES} bytes")
     return content
 
 
@@ -175,18 +175,18 @@ def _deadline(connected: socket.socket, seconds: float) -> Iterator[None]:
 
 def _read(response: HTTPResponse) -> bytes:
     """The body, and one byte more than is taken where there is more."""
-    content = response.read(MOST_BYTES + 1)
-    if response.length and len(content) <= MOST_BYTES:  # what was announced and did not come; http.client is silent about it
+    content = response.read(MAX_BYTES + 1)
+    if response.length and len(content) <= MAX_BYTES:  # what was announced and did not come; http.client is silent about it
         raise IncompleteRead(content, response.length)
     return content
 
 
-def _refused(config: ServedReward, url: str, response: HTTPResponse, content: bytes) -> NoAnswer:
+def _refused(config: ServedRewardConfig, url: str, response: HTTPResponse, content: bytes) -> NoAnswer:
     """What a status other than 200 means."""
     answered = f"{url} answered {response.status}"
     if 300 <= response.status < 400:
-        place = shown(response.headers.get("Location", "nowhere"), config)
-        return NoAnswer(f"{answered} and points to {place}; redirects are not followed, name the final address")
+        target = shown(response.headers.get("Location", "nowhere"), config)
+        return NoAnswer(f"{answered} and points to {target}; redirects are not followed, name the final address")
     answered += f": {shown(content, config)}"
     if response.status == 429 or response.status >= 500:
         return _Passing(answered)
@@ -196,7 +196,7 @@ def _refused(config: ServedReward, url: str, response: HTTPResponse, content: by
     return NoAnswer(answered)
 
 
-def _parsed(config: ServedReward, url: str, form: type[Answer], content: bytes) -> Answer:
+def _parsed(config: ServedRewardConfig, url: str, form: type[Answer], content: bytes) -> Answer:
     try:
         return form.model_validate_json(content)
     except ValidationError as error:

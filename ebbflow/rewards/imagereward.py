@@ -31,7 +31,7 @@ from ebbflow.rewards.pixels import resized_bytes
 CHECKPOINT, TEXT_CONFIG = "ImageReward.pt", "med_config.json"
 MEAN, DEVIATION = 0.16717362830052426, 1.0333394966054072
 """Of the head's output on the training set."""
-MOST_TOKENS = 35
+MAX_TOKENS = 35
 BLIP_TOKENS = ["[DEC]", "[ENC]"]
 """Which BLIP adds to BERT's vocabulary, in this order; only a prompt that spells them out holds them."""
 HEAD_WIDTH = 64
@@ -74,7 +74,7 @@ class Blip:
     def score(self, images: np.ndarray, texts: list[str]) -> Tensor:
         """uint8 RGB [n, height, width, 3] and n prompts, each cut after 35 tokens -> float32 [n]."""
         pixels = resized_bytes(images, self.vision.config.image_size, self.vision.device)
-        tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=MOST_TOKENS, return_tensors="pt")
+        tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
         tokens = tokens.to(self.text.device)
         seen = self.vision(pixels).last_hidden_state
         read = self.text(tokens.input_ids, tokens.attention_mask, encoder_hidden_states=seen).last_hidden_state
@@ -84,7 +84,7 @@ class Blip:
 class ImageReward(NetworkReward):
     """(head(first output of the text encoder) - .167) / 1.033 (2304.05977)."""
 
-    config: recipe.ImageReward
+    config: recipe.ImageRewardConfig
 
     def files(self) -> list[Files]:
         return [Files(self.config, (CHECKPOINT, TEXT_CONFIG)), Files(self.config.tokenizer, ("tokenizer.json",))]

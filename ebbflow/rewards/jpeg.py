@@ -1,7 +1,7 @@
 """``jpeg_compressibility`` and ``jpeg_incompressibility``: how large an image is as a JPEG file (DDPO, 2305.13301).
 
 Both rewards look at the image alone. They say nothing about its worth: they are the classic check that a pipeline can move a
-policy either way, and a guard against grain.
+policy either way, and a guardrail against grain.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from transformers.utils.logging import disable_progress_bar
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import default_device
 from ebbflow.models.hub import HubError, pretrained_folder
-from ebbflow.recipe.base import printable
-from ebbflow.recipe.pretrained import Pretrained
-from ebbflow.recipe.rewards import PretrainedReward
+from ebbflow.recipe.base import sanitize
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
+from ebbflow.recipe.rewards import PretrainedRewardConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError
 
@@ -39,7 +39,7 @@ LOADING = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatch
 class Files:
     """What a reward reads from one place: patterns of which each must fit a file of it."""
 
-    source: Pretrained
+    source: PretrainedSourceConfig
     patterns: tuple[str, ...]
 
     def missing(self) -> str | None:
@@ -72,7 +72,7 @@ class Files:
 class NetworkReward(ABC):
     """A reward whose network is loaded at the first image, frozen, in float32, and kept."""
 
-    def __init__(self, config: PretrainedReward) -> None:
+    def __init__(self, config: PretrainedRewardConfig) -> None:
         self.config = config
         self.name = config.name
 
@@ -111,7 +111,7 @@ class NetworkReward(ABC):
         except (RewardError, HubError):
             raise
         except Exception as error:  # transformers, tokenizers and torch each have errors of their own
-            reason = printable(f"{type(error).__name__}: {error}")
+            reason = sanitize(f"{type(error).__name__}: {error}")
             raise RewardError(f"the reward {self.name!r} cannot be loaded: {reason}") from error
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.rewards import Ocr as OcrConfig
+from ebbflow.recipe.rewards import OcrConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.text import judge_readings
 
@@ -26,7 +26,7 @@ HEIGHT = 48
 """Height in pixels that PP-OCR recognisers read."""
 BATCH = 16
 """Images per forward pass: every column of an image is scored against 18,710 characters, which fills memory in larger ones."""
-MOST_THREADS = 2
+MAX_THREADS = 2
 """The batches are too small for more."""
 BLANK = 0
 """The class of CTC that stands for no character."""
@@ -90,7 +90,7 @@ def read_pages(images: np.ndarray) -> tuple[list[str | None], dict[int, str]]:
             texts.append(None)
             continue
         pieces = () if found.txts is None else found.txts
-        texts.append(" ".join(pieces[place] for place in (reading_order(found.boxes) if pieces else ())))
+        texts.append(" ".join(pieces[position] for position in (reading_order(found.boxes) if pieces else ())))
     return texts, failures
 
 
@@ -180,7 +180,7 @@ def _session(part: str) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = min(MOST_THREADS, os.cpu_count() or 1)
+    options.intra_op_num_threads = min(MAX_THREADS, os.cpu_count() or 1)
     options.inter_op_num_threads = 1
     # Threads that spin while they wait would slow whatever else runs here down many times over.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")

@@ -73,5 +73,5 @@ class Health(Message):
 def first_problem(error: ValidationError) -> str:
     """What is wrong with a message and where, without repeating what it holds."""
     problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
-    place = ".".join(str(part) for part in problem["loc"])
-    return f"{place}: " * bool(place) + problem["msg"].removeprefix("Value error, ")
+    key = ".".join(str(part) for part in problem["loc"])
+    return f"{key}: " * bool(key) + problem["msg"].removeprefix("Value error, ")

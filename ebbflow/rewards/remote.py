@@ -11,7 +11,7 @@ import numpy as np
 
 from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.rewards import Remote as RemoteConfig
+from ebbflow.recipe.rewards import RemoteConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.http import NoAnswer, ask, shown
 from ebbflow.rewards.protocol import HEALTH, SCORE, Health, PromptMessage, ScoreAnswer, ScoreRequest

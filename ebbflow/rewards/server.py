@@ -27,10 +27,10 @@ from ebbflow.rewards.combine import RewardError, checked, load_reward
 from ebbflow.rewards.http import is_loopback
 from ebbflow.rewards.protocol import HEALTH, SCORE, Health, PromptMessage, ScoreAnswer, ScoreRequest, first_problem
 
-MOST_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 """Of a request."""
-MOST_IMAGES = 256
-MOST_PIXELS = 64 * 2**20
+MAX_IMAGES = 256
+MAX_PIXELS = 64 * 2**20
 """Of all images of a request: 64 of 1024x1024, which a few kilobytes of PNG can claim to be."""
 
 log = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ async def _body(request: Request) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MOST_BYTES:
-            raise HTTPException(413, f"the request has more than {MOST_BYTES} bytes; send fewer images at once")
+        if len(body) > MAX_BYTES:
+            raise HTTPException(413, f"the request has more than {MAX_BYTES} bytes; send fewer images at once")
     return bytes(body)
 
 
@@ -89,8 +89,8 @@ def _parsed(body: bytes) -> ScoreRequest:
         asked = ScoreRequest.model_validate_json(body)
     except ValidationError as error:
         raise HTTPException(422, first_problem(error)) from None
-    if len(asked.images) > MOST_IMAGES:
-        raise HTTPException(413, f"{len(asked.images)} images are more than {MOST_IMAGES}; send fewer at once")
+    if len(asked.images) > MAX_IMAGES:
+        raise HTTPException(413, f"{len(asked.images)} images are more than {MAX_IMAGES}; send fewer at once")
     return asked
 
 
@@ -112,8 +112,8 @@ def _decoded(texts: list[str]) -> np.ndarray:
     if len(sizes := {image.size for image in images}) > 1:
         raise HTTPException(422, f"the images of a request must have one size, got {sorted(sizes)}; send them apart")
     width, height = images[0].size
-    if len(images) * width * height > MOST_PIXELS:
-        raise HTTPException(413, f"{len(images)} images of {width}x{height} are more than {MOST_PIXELS} pixels; send fewer")
+    if len(images) * width * height > MAX_PIXELS:
+        raise HTTPException(413, f"{len(images)} images of {width}x{height} are more than {MAX_PIXELS} pixels; send fewer")
     return np.stack([_pixels(index, image) for index, image in enumerate(images)])
 
 
@@ -122,7 +122,7 @@ def _opened(index: int, text: str) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
     except Image.DecompressionBombError:
-        raise HTTPException(413, f"images.{index} has more than {MOST_PIXELS} pixels") from None
+        raise HTTPException(413, f"images.{index} has more than {MAX_PIXELS} pixels") from None
     except Exception:  # base64's, and Pillow's of many types for files that are broken on purpose
         raise HTTPException(422, f"images.{index} is no PNG file in base64") from None
     if image.mode != "RGB":

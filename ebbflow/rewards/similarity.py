@@ -1,4 +1,4 @@
-"""``similarity``: how much the letters of an image look like rendered ones. A guard that needs nothing installed."""
+"""``similarity``: how much the letters of an image look like rendered ones. A guardrail that needs nothing installed."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def letter_match(grey: np.ndarray, text: str) -> float:
     slot = width / len(text)
     padded = np.pad(grey, MARGIN, constant_values=255)
     matches = []
-    for place, letter in enumerate(text):
+    for index, letter in enumerate(text):
         if letter != " ":
-            left, right = max(0, (place - REACH) * slot), (place + 1 + REACH) * slot + 2 * MARGIN
+            left, right = max(0, (index - REACH) * slot), (index + 1 + REACH) * slot + 2 * MARGIN
             matches.append(_best_match(padded[:, int(left) : int(right)], letter, size))
     return float(np.mean(matches))
 

@@ -1,4 +1,4 @@
-"""``tesseract``: a second, unrelated reader. As a guard it shows when a policy has learned to please ``ocr`` alone.
+"""``tesseract``: a second, unrelated reader. As a guardrail it shows when a policy has learned to please ``ocr`` alone.
 
 All images travel as pages of one TIFF through one process, because starting tesseract costs ten times as much as reading a line.
 Each page is read as a single line by itself, so the score of an image does not depend on its neighbours.

@@ -20,14 +20,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.rewards import VisionJudge as VisionJudgeConfig
+from ebbflow.recipe.rewards import VisionJudgeConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.http import NoAnswer, ask, shown
 from ebbflow.rewards.text import NO_TARGET
 
 TOP_TOKENS = 20
 """Likeliest first tokens to ask for: as many as the usual servers give."""
-MOST_TOKENS = {"probability": 1, "yes_no": 8, "number": 16}
+MAX_TOKENS = {"probability": 1, "yes_no": 8, "number": 16}
 """Of an answer: enough for the one word or number that is taken, and for the next one that spoils it."""
 YES_OR_NO = re.compile(r"[\W_]*(yes|no)[\W_]*", re.IGNORECASE)
 NUMBER = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*")
@@ -147,7 +147,7 @@ class VisionJudge:
             "model": self.config.model,
             "messages": [{"role": "user", "content": content}],
             "temperature": 0,
-            "max_tokens": MOST_TOKENS[self.config.answer],
+            "max_tokens": MAX_TOKENS[self.config.answer],
             **log_probs,
         }
         return json.dumps(request).encode()

@@ -11,9 +11,9 @@ from torch import Tensor
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, device_of
-from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import Rollouts, generate
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 
 
@@ -24,7 +24,7 @@ class Engine(Protocol):
         """Take over the trained parameters: all of them by name (``Policy.parameters``), float32, whole, on the CPU."""
 
     def generate(
-        self, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, plan: Plan | None = None
+        self, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, plan: Plan | None = None
     ) -> tuple[Rollouts, np.ndarray]:
         """One sample per row, as ``ebbflow.rollouts.generate.generate``: (rollouts, their images or videos)."""
 
@@ -40,17 +40,17 @@ class Diffusers:
         generates: which copy of the policy rolls out.
     """
 
-    def __init__(self, place: Place, policy: Policy, generates: str = "current") -> None:
+    def __init__(self, ctx: StageContext, policy: Policy, generates: str = "current") -> None:
         self.policy = policy
         self.generates = generates
-        self.micro_batch = place.config.micro_batch
-        self.precision = place.config.rollout_precision
+        self.micro_batch = ctx.config.micro_batch
+        self.precision = ctx.config.rollout_precision
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self.policy.assign(weights)
 
     def generate(
-        self, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, plan: Plan | None = None
+        self, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, plan: Plan | None = None
     ) -> tuple[Rollouts, np.ndarray]:
         model = self.policy.model
         conditioning = conditioning.to(device_of(model))

@@ -16,7 +16,7 @@ from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, Model, predict
-from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, Sampler
+from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, SamplerConfig
 from ebbflow.recipe.model import Precision
 
 Solver = flow.SamplerName | Literal["dpm_solver"]
@@ -51,7 +51,7 @@ def generate(
     model: Model,
     conditioning: Conditioning,
     keys: SampleKeys,
-    sampler: Sampler,
+    sampler: SamplerConfig,
     plan: Plan | None = None,
     micro_batch: int = 64,
     precision: Precision | None = None,
@@ -93,7 +93,12 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
 
 
 def _denoise(
-    model: Model, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, plan: Plan | None, precision: Precision | None
+    model: Model,
+    conditioning: Conditioning,
+    keys: SampleKeys,
+    sampler: SamplerConfig,
+    plan: Plan | None,
+    precision: Precision | None,
 ) -> Rollouts:
     """The rollouts of one micro-batch."""
     device = conditioning.device
@@ -117,7 +122,7 @@ def _denoise(
     return Rollouts(latents, Trajectory(sigmas, torch.tensor(trained, device=device), *columns))
 
 
-def _schedule(sigmas: Tensor, sampler: Sampler, plan: Plan | None) -> tuple[Tensor, list[Solver]]:
+def _schedule(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -> tuple[Tensor, list[Solver]]:
     """(the sigmas to use, [steps + 1], and what takes each of their steps), from the family's sigmas."""
     if sampler.name not in STOCHASTIC_SAMPLERS:
         return sigmas, [sampler.name] * sampler.steps

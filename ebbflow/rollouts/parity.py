@@ -19,8 +19,8 @@ from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.transition import Transition, log_prob, transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, predict
-from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, Sampler
-from ebbflow.recipe.online import Parity
+from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, SamplerConfig
+from ebbflow.recipe.online import ParityConfig
 from ebbflow.training.policy import Policy
 
 SIGMAS_APART = 1e-6
@@ -30,21 +30,21 @@ class ParityError(RuntimeError):
     """An engine does not generate what the training policy would: says how far off it is, where, and the way out."""
 
 
-def probe(sampler: Sampler) -> tuple[Sampler, Plan]:
+def parity_plan(sampler: SamplerConfig) -> tuple[SamplerConfig, Plan]:
     """How the gate's samples are generated, for a stage's sampler."""
     every = tuple(range(sampler.steps - 1))
-    stochastic = sampler if sampler.name in STOCHASTIC_SAMPLERS else Sampler(name="flow_sde", steps=sampler.steps)
+    stochastic = sampler if sampler.name in STOCHASTIC_SAMPLERS else SamplerConfig(name="flow_sde", steps=sampler.steps)
     return stochastic, Plan(every, every)
 
 
 @torch.no_grad()
-def measured(
+def measure_parity(
     policy: Policy,
     trajectory: Trajectory,
     conditioning: Conditioning,
     keys: SampleKeys,
-    sampler: Sampler,
-    parity: Parity,
+    sampler: SamplerConfig,
+    parity: ParityConfig,
     micro_batch: int = 64,
 ) -> dict[str, float]:
     """How far a trajectory, generated as ``probe`` says, is from the policy as it is now.
@@ -87,7 +87,7 @@ def _refusal(found: dict[str, float], where: str, extent: str, bar: float) -> st
     )
 
 
-def _require_same_start(policy: Policy, trajectory: Trajectory, keys: SampleKeys, sampler: Sampler) -> None:
+def _require_same_start(policy: Policy, trajectory: Trajectory, keys: SampleKeys, sampler: SamplerConfig) -> None:
     """The same bytes of x_T, and the family's schedule."""
     sigmas, found = policy.model.sigmas(sampler.steps), trajectory.sigmas.cpu()
     if found.shape != sigmas.shape or not torch.allclose(found, sigmas, rtol=0, atol=SIGMAS_APART):
@@ -106,7 +106,7 @@ def _replay(
     conditioning: Conditioning,
     column: int,
     step: int,
-    sampler: Sampler,
+    sampler: SamplerConfig,
     micro_batch: int,
 ) -> Transition:
     """A recorded step under the policy."""

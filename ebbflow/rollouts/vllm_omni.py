@@ -23,11 +23,11 @@ from torch import Tensor
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning
-from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import Rollouts, join
-from ebbflow.rollouts.weights import checksum, in_buckets
+from ebbflow.rollouts.weights import bucketize, checksum
 from ebbflow.rollouts.wire import Header, Task, Tensors, receive, send, unpack_rollouts
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 
 VARIABLE = "EBBFLOW_VLLM_OMNI_PYTHON"
 PYTHON = "/opt/vllm-omni/bin/python"
@@ -57,13 +57,13 @@ class VllmOmni:
         EngineError: the engine's environment is missing, or it does not start.
     """
 
-    def __init__(self, place: Place, base: Path) -> None:
-        recipe = place.recipe
-        self.policy, self.micro_batch = recipe.policy, place.config.micro_batch
+    def __init__(self, ctx: StageContext, base: Path) -> None:
+        recipe = ctx.recipe
+        self.policy, self.micro_batch = recipe.policy, ctx.config.micro_batch
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it is written to for as long as the process lives)
         self._socket, self._process = _start(_interpreter(), self._log)
         self._end = weakref.finalize(self, _end, self._socket, self._process)  # runs when this process exits, too
-        precision = place.config.rollout_precision or recipe.model.precision
+        precision = ctx.config.rollout_precision or recipe.model.precision
         model = recipe.model.model_copy(update={"precision": precision}).model_dump(mode="json")
         self._call("open", {"base": str(base.absolute()), "model": model, "threads": recipe.threads})
 
@@ -77,7 +77,7 @@ class VllmOmni:
             if self.policy.train == "lora":
                 self._push("load_lora", weights, {"rank": self.policy.rank, "alpha": self.policy.alpha})
                 return
-            buckets = list(in_buckets(weights))
+            buckets = list(bucketize(weights))
             for number, bucket in enumerate(buckets, 1):
                 self._push("load_weights", bucket, {"last": number == len(buckets)})
         except BaseException:  # with half of the weights nothing may be generated
@@ -85,7 +85,7 @@ class VllmOmni:
             raise
 
     def generate(
-        self, conditioning: Conditioning, keys: SampleKeys, sampler: Sampler, plan: Plan | None = None
+        self, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, plan: Plan | None = None
     ) -> tuple[Rollouts, np.ndarray]:
         """As ``Engine.generate``; the rollouts lie on the device of ``conditioning``.
 

@@ -21,7 +21,7 @@ class TransferError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightsVersion:
     """A version of the weights that generate.
 
     Attributes:
@@ -53,7 +53,7 @@ class Weights:
         return received
 
 
-def in_buckets(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Iterator[Tensors]:
+def bucketize(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Iterator[Tensors]:
     """The tensors in their order, in parts of about ``size`` bytes."""
     bucket: Tensors = {}
     filled = 0

@@ -23,7 +23,7 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning
-from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import Rollouts
 
 LENGTHS = struct.Struct("<QQ")
@@ -85,7 +85,7 @@ class Task:
 
     conditioning: Conditioning
     keys: SampleKeys
-    sampler: Sampler
+    sampler: SamplerConfig
     plan: Plan | None
 
     def pack(self) -> tuple[Header, Tensors]:
@@ -109,7 +109,7 @@ class Task:
             own = {name: values for (number, name), values in named if number == str(side)}
             conditioning = Conditioning(own, conditioning, guidance)
         assert conditioning is not None
-        return Task(conditioning, SampleKeys(**header["keys"]), Sampler.model_validate(header["sampler"]), plan)
+        return Task(conditioning, SampleKeys(**header["keys"]), SamplerConfig.model_validate(header["sampler"]), plan)
 
 
 def _integers(value: Any) -> Any:

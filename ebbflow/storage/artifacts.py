@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ebbflow.recipe.base import printable
+from ebbflow.recipe.base import sanitize
 from ebbflow.storage.disk import atomic_write, sha256_of
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
@@ -110,7 +110,7 @@ def _expected(manifest: Path) -> dict[str, Any]:
 
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(printable(name, 100) for name in names[:MAX_LISTED]) + more
+    return ", ".join(sanitize(name, 100) for name in names[:MAX_LISTED]) + more
 
 
 def _files(folder: Path) -> dict[str, dict[str, str | int]]:

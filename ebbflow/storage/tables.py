@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbflow.recipe.base import printable
+from ebbflow.recipe.base import sanitize
 from ebbflow.storage.disk import atomic_write
 
 _METADATA, _METADATA_SHA256 = "ebbflow", "ebbflow.sha256"
@@ -87,7 +87,7 @@ def read_column(path: Path, name: str) -> pa.ChunkedArray:
     """One column of a table."""
     with _open(path) as file:
         if name not in file.schema_arrow.names:
-            raise TableError(f"{path} has no column {name!r}, only {printable(', '.join(file.schema_arrow.names))}")
+            raise TableError(f"{path} has no column {name!r}, only {sanitize(', '.join(file.schema_arrow.names))}")
         return file.read(columns=[name])[name]
 
 
@@ -131,7 +131,7 @@ def _open(path: Path) -> Iterator[pq.ParquetFile]:
     except FileNotFoundError:
         raise TableError(f"no table at {path}") from None
     except Exception as error:  # a damaged file can look like anything: Arrow has a dozen errors, memory and text their own
-        reason = printable(f"{type(error).__name__}: {error}".partition("\n")[0], 300)
+        reason = sanitize(f"{type(error).__name__}: {error}".partition("\n")[0], 300)
         raise TableError(f"{path} is no whole Parquet file ({reason}); make it again") from None
 
 
@@ -141,7 +141,7 @@ def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema | None) -> 
 
 
 def _listed(schema: pa.Schema) -> str:
-    return printable("; ".join(f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in schema), 1000)
+    return sanitize("; ".join(f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in schema), 1000)
 
 
 def _sha256(text: bytes) -> str:

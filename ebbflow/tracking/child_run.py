@@ -21,7 +21,7 @@ from mlflow.entities import Metric
 from PIL import Image
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.recipe.secrets import cleaned
+from ebbflow.recipe.secrets import redact
 from ebbflow.storage.disk import safe_join
 from ebbflow.tracking import pending as files
 from ebbflow.tracking.delivery import flatten
@@ -174,7 +174,7 @@ class RunLogger:
 
     def _postpone(self, error: Exception) -> None:
         if self.pending.since is None:
-            store, reason = cleaned(self.sender.tracked.tracking_uri), cleaned(str(error))
+            store, reason = redact(self.sender.tracked.tracking_uri), redact(str(error))
             log.warning("node %s: the MLflow store %s is away; records wait in memory: %s", self.pending.node, store, reason)
             self.pending.since = time.time()
         # Attempts get rarer as the buffer fills: an outage of hours costs a few timeouts and not thousands.

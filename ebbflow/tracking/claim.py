@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from ebbflow.recipe.secrets import cleaned
+from ebbflow.recipe.secrets import redact
 from ebbflow.tracking.store import TrackingError
 
 CHAMPION = "champion"
@@ -46,7 +46,7 @@ def alias_of(client: MlflowClient, name: str, alias: str) -> ModelVersion | None
 
 
 @contextmanager
-def claimed(client: MlflowClient, name: str, version: str, against: str | None) -> Iterator[Callable[[], None]]:
+def registry_lock(client: MlflowClient, name: str, version: str, against: str | None) -> Iterator[Callable[[], None]]:
     """While the body runs, no other version of the model is being made champion.
 
     Yields a function to call right before the first write that matters: it raises when somebody else works for this version in
@@ -115,5 +115,5 @@ def _leave(client: MlflowClient, name: str, version: str, mine: str) -> None:
         log.warning(
             "the tag %s of %r version %s could not be deleted; the next promotion takes it from a champion, a retry of this one "
             "from any other version: %s",
-            *(CLAIM, name, version, cleaned(str(error))),
+            *(CLAIM, name, version, redact(str(error))),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.recipe.secrets import cleaned
+from ebbflow.recipe.secrets import redact
 from ebbflow.tracking.child_run import RunLogger
 from ebbflow.tracking.pending import FOLDER, PendingRecords, load_all
 from ebbflow.tracking.store import AWAY, NODE, PARENT, REFUSED, connect
@@ -34,7 +34,7 @@ def _outages_and_refusals(tracked: TrackedRun) -> list[str]:
         outages = [_outage(tags[NODE], **json.loads(tags[AWAY])) for tags in nodes if AWAY in tags]
         return outages + [_refusal(tags[NODE], json.loads(tags[REFUSED])) for tags in nodes if REFUSED in tags]
     except Exception as error:  # as above
-        return [f"cannot ask MLflow which records were late or refused: {cleaned(str(error))}"]
+        return [f"cannot ask MLflow which records were late or refused: {redact(str(error))}"]
 
 
 def _outage(node: str, seconds: float, late: int, lost: int) -> str:

@@ -18,7 +18,7 @@ from mlflow.exceptions import MlflowException
 
 from ebbflow.data.records import Evaluation, TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.secrets import cleaned
+from ebbflow.recipe.secrets import redact
 from ebbflow.tracking.delivery import flatten, log_params
 from ebbflow.tracking.outage import deliver_saved
 from ebbflow.tracking.store import (
@@ -62,7 +62,7 @@ def start_run(recipe: Recipe, execution_id: str | None, tags: Mapping[str, str] 
         )
     tracked = _tracked(recipe, run)
     open_run(recipe, tracked)
-    log.info("MLflow run %s of recipe %s in %s", tracked.run_id, recipe.name, cleaned(tracked.tracking_uri))
+    log.info("MLflow run %s of recipe %s in %s", tracked.run_id, recipe.name, redact(tracked.tracking_uri))
     return tracked
 
 
@@ -114,7 +114,7 @@ def log_results(tracked: TrackedRun, evaluations: Sequence[Evaluation], files: S
         if finish:
             finish_run(tracked, "FINISHED")
     except Exception as error:
-        log.warning("cannot log the results of run %s to MLflow: %s", run_id, cleaned(str(error)))
+        log.warning("cannot log the results of run %s to MLflow: %s", run_id, redact(str(error)))
 
 
 def _store(recipe: Recipe) -> tuple[MlflowClient, str]:
@@ -140,7 +140,7 @@ def _experiment(client: MlflowClient, recipe: Recipe, uri: str) -> str:
             experiment = client.get_experiment_by_name(name)  # another execution made it
     if experiment is None or experiment.lifecycle_stage != "active":
         raise TrackingError(
-            f"experiment {name!r} was deleted in {cleaned(uri)}; run `mlflow experiments restore`, or rename tracking.experiment"
+            f"experiment {name!r} was deleted in {redact(uri)}; run `mlflow experiments restore`, or rename tracking.experiment"
         )
     return experiment.experiment_id
 

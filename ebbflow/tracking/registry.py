@@ -27,17 +27,17 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, Schema
 
-from ebbflow.data.records import Champion, Registration, TrackedRun, Verdict
-from ebbflow.recipe.secrets import cleaned
+from ebbflow.data.records import Champion, GateDecision, Registration, TrackedRun
+from ebbflow.recipe.secrets import redact
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder, verify
 from ebbflow.storage.disk import safe_join
-from ebbflow.tracking.claim import CHAMPION, alias_of, claimed
+from ebbflow.tracking.claim import CHAMPION, alias_of, registry_lock
 from ebbflow.tracking.store import DIGEST, EXECUTION, TrackingError, connect, uploading
-from ebbflow.training.card import CARD, STATISTICS, read_card
+from ebbflow.training.policy_metadata import METADATA, STATISTICS, read_policy_metadata
 
 CHALLENGER, PREVIOUS = "challenger", "previous"
 RUN, REPLACES, ROLLED_BACK = "ebbflow.run_id", "ebbflow.replaces", "ebbflow.rolled_back"
-LONGEST_TAG = 5000
+MAX_TAG = 5000
 STORED_BASE = 2**30
 """Bytes of a base model above which a version only refers to it: tens of GB a version would fill every store."""
 REQUIREMENTS = ("diffusers", "peft", "pillow", "safetensors", "torch", "transformers")
@@ -64,7 +64,7 @@ def register(
     tracked: TrackedRun,
     policy: Path,
     base: Path | None,
-    verdict: Verdict,
+    decision: GateDecision,
     lineage: dict[str, str],
     *,
     model_name: str,
@@ -88,7 +88,7 @@ def register(
         _ensure_model(client, model_name)
         version = _version_of(client, model_name, tracked.run_id)
         if version is None:
-            tags = _tags(client, tracked, verdict, lineage, expected_champion)
+            tags = _tags(client, tracked, decision, lineage, expected_champion)
             version = _create_version(client, tracked, policy, base, model_name, tags)
         _link(client, tracked, version)
         _challenge(client, model_name, version)
@@ -112,7 +112,7 @@ def promote(
     client, name, version = connect(tracked.tracking_uri), registration.model_name, registration.version
     with (
         _writing(f"make {name!r} version {version} champion", tracked.tracking_uri),
-        claimed(client, name, version, expected_champion) as still_mine,
+        registry_lock(client, name, version, expected_champion) as still_mine,
     ):
         champion = _champion_number(client, name)
         if champion == version:
@@ -147,7 +147,7 @@ def rollback(tracking_uri: str, model_name: str, to: str | None = None) -> Regis
     client = connect(tracking_uri)
     with _writing(f"roll {model_name!r} back", tracking_uri, "Run the command again"):
         champion, version = _rollback_of(client, model_name, to)
-        with claimed(client, model_name, version, champion) as still_mine:
+        with registry_lock(client, model_name, version, champion) as still_mine:
             if (current := _champion_number(client, model_name)) != champion:
                 raise RegistryError(
                     f"the champion of {model_name!r} was {champion} and is now {current or '(none)'}; nothing was rolled back. "
@@ -180,13 +180,13 @@ def download_champion(champion: Champion, into: Path) -> Path:
     client = connect(champion.tracking_uri)
     with _writing(f"download {champion.model_name!r} version {champion.version}", champion.tracking_uri):
         # not "models:/<name>/<version>": MLflow resolves that in the process-wide registry, whatever it is told
-        place = client.get_model_version_download_uri(champion.model_name, champion.version)
-        model = mlflow.artifacts.download_artifacts(place, dst_path=str(into), tracking_uri=champion.tracking_uri)
+        uri = client.get_model_version_download_uri(champion.model_name, champion.version)
+        model = mlflow.artifacts.download_artifacts(uri, dst_path=str(into), tracking_uri=champion.tracking_uri)
     flavor = Model.load(model).flavors.get(mlflow.pyfunc.FLAVOR_NAME, {})
     data = safe_join(Path(model), flavor.get(mlflow.pyfunc.DATA, "data"))
-    if not (data / "policy" / CARD).is_file():
+    if not (data / "policy" / METADATA).is_file():
         raise RegistryError(
-            f"{champion.model_name!r} version {champion.version} holds no policy/{CARD}, so Ebbflow did not register it; "
+            f"{champion.model_name!r} version {champion.version} holds no policy/{METADATA}, so Ebbflow did not register it; "
             f"move the alias {CHAMPION!r} to a version that Ebbflow made, or delete the alias"
         )
     return data
@@ -218,7 +218,7 @@ def _writing(what: str, uri: str, way_out: str = "Run the task again: it goes on
     except TrackingError:
         raise
     except Exception as error:
-        raise RegistryError(f"could not {what} in {cleaned(uri)}: {cleaned(str(error))}. {way_out}") from error
+        raise RegistryError(f"could not {what} in {redact(uri)}: {redact(str(error))}. {way_out}") from error
 
 
 def _ensure_model(client: MlflowClient, name: str) -> None:
@@ -236,11 +236,11 @@ def _version_of(client: MlflowClient, name: str, run_id: str) -> ModelVersion | 
 
 
 def _tags(
-    client: MlflowClient, tracked: TrackedRun, verdict: Verdict, lineage: dict[str, str], expected_champion: str | None
+    client: MlflowClient, tracked: TrackedRun, decision: GateDecision, lineage: dict[str, str], expected_champion: str | None
 ) -> dict[str, str]:
     run_tags = client.get_run(tracked.run_id).data.tags
     execution = {EXECUTION: run_tags[EXECUTION]} if EXECUTION in run_tags else {}
-    gate = {"ebbflow.compared_with": expected_champion or "no champion", "ebbflow.verdict": _as_tag(verdict)}
+    gate = {"ebbflow.compared_with": expected_champion or "no champion", "ebbflow.decision": _as_tag(decision)}
     return {**_dotted(lineage), **execution, **gate, RUN: tracked.run_id, DIGEST: tracked.recipe_digest}
 
 
@@ -248,27 +248,27 @@ def _dotted(tags: dict[str, str]) -> dict[str, str]:
     return {key if "." in key else f"ebbflow.{key}": value for key, value in tags.items()}
 
 
-def _as_tag(verdict: Verdict) -> str:
-    text = verdict.model_dump_json()
-    # the sentences repeat the numbers, so they go first when there are too many guards for a tag
-    return text if len(text) <= LONGEST_TAG else verdict.model_dump_json(exclude={"reasons"})[:LONGEST_TAG]
+def _as_tag(decision: GateDecision) -> str:
+    text = decision.model_dump_json()
+    # the sentences repeat the numbers, so they go first when there are too many guardrails for a tag
+    return text if len(text) <= MAX_TAG else decision.model_dump_json(exclude={"reasons"})[:MAX_TAG]
 
 
 def _create_version(
     client: MlflowClient, tracked: TrackedRun, policy: Path, base: Path | None, name: str, tags: dict[str, str]
 ) -> ModelVersion:
     """Log the folders as an MLflow model of the parent run, then make it a version. No step uses pickle or the active run."""
-    if not (policy / CARD).is_file():
-        raise RegistryError(f"{policy} is no policy folder (no {CARD} in it); pass the one that a training stage committed")
+    if not (policy / METADATA).is_file():
+        raise RegistryError(f"{policy} is no policy folder (no {METADATA} in it); pass the one that a training stage committed")
     model = _logged_model_of(client, tracked) or _logged_model(client, tracked, name, tags)
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "model"
-        place, number = model.artifact_location, model.model_id
+        uri, number = model.artifact_location, model.model_id
         mlflow.pyfunc.save_model(
             str(saved),
             loader_module="ebbflow.tracking.serving",
             data_path=str(_gather(Path(folder) / "ebbflow", policy, base)),
-            mlflow_model=Model(artifact_path=place, run_id=tracked.run_id, model_uuid=number, model_id=number),
+            mlflow_model=Model(artifact_path=uri, run_id=tracked.run_id, model_uuid=number, model_id=number),
             signature=SIGNATURE,
             input_example=pd.DataFrame({"prompt": ['"EBBS"'], "seed": [0]}),
             pip_requirements=[f"{package}=={installed(package)}" for package in REQUIREMENTS],
@@ -332,14 +332,14 @@ def served_folder(policy: Path, target: Path) -> None:
     Raises:
         ArtifactError: the policy folder is not whole.
     """
-    card = read_card(policy)
-    if not card.copies and not (policy / STATISTICS).exists():
+    metadata = read_policy_metadata(policy)
+    if not metadata.copies and not (policy / STATISTICS).exists():
         target.symlink_to(policy.resolve(), target_is_directory=True)
         return
-    left_out = shutil.ignore_patterns(*card.copies, STATISTICS, CARD, MANIFEST, COMMIT)
+    left_out = shutil.ignore_patterns(*metadata.copies, STATISTICS, METADATA, MANIFEST, COMMIT)
     with new_folder(target) as unfinished:
         shutil.copytree(policy.resolve(), unfinished, ignore=left_out, copy_function=os.symlink, dirs_exist_ok=True)
-        (unfinished / CARD).write_text(card.model_copy(update={"copies": ()}).model_dump_json(indent=2))
+        (unfinished / METADATA).write_text(metadata.model_copy(update={"copies": ()}).model_dump_json(indent=2))
 
 
 def _challenge(client: MlflowClient, name: str, version: ModelVersion) -> None:

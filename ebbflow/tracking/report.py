@@ -15,7 +15,7 @@ import jinja2
 import pyarrow.parquet as pq
 import yaml
 
-from ebbflow.data.records import Evaluation, Registration, StageRecord, TrackedRun, Verdict
+from ebbflow.data.records import Evaluation, GateDecision, Registration, StageRecord, TrackedRun
 from ebbflow.evaluation.gate import REFUSED
 from ebbflow.plots import charts
 from ebbflow.plots.images import fit, open_rgb
@@ -23,9 +23,9 @@ from ebbflow.recipe import Recipe
 from ebbflow.storage.disk import write_text
 
 PICTURED_PROMPTS = 16
-MOST_COLUMNS = 6
+MAX_COLUMNS = 6
 """Evaluations in the picture grid; of more, the first, the last ones and the chosen one are shown."""
-MOST_CURVES = 8
+MAX_CURVES = 8
 """Stages whose curves are drawn; of more, the last ones."""
 SHARP_UP_TO = 96
 """Pictures up to this width are embedded pixel by pixel, larger ones as small JPEGs."""
@@ -39,11 +39,11 @@ class ReportInputs:
     tracked: TrackedRun
     evaluations: Sequence[tuple[Evaluation, Path]]
     """In the order of the run, the base model first; each with its samples (Parquet, ``evaluation_schema``). A champion that
-    is not the run's own start is one of them, under the label that the verdict gives it."""
+    is not the run's own start is one of them, under the label that the decision gives it."""
     stages: Sequence[tuple[StageRecord, Sequence[dict[str, float]]]]
     """Training stages with their metrics: one dictionary per step, with the key ``step``;
     ``charts.PANELS`` says what is drawn."""
-    verdict: Verdict
+    decision: GateDecision
     registration: Registration | None
     base_seconds: float
     """Seconds that making the base model took; 0 when it was cached."""
@@ -52,9 +52,9 @@ class ReportInputs:
 
     def __post_init__(self) -> None:
         labels = [evaluation.label for evaluation, _ in self.evaluations]
-        if self.verdict.candidate not in labels:
+        if self.decision.candidate not in labels:
             raise ValueError(
-                f"the verdict is about {self.verdict.candidate!r}, but the evaluations are {labels}; pass that one too"
+                f"the decision is about {self.decision.candidate!r}, but the evaluations are {labels}; pass that one too"
             )
 
     @property
@@ -63,13 +63,13 @@ class ReportInputs:
 
     @property
     def after(self) -> Evaluation:
-        return next(evaluation for evaluation, _ in self.evaluations if evaluation.label == self.verdict.candidate)
+        return next(evaluation for evaluation, _ in self.evaluations if evaluation.label == self.decision.candidate)
 
     @property
     def champion(self) -> Evaluation | None:
         """The champion, when it is not this run's own start."""
         others = (evaluation for evaluation, _ in self.evaluations[1:])
-        return next((evaluation for evaluation in others if evaluation.label == self.verdict.champion), None)
+        return next((evaluation for evaluation in others if evaluation.label == self.decision.champion), None)
 
     @property
     def promoted(self) -> bool:
@@ -78,7 +78,7 @@ class ReportInputs:
     @property
     def awaits_approval(self) -> bool:
         """Whether the gate said yes and a person is asked: until one says yes too, the version stays challenger."""
-        asked = self.recipe.promotion.approval is not None and self.verdict.promote
+        asked = self.recipe.promotion.approval is not None and self.decision.promote
         return asked and self.registration is not None and not self.promoted
 
 
@@ -161,28 +161,28 @@ def _page(inputs: ReportInputs) -> dict[str, Any]:
     return {
         "inputs": inputs,
         "metrics": metrics,
-        "guards": _guards(inputs.recipe),
+        "guardrails": _guardrails(inputs.recipe),
         "evaluations": [evaluation for evaluation, _ in inputs.evaluations],
         "shown": [evaluation for evaluation, _ in shown],
         "rows": _rows(shown),
         "progress": charts.progress(own_road, metrics, inputs.after.label, inputs.champion),
-        "differences": charts.differences(inputs.verdict, inputs.recipe.promotion.guard_tolerance, metrics),
-        "curves": [(record, charts.training(steps)) for record, steps in inputs.stages[-MOST_CURVES:]],
+        "differences": charts.differences(inputs.decision, inputs.recipe.promotion.guardrail_tolerance, metrics),
+        "curves": [(record, charts.training(steps)) for record, steps in inputs.stages[-MAX_CURVES:]],
         "times": charts.times(seconds),
         "total_seconds": sum(sum(phases.values()) for phases in seconds.values()),
         "recipe_yaml": yaml.safe_dump(inputs.recipe.model_dump(mode="json"), sort_keys=False),
     }
 
 
-def _guards(recipe: Recipe) -> list[str]:
-    return [guard.column for guard in recipe.rewards.guards]
+def _guardrails(recipe: Recipe) -> list[str]:
+    return [guardrail.column for guardrail in recipe.guardrails]
 
 
 def _metrics(inputs: ReportInputs) -> list[str]:
-    """What to show, in this order: the trained rewards, exact match, guards. The combined reward only if it adds something."""
-    terms = [term.column for term in inputs.recipe.rewards.terms]
-    combined = [] if len(terms) == 1 and terms[0] in inputs.before.held_out else ["reward"]
-    wanted = [*combined, *terms, "exact_match", *_guards(inputs.recipe)]
+    """What to show, in this order: the trained rewards, exact match, guardrails. The combined reward only where it adds."""
+    trained = [reward.column for reward in inputs.recipe.rewards]
+    combined = [] if len(trained) == 1 and trained[0] in inputs.before.held_out else ["reward"]
+    wanted = [*combined, *trained, "exact_match", *_guardrails(inputs.recipe)]
     return [
         metric
         for metric in wanted
@@ -192,11 +192,11 @@ def _metrics(inputs: ReportInputs) -> list[str]:
 
 def _shown(inputs: ReportInputs) -> list[tuple[Evaluation, Path]]:
     everything = list(inputs.evaluations)
-    if len(everything) <= MOST_COLUMNS:
+    if len(everything) <= MAX_COLUMNS:
         return everything
-    kept = {0, *range(len(everything) - MOST_COLUMNS + 2, len(everything))}
-    kept.add(next(place for place, (evaluation, _) in enumerate(everything) if evaluation is inputs.after))
-    return [everything[place] for place in sorted(kept)]
+    kept = {0, *range(len(everything) - MAX_COLUMNS + 2, len(everything))}
+    kept.add(next(index for index, (evaluation, _) in enumerate(everything) if evaluation is inputs.after))
+    return [everything[index] for index in sorted(kept)]
 
 
 def _times(inputs: ReportInputs) -> dict[str, dict[str, float]]:

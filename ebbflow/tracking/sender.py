@@ -15,8 +15,8 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.recipe.base import printable
-from ebbflow.recipe.secrets import cleaned
+from ebbflow.recipe.base import sanitize
+from ebbflow.recipe.secrets import redact
 from ebbflow.tracking.delivery import WRITERS
 from ebbflow.tracking.pending import PendingRecords, Status
 from ebbflow.tracking.store import AWAY, DIGEST, NODE, PARENT, REFUSED, ROLE, connect, create_run, find, last_steps
@@ -130,7 +130,7 @@ class RunSender:
 
     def _refuse(self, what: str, count: int, error: Exception) -> None:
         if not self.refused[what]:
-            reason = printable(cleaned(str(error)))
+            reason = sanitize(redact(str(error)))
             log.warning("node %s: MLflow refuses %s; they are dropped and counted: %s", self.node, what, reason)
         self.refused[what] += count
 
@@ -145,7 +145,7 @@ class RunSender:
 
 
 def _metric_label(key: str) -> str:
-    return f"metric {printable(key, 80)}"
+    return f"metric {sanitize(key, 80)}"
 
 
 def _as_tag(counts: Counter[str]) -> str:

@@ -47,9 +47,9 @@ def _load_pyfunc(data_path: str) -> ServedPolicy:
 def _referenced_base(data_path: str, policy: Path) -> Path:
     """The base model that a version only refers to, from the hub's cache or from the hub."""
     from ebbflow.models.prepare import fetch_pipeline
-    from ebbflow.training.card import read_card
+    from ebbflow.training.policy_metadata import read_policy_metadata
 
-    model = read_card(policy).model
+    model = read_policy_metadata(policy).model
     if not model.on_hub:
         raise TrackingError(
             f"{data_path} was registered without its base model, so it cannot render by itself; "

@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.secrets import cleaned
+from ebbflow.recipe.secrets import redact
 
 EXECUTION, NODE, PARENT = "flyte.execution_id", "ebbflow.node", "mlflow.parentRunId"
 ROLE, DIGEST = "ebbflow.role", "ebbflow.recipe_digest"
@@ -38,9 +38,9 @@ def resolve_tracking_uri(recipe: Recipe) -> str:
         TrackingError: the URI holds a password or a token, which would travel with the run; the output folder is no local one.
     """
     if uri := recipe.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI"):
-        if cleaned(uri) != uri:
+        if redact(uri) != uri:
             raise TrackingError(
-                f"the tracking URI {cleaned(uri)} holds a password or a token, which would end up in logs and reports; take it "
+                f"the tracking URI {redact(uri)} holds a password or a token, which would end up in logs and reports; take it "
                 "out and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; for a database, "
                 "what its driver reads, such as PGPASSWORD"
             )
@@ -113,7 +113,7 @@ def _check_server(uri: str) -> None:
     except Exception as error:  # the client raises what its transport raises: requests, sqlalchemy, its own
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TrackingError(
-            f"the MLflow store {cleaned(uri)} does not answer: {cleaned(cause)}. "
+            f"the MLflow store {redact(uri)} does not answer: {redact(cause)}. "
             "Start it, correct tracking.uri or MLFLOW_TRACKING_URI, or leave both out to track in a SQLite file in 'output'"
         ) from error
 

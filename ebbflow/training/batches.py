@@ -11,22 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import CopyName, ForwardTerms, TrajectoryTerms, rows
+from ebbflow.algorithms.base import CopyName, ForwardRows, TrajectoryRows, expand_like
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.transition import Transition, log_prob, transition
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.algorithms import ForwardConfig
-from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.seeding import Stream, generator
 from ebbflow.training.distributed import Ranks
 
-Units = list[np.ndarray]
+SampleGroups = list[np.ndarray]
 """Positions of samples or terms; those of a unit stay together."""
 
 
 @dataclass(frozen=True)
-class Points:
+class ForwardInputs:
     """Where the network is evaluated, one row per term.
 
     Attributes:
@@ -39,17 +39,17 @@ class Points:
     latents: Tensor
     sigma: Tensor
     conditioning: Conditioning
-    owner: Tensor
+    sample_index: Tensor
 
     def at(self, part: slice) -> tuple[Tensor, Tensor, Conditioning]:
         """The arguments of the model's velocity at some rows."""
-        return self.latents[part], self.sigma[part], self.conditioning.rows(self.owner[part])
+        return self.latents[part], self.sigma[part], self.conditioning.rows(self.sample_index[part])
 
     def __len__(self) -> int:
         return len(self.sigma)
 
 
-class TermBatch(Protocol):
+class RowBatch(Protocol):
     """The terms of one optimiser step.
 
     Attributes:
@@ -59,15 +59,15 @@ class TermBatch(Protocol):
     """
 
     @property
-    def points(self) -> Points: ...
+    def inputs(self) -> ForwardInputs: ...
 
     @property
     def weight(self) -> Tensor: ...
 
     @property
-    def unit(self) -> Tensor: ...
+    def group_index(self) -> Tensor: ...
 
-    def terms(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> TrajectoryTerms | ForwardTerms:
+    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> TrajectoryRows | ForwardRows:
         """The terms of some rows, given the velocities there under the policy and under its copies."""
 
     def describe(self, row: int) -> str:
@@ -78,21 +78,21 @@ class TermBatch(Protocol):
 class TrajectoryBatch:
     """One term per (sample, trained step); rows of a sample are adjacent."""
 
-    points: Points
+    inputs: ForwardInputs
     weight: Tensor
-    unit: Tensor
+    group_index: Tensor
     next_latents: Tensor
     sigmas: Tensor
     steps: Tensor
     old_mean: Tensor
     old_log_prob: Tensor
     advantage: Tensor
-    sampler: Sampler
+    sampler: SamplerConfig
     keys: SampleKeys
 
-    def terms(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> TrajectoryTerms:
+    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> TrajectoryRows:
         step = self.transition(part, velocity)
-        return TrajectoryTerms(
+        return TrajectoryRows(
             transition=step,
             log_prob=log_prob(step, self.next_latents[part]),
             old_mean=self.old_mean[part],
@@ -103,17 +103,17 @@ class TrajectoryBatch:
 
     def transition(self, part: slice, velocity: Tensor) -> Transition:
         """The step from each of some rows under a predicted velocity."""
-        latents, steps = self.points.latents[part], self.steps[part]
+        latents, steps = self.inputs.latents[part], self.steps[part]
         assert self.sampler.name != "dpm_solver"
         return transition(self.sampler.name, latents, velocity, self.sigmas, steps, self.sampler.eta)
 
     def describe(self, row: int) -> str:
         sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
-        return f"{sample}, denoising step {int(self.steps[row])} (sigma {float(self.points.sigma[row]):.4f})"
+        return f"{sample}, denoising step {int(self.steps[row])} (sigma {float(self.inputs.sigma[row]):.4f})"
 
 
 @dataclass(frozen=True)
-class Corrected:
+class CorrectedRollout:
     """Trajectories of N samples at W steps, what their ratio is against, and how much each term counts.
 
     Attributes:
@@ -130,56 +130,56 @@ class Corrected:
     keep: Tensor
 
     @staticmethod
-    def nothing(trajectory: Trajectory) -> Corrected:
+    def nothing(trajectory: Trajectory) -> CorrectedRollout:
         """The rollout as it is."""
         log_probs = trajectory.log_probs
         ones = torch.ones_like(log_probs)
-        return Corrected(trajectory, trajectory.means, log_probs, ones, ones.bool())
+        return CorrectedRollout(trajectory, trajectory.means, log_probs, ones, ones.bool())
 
-    def take(self, samples: Tensor) -> Corrected:
+    def take(self, samples: Tensor) -> CorrectedRollout:
         """Some of the samples."""
         parts = (self.old_mean, self.old_log_prob, self.weight, self.keep)
-        return Corrected(self.trajectory.take(samples), *(part[samples] for part in parts))
+        return CorrectedRollout(self.trajectory.take(samples), *(part[samples] for part in parts))
 
-    def kept(self, samples: np.ndarray) -> Units:
+    def kept(self, samples: np.ndarray) -> SampleGroups:
         """The terms of some samples that are kept, each by itself: their numbers, row by row of [N, W]."""
         numbers = torch.arange(self.keep.numel()).view_as(self.keep)[samples]
         return list(numbers[self.keep[samples]].numpy()[:, None])
 
-    def only(self, terms: np.ndarray) -> tuple[np.ndarray, Corrected]:
+    def only(self, rows: np.ndarray) -> tuple[np.ndarray, CorrectedRollout]:
         """(the samples of some terms, those samples with nothing but these terms); the terms of a sample are adjacent."""
-        sample, column = np.divmod(terms, self.keep.shape[1])
+        sample, column = np.divmod(rows, self.keep.shape[1])
         samples, row = torch.from_numpy(sample).unique_consecutive(return_inverse=True)
         part = self.take(samples)
         keep = torch.zeros_like(part.keep)
         keep[row, column] = True
         return samples.numpy(), replace(part, keep=keep)
 
-    def to(self, device: torch.device) -> Corrected:
+    def to(self, device: torch.device) -> CorrectedRollout:
         moved = Trajectory(**{name: values.to(device) for name, values in vars(self.trajectory).items()})
         parts = (self.old_mean, self.old_log_prob, self.weight, self.keep)
-        return Corrected(moved, *(part.to(device) for part in parts))
+        return CorrectedRollout(moved, *(part.to(device) for part in parts))
 
 
 def trajectory_batch(
-    rollout: Corrected, conditioning: Conditioning, advantage: Tensor, keys: SampleKeys, sampler: Sampler
+    rollout: CorrectedRollout, conditioning: Conditioning, advantage: Tensor, keys: SampleKeys, sampler: SamplerConfig
 ) -> TrajectoryBatch:
     """A term for every recorded step of N samples that the correction kept; all arguments cover the N samples."""
     trajectory, keep = rollout.trajectory, rollout.keep.flatten()
-    owner = torch.arange(len(keys), device=keep.device).repeat_interleave(len(trajectory.steps))[keep]
+    sample_index = torch.arange(len(keys), device=keep.device).repeat_interleave(len(trajectory.steps))[keep]
     steps = trajectory.steps.repeat(len(keys))[keep]
     return TrajectoryBatch(
-        points=Points(trajectory.latents.flatten(0, 1)[keep], trajectory.sigmas[steps], conditioning, owner),
+        inputs=ForwardInputs(trajectory.latents.flatten(0, 1)[keep], trajectory.sigmas[steps], conditioning, sample_index),
         weight=rollout.weight.flatten()[keep],
-        unit=torch.arange(len(owner), device=keep.device),
+        group_index=torch.arange(len(sample_index), device=keep.device),
         next_latents=trajectory.next_latents.flatten(0, 1)[keep],
         sigmas=trajectory.sigmas,
         steps=steps,
         old_mean=rollout.old_mean.flatten(0, 1)[keep],
         old_log_prob=rollout.old_log_prob.flatten()[keep],
-        advantage=advantage[owner],
+        advantage=advantage[sample_index],
         sampler=sampler,
-        keys=keys.take(owner.cpu().numpy()),
+        keys=keys.take(sample_index.cpu().numpy()),
     )
 
 
@@ -187,28 +187,28 @@ def trajectory_batch(
 class ForwardBatch:
     """One term per (sample, draw of sigma and noise)."""
 
-    points: Points
+    inputs: ForwardInputs
     weight: Tensor
-    unit: Tensor
+    group_index: Tensor
     clean: Tensor
     noise: Tensor
     advantage: Tensor
     keys: SampleKeys
 
-    def terms(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> ForwardTerms:
-        return ForwardTerms(
+    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> ForwardRows:
+        return ForwardRows(
             clean=self.clean[part],
             noise=self.noise[part],
-            sigma=self.points.sigma[part],
+            sigma=self.inputs.sigma[part],
             velocity=velocity,
             copies=copies,
             advantage=self.advantage[part],
-            unit=self.unit[part],
+            group_index=self.group_index[part],
         )
 
     def describe(self, row: int) -> str:
         sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
-        return f"{sample}, noised to sigma {float(self.points.sigma[row]):.4f}"
+        return f"{sample}, noised to sigma {float(self.inputs.sigma[row]):.4f}"
 
 
 def forward_batch(
@@ -216,7 +216,7 @@ def forward_batch(
     conditioning: Conditioning,
     advantage: Tensor,
     keys: SampleKeys,
-    unit: np.ndarray,
+    group_index: np.ndarray,
     config: ForwardConfig,
     visit: int,
 ) -> ForwardBatch:
@@ -230,24 +230,24 @@ def forward_batch(
     network's own prediction, without classifier-free guidance: that is what noised samples are regressed on.
     """
     draws = config.noise_levels
-    _, first, index = np.unique(unit, return_index=True, return_inverse=True)
+    _, first, index = np.unique(group_index, return_index=True, return_inverse=True)
     drawn = [_draw(clean.shape[1:], keys.take(first), config, visit, draw) for draw in range(draws)]
     # All draws of a unit are adjacent, so that every micro-batch sees the whole range of noise levels.
-    draw, owner = np.repeat(np.arange(draws), len(keys)), np.tile(np.arange(len(keys)), draws)
-    order = np.argsort(index[owner], kind="stable")
-    draw, owner = draw[order], owner[order]
-    sigma = torch.stack([sigma for sigma, _ in drawn])[draw, index[owner]].to(clean)
-    noise = torch.stack([noise for _, noise in drawn])[draw, index[owner]].to(clean)
-    rows_of = torch.from_numpy(owner).to(clean.device)
-    repeated, share = clean[rows_of], rows(sigma, clean)
+    draw, sample_index = np.repeat(np.arange(draws), len(keys)), np.tile(np.arange(len(keys)), draws)
+    order = np.argsort(index[sample_index], kind="stable")
+    draw, sample_index = draw[order], sample_index[order]
+    sigma = torch.stack([sigma for sigma, _ in drawn])[draw, index[sample_index]].to(clean)
+    noise = torch.stack([noise for _, noise in drawn])[draw, index[sample_index]].to(clean)
+    rows_of = torch.from_numpy(sample_index).to(clean.device)
+    repeated, share = clean[rows_of], expand_like(sigma, clean)
     return ForwardBatch(
-        points=Points((1 - share) * repeated + share * noise, sigma, conditioning.unguided(), rows_of),
+        inputs=ForwardInputs((1 - share) * repeated + share * noise, sigma, conditioning.unguided(), rows_of),
         weight=torch.ones_like(sigma),
-        unit=torch.from_numpy(index[owner] * draws + draw).to(clean.device),
+        group_index=torch.from_numpy(index[sample_index] * draws + draw).to(clean.device),
         clean=repeated,
         noise=noise,
         advantage=advantage[rows_of],
-        keys=keys.take(owner),
+        keys=keys.take(sample_index),
     )
 
 
@@ -270,45 +270,45 @@ def _sigma(quantile: Tensor, config: ForwardConfig) -> Tensor:
     return torch.sigmoid(torch.special.ndtri(quantile.clamp(1e-6, 1 - 1e-6)))
 
 
-def deal(units: Units, count: int) -> list[Units]:
+def split_evenly(groups: SampleGroups, count: int) -> list[SampleGroups]:
     """The units in ``count`` runs of about as many units."""
-    return [[units[i] for i in part] for part in np.array_split(np.arange(len(units)), count)]
+    return [[groups[i] for i in part] for part in np.array_split(np.arange(len(groups)), count)]
 
 
-def share(units: Units, ranks: Ranks) -> Units:
+def shard_for_rank(groups: SampleGroups, ranks: Ranks) -> SampleGroups:
     """This process's units of a batch.
 
     Where there are too few to go round, every process takes all of them: the mean over the terms of all processes is the same.
     """
-    return units if len(units) < ranks.world else deal(units, ranks.world)[ranks.rank]
+    return groups if len(groups) < ranks.world else split_evenly(groups, ranks.world)[ranks.rank]
 
 
-def shared_passes(units: Units, world: int, draws: int, size: int) -> int:
+def num_micro_batches(groups: SampleGroups, world: int, draws: int, size: int) -> int:
     """Passes of about ``size`` terms that every process can take part in: their shares of the units may differ by one.
 
     Args:
         units: of the whole batch.
         draws: terms of each sample.
     """
-    dealt = world if len(units) >= world else 1
-    largest, smallest = math.ceil(len(units) / dealt) * draws, len(units) // dealt * draws
-    return min(passes(largest, max(map(len, units)), size), smallest)
+    dealt = world if len(groups) >= world else 1
+    largest, smallest = math.ceil(len(groups) / dealt) * draws, len(groups) // dealt * draws
+    return min(passes(largest, max(map(len, groups)), size), smallest)
 
 
-def micro_batches(unit: Tensor, size: int) -> int:
+def micro_batches(group_index: Tensor, size: int) -> int:
     """How many passes of at most ``size`` terms a batch takes; a unit larger than that is a pass of its own."""
-    counts = unit.unique_consecutive(return_counts=True)[1]
+    counts = group_index.unique_consecutive(return_counts=True)[1]
     return passes(len(counts), int(counts.max()), size)
 
 
-def passes(units: int, unit_size: int, size: int) -> int:
+def passes(groups: int, unit_size: int, size: int) -> int:
     """Passes of at most ``size`` terms over ``units`` units of at most ``unit_size`` terms."""
-    return math.ceil(units / max(1, size // unit_size))
+    return math.ceil(groups / max(1, size // unit_size))
 
 
-def parts(unit: Tensor, passes: int) -> list[slice]:
+def parts(group_index: Tensor, passes: int) -> list[slice]:
     """The rows of a batch in ``passes`` parts of whole units, about as many in each."""
-    ends = unit.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+    ends = group_index.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
     assert passes <= len(ends), f"{passes} passes over {len(ends)} units would leave some empty"
     chunks = [chunk.tolist() for chunk in torch.arange(len(ends)).tensor_split(passes)]
     return [slice(ends[chunk[0] - 1] if chunk[0] else 0, ends[chunk[-1]]) for chunk in chunks]

@@ -25,11 +25,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import ArtifactError, new_folder, verify
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import like
-from ebbflow.training.update import Learner
+from ebbflow.training.update import PolicyUpdater
 
 PARAMETERS, OPTIMIZER, COUNTERS, STATE = "parameters", "optimizer", "learner.json", "state.json"
 FOLLOWING = ("old", "ema")
@@ -44,14 +44,14 @@ class CheckpointError(Exception):
 # ------------------------------------------------------------------------------------------------------------ what is in one
 
 
-def write_part(folder: Path, learner: Learner) -> None:
-    """Write this process's part of where the learner stands into a folder that is not committed yet; every rank calls it."""
+def write_part(folder: Path, updater: PolicyUpdater) -> None:
+    """Write this process's part of where the updater stands into a folder that is not committed yet; every rank calls it."""
     ranks = Ranks.current()
-    for kind, values in _moving(learner).items():
+    for kind, values in _moving(updater).items():
         own = {name: _local(value) for name, value in values.items() if ranks.rank == 0 or isinstance(value, DTensor)}
         save_file(own, folder / f"{kind}-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors")
     if ranks.rank == 0:
-        (folder / COUNTERS).write_text(json.dumps({name: getattr(learner, name) for name in COUNTED}))
+        (folder / COUNTERS).write_text(json.dumps({name: getattr(updater, name) for name in COUNTED}))
 
 
 def part_files(folder: Path) -> list[Path]:
@@ -60,9 +60,9 @@ def part_files(folder: Path) -> list[Path]:
 
 
 @torch.no_grad()
-def restore(folder: Path, learner: Learner) -> None:
-    """Put the learner where it stood; every rank calls it, however many wrote the checkpoint."""
-    policy = learner.policy
+def restore(folder: Path, updater: PolicyUpdater) -> None:
+    """Put the updater where it stood; every rank calls it, however many wrote the checkpoint."""
+    policy = updater.policy
     for kind in sorted({path.name.partition("-")[0] for path in part_files(folder)} - {OPTIMIZER, COUNTERS}):
         with _opened(folder, kind) as values:
             whole = {name: like(values[name].to(p.device), p) for name, p in policy.parameters.items()}
@@ -74,14 +74,14 @@ def restore(folder: Path, learner: Learner) -> None:
         for name, parameter in policy.parameters.items():
             own = {key: _placed(values[key], parameter) for key in values if key.rpartition("/")[0] == name}
             if own:
-                learner.optimizer.state[parameter] = {key.rpartition("/")[2]: value for key, value in own.items()}
+                updater.optimizer.state[parameter] = {key.rpartition("/")[2]: value for key, value in own.items()}
     for name, value in json.loads((folder / COUNTERS).read_text()).items():
-        setattr(learner, name, value)
+        setattr(updater, name, value)
 
 
-def _moving(learner: Learner) -> dict[str, dict[str, Tensor]]:
+def _moving(updater: PolicyUpdater) -> dict[str, dict[str, Tensor]]:
     """The parameters, the copies that follow them, and every tensor of the optimiser by parameter and by what it is."""
-    policy, state = learner.policy, learner.optimizer.state
+    policy, state = updater.policy, updater.optimizer.state
     optimizer = {
         f"{name}/{key}": value for name, parameter in policy.parameters.items() for key, value in state.get(parameter, {}).items()
     }
@@ -145,18 +145,18 @@ class Checkpoints:
         saved: called with each new checkpoint, to bring it where a later attempt finds it.
     """
 
-    place: Place
+    ctx: StageContext
     folder: Path
     saved: Callable[[Path], None] = lambda checkpoint: None
 
     @property
     def about(self) -> dict[str, str]:
         """Which training they are of."""
-        return {"recipe": self.place.recipe.digest, "stage": self.place.label}
+        return {"recipe": self.ctx.recipe.digest, "stage": self.ctx.label}
 
     def due(self, step: int) -> bool:
         """Whether there is one after so many steps."""
-        config = self.place.config.checkpoints
+        config = self.ctx.config.checkpoints
         return config is not None and step % config.every == 0
 
     def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any], score: float | None = None) -> None:
@@ -216,7 +216,7 @@ class Checkpoints:
         return found["stage"]
 
     def _forget(self) -> None:
-        config = self.place.config.checkpoints
+        config = self.ctx.config.checkpoints
         best = max(self._scored(), key=lambda one: one.score, default=None)
         kept = {*self._there()[-(config.keep if config else 1) :], *([best.folder] if best else [])}
         for old in set(self._there()) - kept:

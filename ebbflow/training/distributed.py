@@ -27,7 +27,7 @@ class Ranks:
     def current() -> Ranks:
         return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all of them."""
         if self.world > 1:
             dist.barrier()
@@ -48,7 +48,7 @@ def process_group() -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def largest(own: int) -> int:
+def all_reduce_max(own: int) -> int:
     """The largest of what all processes have; all of them ask."""
     value = _shared(own)
     if dist.is_initialized():

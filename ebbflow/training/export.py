@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ebbflow.models import load_model
 from ebbflow.storage.artifacts import new_folder
-from ebbflow.training.card import read_card
 from ebbflow.training.policy import ADAPTER, Policy
+from ebbflow.training.policy_metadata import read_policy_metadata
 
 
 def export_pipeline(base: Path, folder: Path, target: Path) -> None:
@@ -20,11 +20,11 @@ def export_pipeline(base: Path, folder: Path, target: Path) -> None:
         ArtifactError, PolicyError: the policy folder is not whole.
         ModelError: ``base`` is not the folder of its base model.
     """
-    card = read_card(folder)
+    metadata = read_policy_metadata(folder)
     # Adapters are small beside the weights: added in 16 bits, most of what was learnt would round away.
-    model = load_model(base, card.model.model_copy(update={"precision": "float32"}))
-    Policy(model, card.config, seed=0).load(folder)
-    if card.config.train == "lora":
+    model = load_model(base, metadata.model.model_copy(update={"precision": "float32"}))
+    Policy(model, metadata.config, seed=0).load(folder)
+    if metadata.config.train == "lora":
         model.transformer.fuse_lora(adapter_names=[ADAPTER])
         model.transformer.unload_lora()
     with new_folder(target) as unfinished:

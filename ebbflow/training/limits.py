@@ -17,8 +17,8 @@ from datetime import datetime
 from enum import IntEnum
 from types import FrameType
 
-from ebbflow.recipe.stages import Stage
-from ebbflow.training.distributed import largest
+from ebbflow.recipe.stages import StageConfig
+from ebbflow.training.distributed import all_reduce_max
 from ebbflow.training.update import TrainingError
 
 EXPIRES = "EBBFLOW_EXPIRES_AT"
@@ -44,7 +44,7 @@ class Stop(IntEnum):
     """The machine: save, and go on elsewhere."""
 
 
-class Limits:
+class StopConditions:
     """The clock of an attempt at a stage. No step is begun that would end too late, if it took as long as the longest so far.
 
     An attempt makes at least one step.
@@ -58,7 +58,7 @@ class Limits:
         TrainingError: ``EBBFLOW_EXPIRES_AT`` is no time with a zone, or is past; GPU hours are to be counted without a GPU.
     """
 
-    def __init__(self, config: Stage, gpus: float, spent: float = 0.0, lead: int = 0) -> None:
+    def __init__(self, config: StageConfig, gpus: float, spent: float = 0.0, lead: int = 0) -> None:
         self.config, self.gpus, self.spent, self.lead = config, gpus, spent, lead
         self.expires = _expiry(os.environ.get(EXPIRES))
         self.reason = "another process was told to end"
@@ -76,9 +76,9 @@ class Limits:
         """Whether the stage goes on after this step; all processes of a group ask together, and get the same answer."""
         now = time.monotonic()
         self.longest, self.stepped = max(self.longest, now - self.stepped), now
-        return Stop(largest(self._own()))
+        return Stop(all_reduce_max(self._own()))
 
-    def farewell(self, stage: str, step: int, steps: int, saved: bool) -> str:
+    def preemption_message(self, stage: str, step: int, steps: int, saved: bool) -> str:
         """What to say when the machine is left."""
         way_on = (
             "they are saved: start it again, and it goes on from there"
@@ -87,7 +87,7 @@ class Limits:
         )
         return f"{stage} was told to end ({self.reason}) and has done {step} of {steps} steps; {way_on}"
 
-    def epitaph(self, step: int, steps: int) -> str:
+    def budget_message(self, step: int, steps: int) -> str:
         """What to say of a stage whose budget is spent."""
         return f"ended after {step} of {steps} steps: {self.reason}"
 
@@ -107,7 +107,7 @@ class Limits:
 
 
 @contextmanager
-def listening() -> Iterator[None]:
+def handle_sigterm() -> Iterator[None]:
     """Take a SIGTERM as a word to end after the step, once; a second one does what it did before.
 
     A stage listens from before it loads its models. One that ends by itself before it can obey leaves the word to the next stage

@@ -22,10 +22,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ebbflow.models.base import DTYPES, Model
-from ebbflow.recipe.base import printable
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.base import sanitize
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import new_folder
-from ebbflow.training.card import AGAIN, CARD, ITERATE, STATISTICS, PolicyCard, PolicyError, read_card
+from ebbflow.training.policy_metadata import (
+    AGAIN,
+    ITERATE,
+    METADATA,
+    STATISTICS,
+    PolicyError,
+    PolicyMetadata,
+    read_policy_metadata,
+)
 
 ADAPTER = "default"
 
@@ -90,27 +98,29 @@ class Policy:
             parameter.copy_(values[key])
 
     @torch.no_grad()
-    def load(self, folder: Path, to_train: bool = False) -> PolicyCard:
+    def load(self, folder: Path, to_train: bool = False) -> PolicyMetadata:
         """Take over the parameters of a policy folder; to go on training, those behind the average, and the copies too.
 
         Raises:
             ArtifactError: the folder is not whole.
             PolicyError: it holds another kind of policy.
         """
-        card = read_card(folder)
-        if card.config.model_copy(update={"start": self.config.start}) != self.config:
-            raise PolicyError(f"{folder} holds a policy of {card.config}, the recipe asks for {self.config}; use its own recipe")
+        metadata = read_policy_metadata(folder)
+        if metadata.config.model_copy(update={"start": self.config.start}) != self.config:
+            raise PolicyError(
+                f"{folder} holds a policy of {metadata.config}, the recipe asks for {self.config}; use its own recipe"
+            )
         if _has_weights(folder):
             self.assign(self.distributed(_read_parameters(folder, self.model, self.config, self.parameters)))
         else:
             self.assign(self.copies["reference"])  # a folder of the base model has no weights of its own
         if to_train:
-            for name in card.copies:
+            for name in metadata.copies:
                 self.copies[name] = self.distributed(_read_copy(folder, name, self.parameters))
             if ITERATE in self.copies:
                 self.snapshot("ema")
                 self.assign(self.copies.pop(ITERATE))
-        return card
+        return metadata
 
     def load_copy(self, name: str, folder: Path) -> None:
         """Make a copy of what another policy folder of the same kind serves.
@@ -127,7 +137,7 @@ class Policy:
         """Full tensors in the layout of the parameters: moved to their device, sharded where they are."""
         return {key: like(full[key].to(p.device), p) for key, p in self.parameters.items()}
 
-    def save(self, folder: Path, card: PolicyCard, write: bool = True, statistics: dict[str, Any] | None = None) -> None:
+    def save(self, folder: Path, metadata: PolicyMetadata, write: bool = True, statistics: dict[str, Any] | None = None) -> None:
         """Write a policy folder. Under FSDP every rank must call it; those with ``write=False`` only take part in gathering.
 
         Its weights are those to evaluate and serve: the average where there is one, and then the parameters that training goes on
@@ -135,20 +145,20 @@ class Policy:
         """
         parameters = {key: p.detach() for key, p in self.parameters.items()}
         served = self.copies["ema"] if self.config.ema else parameters
-        kept = {name: parameters if name == ITERATE else self.copies[name] for name in card.copies}
+        kept = {name: parameters if name == ITERATE else self.copies[name] for name in metadata.copies}
         full = gathered(served, write)
         copies = {name: gathered(values, write) for name, values in kept.items()}
         if not write:
             return
         with new_folder(folder) as unfinished:
-            if card.version > 0 or card.start:
+            if metadata.version > 0 or metadata.start:
                 _write_parameters(unfinished, self.model, self.config, full)
             for name, values in copies.items():
                 (unfinished / name).mkdir()
                 save_file(values, unfinished / name / "parameters.safetensors")
             if statistics is not None:
                 (unfinished / STATISTICS).write_text(json.dumps(statistics))
-            (unfinished / CARD).write_text(card.model_dump_json(indent=2))
+            (unfinished / METADATA).write_text(metadata.model_dump_json(indent=2))
 
 
 def _has_weights(folder: Path) -> bool:
@@ -256,7 +266,7 @@ def _readable(source: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # diffusers, peft and safetensors each have errors of their own
-        reason = printable(f"{type(error).__name__}: {error}", 300)
+        reason = sanitize(f"{type(error).__name__}: {error}", 300)
         raise PolicyError(f"{source} holds no .safetensors weights that can be read ({reason}); {AGAIN}") from error
 
 
@@ -265,7 +275,7 @@ def _fitting(source: Path, found: dict[str, Tensor], like: dict[str, Tensor]) ->
     if missing := [name for name in like if name not in found]:
         raise PolicyError(f"{source} has no .safetensors weights for {missing[0]}, one of {len(missing)}; {AGAIN}")
     if unknown := [name for name in found if name not in like]:
-        raise PolicyError(f"{source} has weights for {printable(unknown[0], 200)}, which this policy does not train; {AGAIN}")
+        raise PolicyError(f"{source} has weights for {sanitize(unknown[0], 200)}, which this policy does not train; {AGAIN}")
     for name, parameter in like.items():
         value = found[name]
         if value.shape != parameter.shape or not value.is_floating_point():

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ebbflow.models import Model
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import verify
-from ebbflow.training.card import CARD, PolicyCard, PolicyError, read_card
-from ebbflow.training.handover import open_model
 from ebbflow.training.policy import ADAPTER, Policy
+from ebbflow.training.policy_io import open_model
+from ebbflow.training.policy_metadata import METADATA, PolicyError, PolicyMetadata, read_policy_metadata
 
 PUBLISHED = "published"
 
@@ -29,12 +29,12 @@ def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
     assert recipe.policy.start
     digest, model = verify(base), open_model(recipe, base)
     policy = Policy(model, recipe.policy, recipe.seed)
-    if (source / CARD).is_file():
-        _require_base(read_card(source), digest, source)
+    if (source / METADATA).is_file():
+        _require_base(read_policy_metadata(source), digest, source)
         policy.load(source)
     else:
         policy.assign(lora_parameters(model, recipe.policy, policy.parameters, source))
-    card = PolicyCard(
+    metadata = PolicyMetadata(
         base_digest=digest,
         recipe_digest=recipe.digest,
         config=recipe.policy,
@@ -44,14 +44,14 @@ def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
     )
     if recipe.policy.ema:
         policy.ensure("ema")
-    policy.save(folder, card)
+    policy.save(folder, metadata)
 
 
-def _require_base(card: PolicyCard, digest: str, source: Path) -> None:
-    if card.base_digest != digest:
+def _require_base(metadata: PolicyMetadata, digest: str, source: Path) -> None:
+    if metadata.base_digest != digest:
         raise PolicyError(
-            f"policy.start: the policy in {source} was trained from base {card.base_digest[:12]}, this run has {digest[:12]}; "
-            "take a policy of the same base, or its base as model.path"
+            f"policy.start: the policy in {source} was trained from base {metadata.base_digest[:12]}, this run has "
+            f"{digest[:12]}; take a policy of the same base, or its base as model.path"
         )
 
 

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ebbflow.algorithms.base import CopyName, Rows, per_term
+from ebbflow.algorithms.base import CopyName, RowMetrics, per_row
 from ebbflow.algorithms.reference import penalty
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.models.base import predict
-from ebbflow.recipe.choices import Optimizer as OptimizerConfig
-from ebbflow.recipe.stages import Stage
-from ebbflow.training.batches import Points, TermBatch, parts
-from ebbflow.training.card import PolicyCard, Progress, progress_of
+from ebbflow.recipe.choices import OptimizerConfig
+from ebbflow.recipe.stages import StageConfig
+from ebbflow.training.batches import ForwardInputs, RowBatch, parts
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import PolicyMetadata, Progress, progress_of
 
 
 class TrainingError(Exception):
@@ -37,7 +37,7 @@ FIRST_LOSS_SCALE = 2.0**16
 """Factor of the loss in float16; halved, and the passes repeated, whenever a gradient overflows: no step is skipped."""
 
 
-class Learner:
+class PolicyUpdater:
     """A policy that a stage trains: its optimiser, the optimiser steps taken, and the alarms that went off.
 
     Attributes:
@@ -48,13 +48,17 @@ class Learner:
     """
 
     def __init__(
-        self, policy: Policy, stage: Stage, card: PolicyCard | None = None, optimizer: torch.optim.Optimizer | None = None
+        self,
+        policy: Policy,
+        stage: StageConfig,
+        metadata: PolicyMetadata | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """``card``: of the policy folder that the stage starts from, where there is one."""
+        """``metadata``: of the policy folder that the stage starts from, where there is one."""
         self.policy = policy
         self.stage = stage
-        self.version = card.version if card else 0
-        self.before = progress_of(card, stage.algorithm_name) if card else Progress(algorithm=stage.algorithm_name)
+        self.version = metadata.version if metadata else 0
+        self.before = progress_of(metadata, stage.algorithm_name) if metadata else Progress(algorithm=stage.algorithm_name)
         self.algorithm = algorithm_of(stage.algorithm)
         self.hyper = stage.hyper
         self.optimizer = optimizer or make_optimizer(policy, stage.optimizer)
@@ -76,7 +80,7 @@ class Learner:
         if self.algorithm.generates == "old":
             self._let_old_follow(self.progress.steps)
 
-    def update(self, batch: TermBatch, passes: int) -> dict[str, float]:
+    def update(self, batch: RowBatch, passes: int) -> dict[str, float]:
         """Take one optimiser step on the mean loss over all terms of all processes.
 
         Args:
@@ -89,16 +93,16 @@ class Learner:
         Raises:
             TrainingError: the loss or the gradient is not finite; the parameters and their copies are as they were.
         """
-        total = int(_over_processes(torch.tensor(len(batch.points), device=batch.weight.device)))
-        done = self._passes(batch, parts(batch.unit, passes), total)
+        total = int(_over_processes(torch.tensor(len(batch.inputs), device=batch.weight.device)))
+        done = self._passes(batch, parts(batch.group_index, passes), total)
         means, norm = done.means(total), _gradient_norm(self.policy)
         while self.loss_scale > 1 and not torch.isfinite(norm) and all(map(math.isfinite, means.values())):
             self.loss_scale /= 2
-            done = self._passes(batch, parts(batch.unit, passes), total)
+            done = self._passes(batch, parts(batch.group_index, passes), total)
             means, norm = done.means(total), _gradient_norm(self.policy)
         # Both are the same on every process, so all of them stop here together.
         if not (torch.isfinite(norm) and all(math.isfinite(value) for value in means.values())):
-            raise _refuse(done, batch, means, norm, self.policy)
+            raise _non_finite_error(done, batch, means, norm, self.policy)
         torch.nn.utils.clip_grads_with_norm_(self.policy.parameters.values(), self.stage.optimizer.max_grad_norm, norm)
         self.optimizer.step()
         self.updates += 1
@@ -109,54 +113,56 @@ class Learner:
         metrics = means | _gradient_metrics(norm, done.first_norm, passes, total) | {"lr": self.optimizer.param_groups[0]["lr"]}
         return metrics | self._watch(means["velocity_drift"])
 
-    def _passes(self, batch: TermBatch, slices: list[slice], total: int) -> _Passes:
+    def _passes(self, batch: RowBatch, slices: list[slice], total: int) -> _Passes:
         """Forward and backward over every part; the gradients are left in the parameters."""
         # FSDP averages gradients over processes; this weight makes the result the mean over all terms however they are dealt out.
         weight = self.loss_scale * _world_size() / total
         self.optimizer.zero_grad(set_to_none=True)
-        copies = self._copies(batch.points, slices)
+        copies = self._copies(batch.inputs, slices)
         known = slices if "reference" in copies else slices[:1]  # where the base's prediction costs nothing, or little
-        base = copies["reference"] if known is slices else _velocities(self.policy, "reference", batch.points, known)
+        base = copies["reference"] if known is slices else _velocities(self.policy, "reference", batch.inputs, known)
         done = _Passes()
         for part in slices:
-            velocity = _velocity(self.policy, batch.points, part)
+            velocity = _velocity(self.policy, batch.inputs, part)
             velocity.retain_grad()
             loss, metrics = self._loss(batch, part, velocity, {name: values[part] for name, values in copies.items()})
             (loss.sum() * weight).backward()
             done.add(loss, metrics, velocity)
             if part in known:
-                done.drift.append(per_term((velocity.detach() - base[part]) ** 2))
+                done.drift.append(per_row((velocity.detach() - base[part]) ** 2))
             if part == slices[0]:
                 norm = _gradient_norm(self.policy, self.loss_scale)
                 done.first_norm = norm * total / _over_processes(loss.new_tensor(len(loss)))
         torch._foreach_div_([p.grad for p in self.policy.parameters.values() if p.grad is not None], self.loss_scale)
         return done
 
-    def _loss(self, batch: TermBatch, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> tuple[Tensor, Rows]:
+    def _loss(
+        self, batch: RowBatch, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
+    ) -> tuple[Tensor, RowMetrics]:
         """The loss of each term with its weight and the reference penalty, and the metrics of each term."""
-        terms = batch.terms(part, velocity, copies)
-        loss, metrics = self.algorithm.loss(terms, self.hyper)
+        rows = batch.rows(part, velocity, copies)
+        loss, metrics = self.algorithm.loss(rows, self.hyper)
         for name, values in {"loss": loss, **metrics}.items():
-            if values.shape != terms.advantage.shape:
+            if values.shape != rows.advantage.shape:
                 raise TrainingError(
-                    f"{self.stage.algorithm_name} gives {name!r} the shape {list(values.shape)} for {len(terms.advantage)} "
+                    f"{self.stage.algorithm_name} gives {name!r} the shape {list(values.shape)} for {len(rows.advantage)} "
                     "terms; an algorithm gives a value for each term and takes no mean"
                 )
         loss = loss * batch.weight[part]
         reference = self.stage.reference
         if reference.weight > 0:
-            divergence = penalty(reference, terms, velocity, copies["reference"])
+            divergence = penalty(reference, rows, velocity, copies["reference"])
             loss = loss + reference.weight * divergence
             metrics = metrics | {"kl/reference": divergence}
         return loss, metrics
 
-    def _copies(self, points: Points, slices: list[slice]) -> dict[CopyName, Tensor]:
+    def _copies(self, inputs: ForwardInputs, slices: list[slice]) -> dict[CopyName, Tensor]:
         """The predictions of the copies that the loss needs, at every point."""
         needed = set(self.algorithm.copies(self.hyper))
         if self.stage.reference.weight > 0:
             needed.add("reference")
         # In the same order on every process: a swap communicates.
-        return {name: _velocities(self.policy, name, points, slices) for name in sorted(needed)}
+        return {name: _velocities(self.policy, name, inputs, slices) for name in sorted(needed)}
 
     def _let_old_follow(self, count: int) -> None:
         if "old" in self.policy.copies:
@@ -172,7 +178,7 @@ class Learner:
             )
             warnings.warn(
                 f"{self.alarms[-1]}: the policy leaves the base model behind, which is how gamed rewards begin; look at the "
-                "samples and the guards, and raise reference.weight or lower optimizer.lr",
+                "samples and the guardrails, and raise reference.weight or lower optimizer.lr",
                 stacklevel=3,
             )
         return {"alarm/velocity_drift": float(too_far)}
@@ -194,7 +200,7 @@ class _Passes:
     first_norm: Tensor = field(default_factory=lambda: torch.tensor(0.0))
     drift: list[Tensor] = field(default_factory=list)
 
-    def add(self, loss: Tensor, metrics: Rows, velocity: Tensor) -> None:
+    def add(self, loss: Tensor, metrics: RowMetrics, velocity: Tensor) -> None:
         for name, values in (metrics | {"loss": loss}).items():
             self.rows[name].append(values.detach())
         assert velocity.grad is not None
@@ -207,7 +213,7 @@ class _Passes:
         drift = _shared_mean(torch.cat(self.drift)).item()
         return dict(zip(names, (_over_processes(sums) / total).tolist(), strict=True)) | {"velocity_drift": drift}
 
-    def first_wrong(self, batch: TermBatch) -> str | None:
+    def first_wrong(self, batch: RowBatch) -> str | None:
         """The first term of this process that is not finite, with what is wrong with it."""
         wrong = {name: ~torch.cat(values).isfinite() for name, values in self.rows.items()}
         wrong["the gradient"] = ~torch.cat(self.gradient_is_finite)
@@ -218,14 +224,14 @@ class _Passes:
         return f"{', '.join(name for name, where in wrong.items() if where[row])} of {batch.describe(row)}"
 
 
-def _velocity(policy: Policy, points: Points, part: slice) -> Tensor:
-    return predict(policy.model, *points.at(part))
+def _velocity(policy: Policy, inputs: ForwardInputs, part: slice) -> Tensor:
+    return predict(policy.model, *inputs.at(part))
 
 
-def _velocities(policy: Policy, copy: CopyName, points: Points, slices: list[slice]) -> Tensor:
+def _velocities(policy: Policy, copy: CopyName, inputs: ForwardInputs, slices: list[slice]) -> Tensor:
     """Predictions of a policy copy over some parts: one swap of the parameters for all of them."""
     with policy.using(copy):
-        return torch.cat([_velocity(policy, points, part) for part in slices])
+        return torch.cat([_velocity(policy, inputs, part) for part in slices])
 
 
 def _gradient_norm(policy: Policy, scale: float = 1.0) -> Tensor:
@@ -251,7 +257,7 @@ def _gradient_metrics(norm: Tensor, first_norm: Tensor, passes: int, total: int)
     return metrics
 
 
-def _refuse(done: _Passes, batch: TermBatch, means: dict[str, float], norm: Tensor, policy: Policy) -> TrainingError:
+def _non_finite_error(done: _Passes, batch: RowBatch, means: dict[str, float], norm: Tensor, policy: Policy) -> TrainingError:
     """The error that names the first term that is not finite, or, where all terms are fine, the parameters."""
     wrong = done.first_wrong(batch)
     if wrong is None and not all(math.isfinite(value) for value in means.values()):

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ebbflow.algorithms.base import Algorithm, Rows, TrajectoryTerms
+from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows
 from ebbflow.recipe.algorithms import TrajectoryConfig
 
 
@@ -24,10 +24,10 @@ class Reinforce(TrajectoryConfig):
     """Weight of the samples below their group's mean; 0 learns from the good ones alone."""
 
 
-def loss(terms: TrajectoryTerms, config: Reinforce) -> tuple[Tensor, Rows]:
+def loss(rows: TrajectoryRows, config: Reinforce) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]."""
-    weight = torch.where(terms.advantage > 0, 1.0, config.negatives)
-    return -weight * terms.advantage * terms.log_prob, {"reinforce/log_prob": terms.log_prob}
+    weight = torch.where(rows.advantage > 0, 1.0, config.negatives)
+    return -weight * rows.advantage * rows.log_prob, {"reinforce/log_prob": rows.log_prob}
 
 
 ALGORITHM = Algorithm(Reinforce, loss)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.algorithms.advantages import PromptStatistics, compute_advantages
-from ebbflow.recipe.choices import Advantages
+from ebbflow.recipe.choices import AdvantagesConfig
 
 MODES = ["global", "group", "none"]
 NAN = float("nan")
@@ -15,7 +15,7 @@ NAN = float("nan")
 def combined(rewards, weights, prompt_ids, history=None, **keys):
     """Advantages from the scores of several rewards."""
     scores = {name: np.array(values, np.float64) for name, values in rewards.items()}
-    config = Advantages(**{"std": "group", "clip": 1e6} | keys)
+    config = AdvantagesConfig(**{"std": "group", "clip": 1e6} | keys)
     return compute_advantages(scores, weights, np.array(prompt_ids, np.int64), config, history)
 
 

@@ -6,29 +6,37 @@ from typing import get_args
 
 import pytest
 import torch
-from algorithm_terms import forward_terms, moved, normal, rollout
+from algorithm_rows import forward_rows, moved, normal, rollout
 
 from ebbflow.algorithms import awm, registry
-from ebbflow.algorithms.base import ForwardTerms, TrajectoryTerms, unit_mean
+from ebbflow.algorithms.base import ForwardRows, TrajectoryRows, group_mean
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.flow.transition import Transition
 from ebbflow.recipe import algorithms
-from ebbflow.recipe.algorithms import AWM, CRD, Custom, DiffusionNFT, Distillation, ForwardConfig, TrajectoryConfig
-from ebbflow.recipe.stages import OfflineStage, OnlineStage
+from ebbflow.recipe.algorithms import (
+    AWMConfig,
+    CRDConfig,
+    CustomAlgorithmConfig,
+    DiffusionNFTConfig,
+    DistillationConfig,
+    ForwardConfig,
+    TrajectoryConfig,
+)
+from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
 
 CLASSES = algorithms.BUILT_IN
 
 
 def config_of(of_class):
-    return Distillation(teacher="somewhere") if of_class is Distillation else of_class()
+    return DistillationConfig(teacher="somewhere") if of_class is DistillationConfig else of_class()
 
 
 every = pytest.mark.parametrize("of_class", CLASSES, ids=lambda of_class: of_class.__name__)
 
 
 def test_what_a_recipe_may_name_is_what_the_registry_knows():
-    union, _ = get_args(algorithms.Algorithm)
-    assert set(registry.BUILT_IN) == set(CLASSES) == set(get_args(union)) - {Custom}
+    union, _ = get_args(algorithms.AnyAlgorithmConfig)
+    assert set(registry.BUILT_IN) == set(CLASSES) == set(get_args(union)) - {CustomAlgorithmConfig}
     names = [of_class.model_fields["name"].default for of_class in CLASSES]
     assert len(set(names)) == len(CLASSES)
     assert "custom" not in names
@@ -46,7 +54,7 @@ def test_every_built_in_algorithm_is_found_and_introduces_itself(of_class):
 
 @every
 def test_a_stage_needs_nothing_but_the_algorithm_s_name(of_class):
-    stages = {"online": OnlineStage, "offline": OfflineStage}
+    stages = {"online": OnlineStageConfig, "offline": OfflineStageConfig}
     for kind in of_class.stages:
         stage = stages[kind](kind=kind, algorithm=config_of(of_class))
         assert type(stage.hyper) is of_class
@@ -56,49 +64,47 @@ def test_a_stage_needs_nothing_but_the_algorithm_s_name(of_class):
 
 def test_the_implicit_policies_learn_from_the_old_one_s_samples():
     from_old = {of_class for of_class, algorithm in registry.BUILT_IN.items() if algorithm.generates == "old"}
-    assert from_old == {DiffusionNFT, CRD}
+    assert from_old == {DiffusionNFTConfig, CRDConfig}
     for of_class in from_old:
         assert "old" in registry.BUILT_IN[of_class].copies(of_class())
 
 
-def terms_of(of_class):
+def rows_of(of_class):
     """Six terms in three units of two, with the copies that the algorithm asks for and no others."""
     config = config_of(of_class)
     needed = algorithm_of(config).copies(config)
     if of_class.kind == "forward":
-        terms = forward_terms([1.0, -0.4, 0.3, -2.0, 1.2, 0.8], unit=[0, 0, 1, 1, 2, 2])
-        return replace(terms, copies={name: terms.copies[name] for name in needed}), terms.velocity
+        rows = forward_rows([1.0, -0.4, 0.3, -2.0, 1.2, 0.8], group_index=[0, 0, 1, 1, 2, 2])
+        return replace(rows, copies={name: rows.copies[name] for name in needed}), rows.velocity
     made = rollout(rows=6)
     leaf = moved(made)
-    return made.terms(leaf, **{name: normal(*leaf.shape, seed=9) for name in needed}), leaf
+    return made.rows(leaf, **{name: normal(*leaf.shape, seed=9) for name in needed}), leaf
 
 
-def part_of(terms, part):
+def part_of(rows, part):
     """Some rows of the terms, as a micro-batch has them."""
-    if isinstance(terms, Transition):
-        return replace(terms, **{name: getattr(terms, name)[part] for name in ("mean", "std", "scale", "dt")})
-    copies = {
-        name: part_of(value, part) if isinstance(value, Transition) else value[part] for name, value in terms.copies.items()
-    }
-    if isinstance(terms, ForwardTerms):
-        names = ("clean", "noise", "sigma", "velocity", "advantage", "unit")
-        return ForwardTerms(copies=copies, **{name: getattr(terms, name)[part] for name in names})
+    if isinstance(rows, Transition):
+        return replace(rows, **{name: getattr(rows, name)[part] for name in ("mean", "std", "scale", "dt")})
+    copies = {name: part_of(value, part) if isinstance(value, Transition) else value[part] for name, value in rows.copies.items()}
+    if isinstance(rows, ForwardRows):
+        names = ("clean", "noise", "sigma", "velocity", "advantage", "group_index")
+        return ForwardRows(copies=copies, **{name: getattr(rows, name)[part] for name in names})
     names = ("log_prob", "old_mean", "old_log_prob", "advantage")
-    rest = {name: getattr(terms, name)[part] for name in names}
-    return TrajectoryTerms(transition=part_of(terms.transition, part), copies=copies, **rest)
+    rest = {name: getattr(rows, name)[part] for name in names}
+    return TrajectoryRows(transition=part_of(rows.transition, part), copies=copies, **rest)
 
 
 @every
 def test_losses_and_metrics_are_rows_that_depend_on_their_own_unit_alone(of_class):
     config = config_of(of_class)
-    algorithm, (terms, leaf) = algorithm_of(config), terms_of(of_class)
-    loss, metrics = algorithm.loss(terms, config)
+    algorithm, (rows, leaf) = algorithm_of(config), rows_of(of_class)
+    loss, metrics = algorithm.loss(rows, config)
     assert loss.shape == (6,)
     assert all(values.shape == (6,) for values in metrics.values())
     assert all(values.isfinite().all() for values in (loss, *metrics.values()))
     (gradient,) = torch.autograd.grad(loss.sum(), leaf, retain_graph=True)
     for part in (slice(0, 2), slice(2, 4), slice(2, 6)):
-        found, some = algorithm.loss(part_of(terms, part), config)
+        found, some = algorithm.loss(part_of(rows, part), config)
         torch.testing.assert_close(found, loss[part], rtol=1e-12, atol=1e-14)
         for name, values in some.items():
             torch.testing.assert_close(values, metrics[name][part], rtol=1e-12, atol=1e-14)
@@ -111,8 +117,8 @@ def test_losses_and_metrics_are_rows_that_depend_on_their_own_unit_alone(of_clas
 
 def test_the_mean_of_a_unit_stands_at_each_of_its_rows():
     values = torch.tensor([1.0, 3.0, 10.0, 2.0, 4.0, 6.0], dtype=torch.float64, requires_grad=True)
-    unit = torch.tensor([4, 4, 7, 9, 9, 9])
-    found = unit_mean(values, unit)
+    group_index = torch.tensor([4, 4, 7, 9, 9, 9])
+    found = group_mean(values, group_index)
     assert found.tolist() == [2, 2, 10, 4, 4, 4]
     (gradient,) = torch.autograd.grad(found[3], values)
     assert gradient.tolist() == pytest.approx([0, 0, 0, 1 / 3, 1 / 3, 1 / 3])
@@ -122,9 +128,9 @@ def test_the_mean_of_a_unit_stands_at_each_of_its_rows():
 
 
 def test_a_path_leads_to_the_algorithm_with_its_options():
-    custom = Custom(path="ebbflow.algorithms.awm:ALGORITHM", options={"power": 0.5})
+    custom = CustomAlgorithmConfig(path="ebbflow.algorithms.awm:ALGORITHM", options={"power": 0.5})
     assert algorithm_of(custom) is awm.ALGORITHM
-    assert custom.load() == (awm.ALGORITHM, AWM(power=0.5))
+    assert custom.load() == (awm.ALGORITHM, AWMConfig(power=0.5))
 
 
 def test_a_user_s_own_algorithm_is_one_like_any_other(tmp_path, monkeypatch):
@@ -144,12 +150,14 @@ def test_a_user_s_own_algorithm_is_one_like_any_other(tmp_path, monkeypatch):
     '''
     (tmp_path / "scaled_matching.py").write_text(textwrap.dedent(source))
     monkeypatch.syspath_prepend(tmp_path)
-    stage = OnlineStage(kind="online", algorithm={"name": "custom", "path": "scaled_matching:SCALED", "options": {"factor": 3.0}})
+    stage = OnlineStageConfig(
+        kind="online", algorithm={"name": "custom", "path": "scaled_matching:SCALED", "options": {"factor": 3.0}}
+    )
     algorithm = algorithm_of(stage.algorithm)
     assert algorithm.config.__name__ == "Scaled"
     assert algorithm.copies(stage.hyper) == set()
     assert algorithm.generates == "current"
-    terms = forward_terms([1.0, 2.0])
-    loss, _ = algorithm.loss(terms, stage.hyper)
-    expected = 3 * ((terms.velocity - terms.noise + terms.clean) ** 2).mean((1, 2))
+    rows = forward_rows([1.0, 2.0])
+    loss, _ = algorithm.loss(rows, stage.hyper)
+    expected = 3 * ((rows.velocity - rows.noise + rows.clean) ** 2).mean((1, 2))
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)

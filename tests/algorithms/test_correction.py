@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from ebbflow.algorithms.correction import LARGEST_EXPONENT, correct, correction_metrics, diagnostics
+from ebbflow.algorithms.correction import MAX_EXPONENT, correct, correction_metrics, diagnostics
 from ebbflow.flow.transition import Transition, log_prob, sample
-from ebbflow.recipe.choices import Correction
+from ebbflow.recipe.choices import CorrectionConfig
 
 DELTA = tensor([[0.001, -0.002, 0.003], [-0.004, 0.0, 0.0005]], dtype=torch.float64)
 DIMS = 8
@@ -16,7 +16,7 @@ NAN = float("nan")
 
 def correction(**keys):
     """Thresholds that never bite, unless a test says so."""
-    return Correction(**({"low": 1e-12, "high": 1e12} | keys))
+    return CorrectionConfig(**({"low": 1e-12, "high": 1e12} | keys))
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -36,7 +36,7 @@ def test_trajectory_weights_are_the_product_of_the_ratios_at_every_step(unit, we
 
 def test_truncation_caps_above_and_keeps_every_term():
     ratios = tensor([[0.01, 0.9, 1.1, 1.5, 1.6, 7.0]])
-    weights, keep = correct(ratios.log(), DIMS, Correction(unit="mean", weights="truncated", low=0.5, high=1.5))
+    weights, keep = correct(ratios.log(), DIMS, CorrectionConfig(unit="mean", weights="truncated", low=0.5, high=1.5))
     torch.testing.assert_close(weights, tensor([[0.01, 0.9, 1.1, 1.5, 1.5, 1.5]]))
     assert keep.all()
     assert weights.dtype == ratios.dtype
@@ -44,20 +44,20 @@ def test_truncation_caps_above_and_keeps_every_term():
 
 def test_masking_drops_what_lies_outside_and_caps_nothing():
     ratios = tensor([[0.01, 0.49, 0.51, 1.0, 1.49, 1.51]])
-    weights, keep = correct(ratios.log(), DIMS, Correction(unit="mean", weights="masked", low=0.5, high=1.5))
+    weights, keep = correct(ratios.log(), DIMS, CorrectionConfig(unit="mean", weights="masked", low=0.5, high=1.5))
     assert keep.tolist() == [[False, False, True, True, True, False]]
     torch.testing.assert_close(weights, tensor([[0, 0, 0.51, 1.0, 1.49, 0]]))
 
 
 def test_masked_trajectories_go_as_a_whole():
     delta = tensor([[0.3, 0.3], [0.3, -0.3]])
-    weights, keep = correct(delta, DIMS, Correction(unit="mean", weights="masked", level="trajectory", low=0.7, high=1.4))
+    weights, keep = correct(delta, DIMS, CorrectionConfig(unit="mean", weights="masked", level="trajectory", low=0.7, high=1.4))
     assert keep.tolist() == [[False, False], [True, True]]
     assert weights.tolist() == [[0, 0], [1, 1]]
 
 
 def test_no_weights_are_ones_where_nothing_is_rejected():
-    weights, keep = correct(DELTA, DIMS, Correction(unit="mean", weights="none", reject="k1", reject_above=0.0025))
+    weights, keep = correct(DELTA, DIMS, CorrectionConfig(unit="mean", weights="none", reject="k1", reject_above=0.0025))
     assert keep.tolist() == [[True, True, False], [False, True, True]]
     assert torch.equal(weights, keep.double())
 
@@ -66,8 +66,8 @@ def test_no_weights_are_ones_where_nothing_is_rejected():
 @pytest.mark.parametrize("level", ["step", "trajectory"])
 def test_normalised_weights_have_mean_one_over_the_kept_terms_and_keep_their_proportions(weights, level):
     keys = {"weights": weights, "level": level, "low": 0.9971, "high": 1.0025, "reject": "k1", "reject_above": 0.0035}
-    plain, keep = correct(DELTA, DIMS, Correction(unit="mean", **keys))
-    normalised, same = correct(DELTA, DIMS, Correction(unit="mean", **keys, normalise=True))
+    plain, keep = correct(DELTA, DIMS, CorrectionConfig(unit="mean", **keys))
+    normalised, same = correct(DELTA, DIMS, CorrectionConfig(unit="mean", **keys, normalise=True))
     assert torch.equal(keep, same)
     assert 0 < keep.sum() < keep.numel()
     assert normalised[keep].mean().item() == pytest.approx(1, abs=1e-12)
@@ -76,7 +76,7 @@ def test_normalised_weights_have_mean_one_over_the_kept_terms_and_keep_their_pro
 
 
 def test_a_batch_that_is_dropped_whole_has_no_weights_and_no_nan():
-    weights, keep = correct(DELTA + 1, DIMS, Correction(unit="mean", weights="masked", normalise=True))
+    weights, keep = correct(DELTA + 1, DIMS, CorrectionConfig(unit="mean", weights="masked", normalise=True))
     assert not keep.any()
     assert (weights == 0).all()
 
@@ -100,7 +100,7 @@ def test_rejection_at_every_threshold_between_the_estimates(unit, kind, level):
     levels = estimate.unique()
     thresholds = [levels[0] * 0.99, *((levels[:-1] + levels[1:]) / 2), levels[-1] * 1.01]
     for threshold in thresholds:
-        config = Correction(
+        config = CorrectionConfig(
             mode="bypass", weights="none", unit=unit, reject=kind, reject_level=level, reject_above=float(threshold)
         )
         _, keep = correct(X / UNITS[unit], DIMS, config)
@@ -117,12 +117,12 @@ def test_rejection_at_every_threshold_between_the_estimates(unit, kind, level):
     ],
 )
 def test_rejection_levels_by_hand(level, keep):
-    config = Correction(unit="mean", weights="none", reject="k1", reject_level=level, reject_above=0.5)
+    config = CorrectionConfig(unit="mean", weights="none", reject="k1", reject_level=level, reject_above=0.5)
     assert correct(X, DIMS, config)[1].tolist() == keep
 
 
 def test_rejection_and_masking_drop_together():
-    config = Correction(unit="mean", weights="masked", low=0.8, high=1.7, reject="k1", reject_above=0.5)
+    config = CorrectionConfig(unit="mean", weights="masked", low=0.8, high=1.7, reject="k1", reject_above=0.5)
     _, keep = correct(X, DIMS, config)  # exp(.6) = 1.82 and exp(-.3) = .74 lie outside; |.6| is above
     assert keep.tolist() == [[True, True, False], [True, False, True]]
     metrics = correction_metrics(X, DIMS, config)
@@ -133,7 +133,7 @@ def test_rejection_and_masking_drop_together():
 
 @pytest.mark.parametrize(("weights", "up", "down"), [("none", 0, 0), ("truncated", 1 / 6, 0), ("masked", 1 / 6, 1 / 6)])
 def test_metrics_count_what_the_weights_do(weights, up, down):
-    metrics = correction_metrics(X, DIMS, Correction(unit="mean", weights=weights, low=0.8, high=1.7))
+    metrics = correction_metrics(X, DIMS, CorrectionConfig(unit="mean", weights=weights, low=0.8, high=1.7))
     assert metrics["rollout/clipped_up"].item() == pytest.approx(up)
     assert metrics["rollout/clipped_down"].item() == pytest.approx(down)
     assert metrics["rollout/rejected"] == 0
@@ -151,7 +151,7 @@ EVERY = [
 
 @pytest.mark.parametrize("keys", EVERY, ids=lambda keys: "-".join(map(str, keys.values())))
 def test_the_same_policy_needs_no_correction(keys):
-    delta, config = torch.zeros(4, 3), Correction(**keys)
+    delta, config = torch.zeros(4, 3), CorrectionConfig(**keys)
     weights, keep = correct(delta, 512, config)
     assert torch.equal(weights, torch.ones(4, 3))
     assert keep.all()
@@ -196,13 +196,13 @@ def test_policies_worlds_apart_overflow_nothing(level):
     weights, keep = correct(delta, 512, config)
     assert keep.all()
     assert weights.isfinite().all()
-    assert weights[0, 0] / weights[1, 0] == pytest.approx(math.exp(2 * LARGEST_EXPONENT), rel=1e-5)
+    assert weights[0, 0] / weights[1, 0] == pytest.approx(math.exp(2 * MAX_EXPONENT), rel=1e-5)
     assert all(value.isfinite() for value in diagnostics(delta, tensor([0, 1]), 512).values())
 
 
 @pytest.mark.parametrize("weights", ["truncated", "masked"])
 def test_a_delta_that_is_not_a_number_is_not_dropped_in_silence(weights):
-    found, keep = correct(tensor([[NAN, 0.0]]), 512, Correction(unit="mean", weights=weights, reject="k1"))
+    found, keep = correct(tensor([[NAN, 0.0]]), 512, CorrectionConfig(unit="mean", weights=weights, reject="k1"))
     assert keep.all()
     assert found[0, 0].isnan()
 
@@ -251,7 +251,7 @@ def test_a_band_bites_as_often_as_the_gaussian_tail_says(unit, band):
     dims, deviation = 512, 1.5e-4 * math.sqrt(math.pi / 2)
     delta = gaussian_delta(10_000, dims, (dims * deviation) ** 2)
     assert diagnostics(delta, tensor([0]), dims)["rollout/delta_mean"].item() == pytest.approx(1.5e-4, rel=0.05)
-    config = Correction(unit=unit, weights="masked", low=math.exp(-band), high=math.exp(band))
+    config = CorrectionConfig(unit=unit, weights="masked", low=math.exp(-band), high=math.exp(band))
     dropped = (~correct(delta, dims, config)[1]).double().mean().item()
     expected = math.erfc(5e-4 / deviation / math.sqrt(2))
     assert abs(dropped - expected) < 4 * math.sqrt(expected / len(delta))

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_terms import ELEMENTS, at_velocity, doubles, forward_terms, gradient, mean_square, target, wide
+from algorithm_rows import ELEMENTS, at_velocity, doubles, forward_rows, gradient, mean_square, target, wide
 
 from ebbflow.algorithms.diffusion_dpo import ALGORITHM
-from ebbflow.recipe.algorithms import DiffusionDPO
+from ebbflow.recipe.algorithms import DiffusionDPOConfig
 
 PAIRS = [0, 0, 1, 1, 2, 2]
 SWAPPED = [1, 0, 3, 2, 5, 4]
@@ -16,30 +16,30 @@ BETAS = [0.5, 50.0]
 
 
 def pairs(seed=0):
-    return forward_terms([1.0, -1.0] * 3, PAIRS, seed)
+    return forward_rows([1.0, -1.0] * 3, PAIRS, seed)
 
 
-def swapped(terms):
+def swapped(rows):
     return replace(
-        terms,
-        clean=terms.clean[SWAPPED],
-        velocity=terms.velocity[SWAPPED],
-        copies={name: value[SWAPPED] for name, value in terms.copies.items()},
+        rows,
+        clean=rows.clean[SWAPPED],
+        velocity=rows.velocity[SWAPPED],
+        copies={name: value[SWAPPED] for name, value in rows.copies.items()},
     )
 
 
-def changes(terms, copy="reference"):
+def changes(rows, copy="reference"):
     """e - e_ref of each row."""
-    return mean_square(terms.velocity - target(terms)) - mean_square(terms.copies[copy] - target(terms))
+    return mean_square(rows.velocity - target(rows)) - mean_square(rows.copies[copy] - target(rows))
 
 
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loss_is_the_published_formula_and_both_rows_carry_it(beta, seed):
-    terms = pairs(seed)
-    change = changes(terms)
+    rows = pairs(seed)
+    change = changes(rows)
     margin = -beta / 2 * (change[0::2] - change[1::2])
-    loss, metrics = ALGORITHM.loss(terms, DiffusionDPO(beta=beta))
+    loss, metrics = ALGORITHM.loss(rows, DiffusionDPOConfig(beta=beta))
     torch.testing.assert_close(loss, -(1 / (1 + (-margin).exp())).log().repeat_interleave(2), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(metrics["dpo/margin"], margin.repeat_interleave(2))
     assert metrics["dpo/accuracy"].tolist() == [float(each > 0) for each in margin for _ in range(2)]
@@ -50,63 +50,63 @@ def test_the_loss_is_the_published_formula_and_both_rows_carry_it(beta, seed):
 @pytest.mark.parametrize("beta", BETAS)
 def test_at_the_reference_the_loss_is_log_two_and_the_better_sample_is_approached(beta):
     # d loss / d margin = -1/2, and the mean over both rows of a pair is the pair's loss once.
-    terms = pairs()
-    terms = at_velocity(terms, terms.copies["reference"])
-    loss, _ = ALGORITHM.loss(terms, DiffusionDPO(beta=beta))
+    rows = pairs()
+    rows = at_velocity(rows, rows.copies["reference"])
+    loss, _ = ALGORITHM.loss(rows, DiffusionDPOConfig(beta=beta))
     assert loss.tolist() == pytest.approx([math.log(2)] * 6, abs=1e-6)
-    found = gradient(ALGORITHM, terms, DiffusionDPO(beta=beta), terms.velocity) / 2
+    found = gradient(ALGORITHM, rows, DiffusionDPOConfig(beta=beta), rows.velocity) / 2
     side = wide(doubles([1, -1] * 3))
-    expected = beta / 4 * side * 2 * (terms.velocity.detach() - target(terms)) / ELEMENTS
+    expected = beta / 4 * side * 2 * (rows.velocity.detach() - target(rows)) / ELEMENTS
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_swapping_a_pair_turns_its_margin_around(beta):
-    terms, config = pairs(), DiffusionDPO(beta=beta)
-    (here, metrics), (there, other) = ALGORITHM.loss(terms, config), ALGORITHM.loss(swapped(terms), config)
+    rows, config = pairs(), DiffusionDPOConfig(beta=beta)
+    (here, metrics), (there, other) = ALGORITHM.loss(rows, config), ALGORITHM.loss(swapped(rows), config)
     torch.testing.assert_close(metrics["dpo/margin"], -other["dpo/margin"], rtol=1e-12, atol=0)
     assert (here + there > 2 * math.log(2)).all()
-    terms = at_velocity(terms, terms.copies["reference"])
-    both = ALGORITHM.loss(terms, config)[0] + ALGORITHM.loss(swapped(terms), config)[0]
+    rows = at_velocity(rows, rows.copies["reference"])
+    both = ALGORITHM.loss(rows, config)[0] + ALGORITHM.loss(swapped(rows), config)[0]
     assert both.tolist() == pytest.approx([2 * math.log(2)] * 6)
 
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_finite_differences(beta):
-    terms, config = pairs(), DiffusionDPO(beta=beta)
-    velocity = (terms.copies["reference"] + 0.02 * terms.velocity.detach()).requires_grad_()
+    rows, config = pairs(), DiffusionDPOConfig(beta=beta)
+    velocity = (rows.copies["reference"] + 0.02 * rows.velocity.detach()).requires_grad_()
 
     def loss(velocity):
-        return ALGORITHM.loss(replace(terms, velocity=velocity), config)[0]
+        return ALGORITHM.loss(replace(rows, velocity=velocity), config)[0]
 
     assert torch.autograd.gradcheck(loss, (velocity,), atol=1e-5)
 
 
 def test_a_pair_far_on_the_wrong_side_has_a_finite_loss_and_the_full_gradient():
-    terms = pairs()
-    velocity = terms.copies["reference"].clone()
+    rows = pairs()
+    velocity = rows.copies["reference"].clone()
     velocity[0] += 100  # the better sample of the first pair
-    terms, config = at_velocity(terms, velocity), DiffusionDPO(beta=2000)
-    loss, metrics = ALGORITHM.loss(terms, config)
+    rows, config = at_velocity(rows, velocity), DiffusionDPOConfig(beta=2000)
+    loss, metrics = ALGORITHM.loss(rows, config)
     assert loss[0].item() == pytest.approx(-metrics["dpo/margin"][0].item())
-    found = gradient(ALGORITHM, terms, config, terms.velocity)[0] / 2
-    torch.testing.assert_close(found, 1000 * 2 * (velocity[0] - target(terms)[0]) / ELEMENTS, rtol=1e-9, atol=0)
+    found = gradient(ALGORITHM, rows, config, rows.velocity)[0] / 2
+    torch.testing.assert_close(found, 1000 * 2 * (velocity[0] - target(rows)[0]) / ELEMENTS, rtol=1e-9, atol=0)
 
 
 def test_without_refreshing_the_reference_is_the_base_model_for_good():
-    config = DiffusionDPO()
+    config = DiffusionDPOConfig()
     assert ALGORITHM.copies(config) == {"reference"}
     assert [ALGORITHM.old_decay(config, step) for step in (1, 2, 100)] == [1, 1, 1]
 
 
 def test_refreshed_the_reference_is_an_older_self():
-    config = DiffusionDPO(refresh_every=3)
+    config = DiffusionDPOConfig(refresh_every=3)
     assert ALGORITHM.copies(config) == {"old"}
     # old <- d old + (1 - d) theta: d = 0 replaces it.
     assert [ALGORITHM.old_decay(config, step) for step in range(1, 8)] == [1, 1, 0, 1, 1, 0, 1]
-    assert [ALGORITHM.old_decay(DiffusionDPO(refresh_every=1), step) for step in (1, 2)] == [0, 0]
-    terms = pairs()
-    change = changes(terms, "old")
-    alone = replace(terms, copies={"old": terms.copies["old"]})
+    assert [ALGORITHM.old_decay(DiffusionDPOConfig(refresh_every=1), step) for step in (1, 2)] == [0, 0]
+    rows = pairs()
+    change = changes(rows, "old")
+    alone = replace(rows, copies={"old": rows.copies["old"]})
     _, metrics = ALGORITHM.loss(alone, config)
     torch.testing.assert_close(metrics["dpo/margin"][0::2], -25 * (change[0::2] - change[1::2]))

@@ -4,37 +4,37 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_terms import ELEMENTS, at_velocity, doubles, forward_terms, gradient, mean_square, normal, target, wide
+from algorithm_rows import ELEMENTS, at_velocity, doubles, forward_rows, gradient, mean_square, normal, target, wide
 
 from ebbflow.algorithms.diffusion_nft import ALGORITHM
-from ebbflow.recipe.algorithms import DiffusionNFT, Following
+from ebbflow.recipe.algorithms import DiffusionNFTConfig, EmaScheduleConfig
 
 ADVANTAGES = [-5.0, -1.3, 0.0, 0.7, 5.0]
 BETAS = [0.03, 0.1, 1.0]
 
 
-def implicit(terms, beta):
+def implicit(rows, beta):
     """v+ and v-."""
-    old = terms.copies["old"]
-    return beta * terms.velocity + (1 - beta) * old, (1 + beta) * old - beta * terms.velocity
+    old = rows.copies["old"]
+    return beta * rows.velocity + (1 - beta) * old, (1 + beta) * old - beta * rows.velocity
 
 
-def frozen_weights(terms, beta):
+def frozen_weights(rows, beta):
     """w+ and w-."""
-    return [prediction_error(terms, each).abs().mean((1, 2)).clamp(min=1e-5).detach() for each in implicit(terms, beta)]
+    return [prediction_error(rows, each).abs().mean((1, 2)).clamp(min=1e-5).detach() for each in implicit(rows, beta)]
 
 
-def prediction_error(terms, velocity):
+def prediction_error(rows, velocity):
     """x0_hat - x0."""
-    share = wide(terms.sigma)
-    noisy = (1 - share) * terms.clean + share * terms.noise
-    return noisy - share * velocity - terms.clean
+    share = wide(rows.sigma)
+    noisy = (1 - share) * rows.clean + share * rows.noise
+    return noisy - share * velocity - rows.clean
 
 
-def transcribed(terms, beta, weights):
+def transcribed(rows, beta, weights):
     """The published loss of each term, literally, with w+ and w- given."""
-    p = torch.clip(torch.clip(terms.advantage, -5, 5) / 10 + 0.5, 0, 1)
-    errors = [(prediction_error(terms, each) ** 2).mean((1, 2)) for each in implicit(terms, beta)]
+    p = torch.clip(torch.clip(rows.advantage, -5, 5) / 10 + 0.5, 0, 1)
+    errors = [(prediction_error(rows, each) ** 2).mean((1, 2)) for each in implicit(rows, beta)]
     better, worse = (error / weight for error, weight in zip(errors, weights, strict=True))
     return 5 * (p * better + (1 - p) * worse) / beta
 
@@ -42,42 +42,42 @@ def transcribed(terms, beta, weights):
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loss_is_the_published_formula(beta, seed):
-    terms = forward_terms(ADVANTAGES, seed=seed)
-    loss, _ = ALGORITHM.loss(terms, DiffusionNFT(beta=beta))
-    torch.testing.assert_close(loss, transcribed(terms, beta, frozen_weights(terms, beta)), rtol=1e-12, atol=0)
+    rows = forward_rows(ADVANTAGES, seed=seed)
+    loss, _ = ALGORITHM.loss(rows, DiffusionNFTConfig(beta=beta))
+    torch.testing.assert_close(loss, transcribed(rows, beta, frozen_weights(rows, beta)), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_the_gradient_is_that_of_the_formula_with_frozen_weights(beta):
-    terms = forward_terms(ADVANTAGES)
-    weights = frozen_weights(terms, beta)
+    rows = forward_rows(ADVANTAGES)
+    weights = frozen_weights(rows, beta)
 
     def value(velocity):
-        return transcribed(replace(terms, velocity=velocity), beta, weights).sum()
+        return transcribed(replace(rows, velocity=velocity), beta, weights).sum()
 
-    found = gradient(ALGORITHM, terms, DiffusionNFT(beta=beta), terms.velocity)
-    for index in range(terms.velocity.numel()):
-        step = torch.zeros_like(terms.velocity)
+    found = gradient(ALGORITHM, rows, DiffusionNFTConfig(beta=beta), rows.velocity)
+    for index in range(rows.velocity.numel()):
+        step = torch.zeros_like(rows.velocity)
         step.view(-1)[index] = 1e-6
-        numeric = (value(terms.velocity + step) - value(terms.velocity - step)).item() / 2e-6
+        numeric = (value(rows.velocity + step) - value(rows.velocity - step)).item() / 2e-6
         assert found.view(-1)[index].item() == pytest.approx(numeric, rel=1e-5, abs=1e-6)
 
 
 def at_old(advantage, beta):
     """(terms under the old policy, the gradient there)."""
-    terms = forward_terms(advantage)
-    terms = at_velocity(terms, terms.copies["old"])
-    return terms, gradient(ALGORITHM, terms, DiffusionNFT(beta=beta), terms.velocity)
+    rows = forward_rows(advantage)
+    rows = at_velocity(rows, rows.copies["old"])
+    return rows, gradient(ALGORITHM, rows, DiffusionNFTConfig(beta=beta), rows.velocity)
 
 
 @pytest.mark.parametrize("beta", [0.02, 0.1, 0.5, 1.0])
 def test_at_the_old_policy_the_gradient_is_the_preference_times_the_error(beta):
     # 5 / beta (p - (1 - p)) beta 2 (x0_hat - x0) (-sigma) / (D w): beta cancels.
-    terms, found = at_old(ADVANTAGES, beta)
-    error = prediction_error(terms, terms.velocity.detach())
-    preference = 2 * (terms.advantage / 10 + 0.5) - 1
+    rows, found = at_old(ADVANTAGES, beta)
+    error = prediction_error(rows, rows.velocity.detach())
+    preference = 2 * (rows.advantage / 10 + 0.5) - 1
     weight = error.abs().mean((1, 2))
-    expected = -10 / ELEMENTS * wide(preference * terms.sigma / weight) * error
+    expected = -10 / ELEMENTS * wide(preference * rows.sigma / weight) * error
     assert expected[0].abs().max() > 0.1
     assert (found - expected).abs().max() < 1e-12
 
@@ -87,21 +87,21 @@ def test_a_sample_as_good_as_its_group_teaches_nothing():
 
 
 def test_steps_of_the_loss_approach_what_is_good_and_leave_what_is_bad():
-    terms, found = at_old([3.0, -3.0, 3.0, -3.0], 0.1)
-    old = terms.velocity.detach()
-    nearer = mean_square(old - 0.01 * found - target(terms)) < mean_square(old - target(terms))
+    rows, found = at_old([3.0, -3.0, 3.0, -3.0], 0.1)
+    old = rows.velocity.detach()
+    nearer = mean_square(old - 0.01 * found - target(rows)) < mean_square(old - target(rows))
     assert nearer.tolist() == [True, False, True, False]
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 1.0])
 def test_the_best_velocity_goes_from_the_old_one_to_or_from_the_target(beta):
     # p = 1: v+ is the target u where v = v_old + (u - v_old) / beta. p = 0: v- is, on the other side of v_old.
-    terms = forward_terms([5.0, -5.0])
-    old = terms.copies["old"]
-    best = at_velocity(terms, old + wide(doubles([1, -1])) * (target(terms) - old) / beta)
-    config = DiffusionNFT(beta=beta)
+    rows = forward_rows([5.0, -5.0])
+    old = rows.copies["old"]
+    best = at_velocity(rows, old + wide(doubles([1, -1])) * (target(rows) - old) / beta)
+    config = DiffusionNFTConfig(beta=beta)
     assert ALGORITHM.loss(best, config)[0].max() < 1e-12
-    assert ALGORITHM.loss(terms, config)[0].min() > 1e-2
+    assert ALGORITHM.loss(rows, config)[0].min() > 1e-2
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 1.0])
@@ -114,14 +114,14 @@ def test_without_weights_the_best_velocity_of_a_good_and_a_bad_sample_is_the_pub
     good, bad, old = (tiny * normal(1, 2, 3, seed=seed) for seed in range(3))
     p = advantage / 10 + 0.5
     best = old + (2 * p - 1) / (2 * beta) * (good - bad)
-    terms = forward_terms([advantage, -advantage], unit=[0, 0])
-    zeros = torch.zeros_like(terms.clean)
-    terms = replace(terms, clean=zeros, noise=torch.cat([good, bad]), copies={"old": torch.cat([old, old])})
+    rows = forward_rows([advantage, -advantage], group_index=[0, 0])
+    zeros = torch.zeros_like(rows.clean)
+    rows = replace(rows, clean=zeros, noise=torch.cat([good, bad]), copies={"old": torch.cat([old, old])})
 
     def total_gradient(velocity):
-        here = at_velocity(terms, velocity.expand(2, 2, 3))
+        here = at_velocity(rows, velocity.expand(2, 2, 3))
         assert max(weight.max() for weight in frozen_weights(here, beta)) == 1e-5
-        return gradient(ALGORITHM, here, DiffusionNFT(beta=beta), here.velocity).sum(0).norm()
+        return gradient(ALGORITHM, here, DiffusionNFTConfig(beta=beta), here.velocity).sum(0).norm()
 
     assert total_gradient(best) < 1e-9 * total_gradient(old)
     assert total_gradient(good) > 1e-3 * total_gradient(old)
@@ -139,7 +139,7 @@ def test_without_weights_the_best_velocity_of_a_good_and_a_bad_sample_is_the_pub
 )
 def test_the_five_advantage_modes(mode, preference):
     # The published modes shape the clamped advantage first and turn it into p = A / 10 + 1/2 afterwards.
-    loss, metrics = ALGORITHM.loss(forward_terms(ADVANTAGES), DiffusionNFT(beta=0.5, advantages=mode))
+    loss, metrics = ALGORITHM.loss(forward_rows(ADVANTAGES), DiffusionNFTConfig(beta=0.5, advantages=mode))
     better, worse = metrics["nft/better_error"], metrics["nft/worse_error"]
     found = (loss * 0.5 / 5 - worse) / (better - worse)
     assert found.tolist() == pytest.approx(preference, abs=1e-12)
@@ -147,7 +147,7 @@ def test_the_five_advantage_modes(mode, preference):
 
 def test_preference_stays_a_probability():
     def loss(advantage):
-        return ALGORITHM.loss(forward_terms([advantage] * 3), DiffusionNFT(beta=0.5))[0]
+        return ALGORITHM.loss(forward_rows([advantage] * 3), DiffusionNFTConfig(beta=0.5))[0]
 
     assert torch.equal(loss(5.0), loss(50.0))
     assert torch.equal(loss(-5.0), loss(-50.0))
@@ -155,10 +155,10 @@ def test_preference_stays_a_probability():
 
 
 def test_metrics():
-    terms = forward_terms(ADVANTAGES)
-    _, metrics = ALGORITHM.loss(terms, DiffusionNFT(beta=0.2))
-    torch.testing.assert_close(metrics["nft/old_deviation"], mean_square(terms.velocity - terms.copies["old"]))
-    _, metrics = ALGORITHM.loss(at_velocity(terms, terms.copies["old"]), DiffusionNFT(beta=0.2))
+    rows = forward_rows(ADVANTAGES)
+    _, metrics = ALGORITHM.loss(rows, DiffusionNFTConfig(beta=0.2))
+    torch.testing.assert_close(metrics["nft/old_deviation"], mean_square(rows.velocity - rows.copies["old"]))
+    _, metrics = ALGORITHM.loss(at_velocity(rows, rows.copies["old"]), DiffusionNFTConfig(beta=0.2))
     torch.testing.assert_close(metrics["nft/better_error"], metrics["nft/worse_error"])
     assert (metrics["nft/old_deviation"] == 0).all()
 
@@ -166,22 +166,22 @@ def test_metrics():
 @pytest.mark.parametrize(
     ("old", "published"),
     [
-        (Following(most=0), lambda n: 0.0),
-        (Following(slope=0.001, most=0.5), lambda n: min(0.001 * n, 0.5)),
-        (Following(flat=75, slope=0.0075, most=0.999), lambda n: 0.0 if n < 75 else min(0.0075 * (n - 75), 0.999)),
+        (EmaScheduleConfig(max_decay=0), lambda n: 0.0),
+        (EmaScheduleConfig(slope=0.001, max_decay=0.5), lambda n: min(0.001 * n, 0.5)),
+        (EmaScheduleConfig(warmup=75, slope=0.0075, max_decay=0.999), lambda n: 0.0 if n < 75 else min(0.0075 * (n - 75), 0.999)),
     ],
 )
 def test_the_three_published_decays_of_the_old_policy(old, published):
-    config = DiffusionNFT(old=old)
+    config = DiffusionNFTConfig(old=old)
     for step in [1, 2, 74, 75, 76, 100, 207, 208, 209, 499, 500, 501, 10_000]:
         assert ALGORITHM.old_decay(config, step) == pytest.approx(published(step), abs=1e-12)
 
 
 def test_by_default_the_old_policy_is_nearly_kept_after_ten_steps():
-    decay = [ALGORITHM.old_decay(DiffusionNFT(), step) for step in (1, 5, 10, 11, 99)]
+    decay = [ALGORITHM.old_decay(DiffusionNFTConfig(), step) for step in (1, 5, 10, 11, 99)]
     assert decay == pytest.approx([0.09, 0.45, 0.9, 0.9, 0.9])
 
 
 def test_the_old_policy_generates_and_is_needed():
     assert ALGORITHM.generates == "old"
-    assert ALGORITHM.copies(DiffusionNFT()) == {"old"}
+    assert ALGORITHM.copies(DiffusionNFTConfig()) == {"old"}

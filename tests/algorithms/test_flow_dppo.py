@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from algorithm_terms import STOCHASTIC, doubles, gaussian, gradient, moved, rollout
+from algorithm_rows import STOCHASTIC, doubles, gaussian, gradient, moved, rollout
 
-from ebbflow.algorithms.base import TrajectoryTerms
+from ebbflow.algorithms.base import TrajectoryRows
 from ebbflow.algorithms.flow_dppo import ALGORITHM
-from ebbflow.recipe.algorithms import FlowDPPO
+from ebbflow.recipe.algorithms import FlowDPPOConfig
 
 # mu - mu_old is the same in every element and b = 2, so D_kl = shift^2 / 8: exact in binary, and exactly tau for a shift of 1.
 STD, TAU = 2.0, 0.125
@@ -23,14 +23,14 @@ def test_the_mask_by_cases(divergence, advantage):
     old = torch.zeros(count, 3, dtype=torch.float64)
     step = gaussian(old + SHIFTS[divergence], STD)
     advantages = doubles([advantage] * count)
-    terms = TrajectoryTerms(step, leaf, old, torch.zeros(count, dtype=torch.float64), {}, advantages)
-    config = FlowDPPO(divergence_limit=TAU)
+    rows = TrajectoryRows(step, leaf, old, torch.zeros(count, dtype=torch.float64), {}, advantages)
+    config = FlowDPPOConfig(divergence_limit=TAU)
 
-    loss, metrics = ALGORITHM.loss(terms, config)
+    loss, metrics = ALGORITHM.loss(rows, config)
     dropped = [divergence != "below" and (advantage, ratio) in FURTHER_AWAY for ratio in RATIOS]
     expected = [0.0 if drop else -advantage * ratio for drop, ratio in zip(dropped, RATIOS, strict=True)]
     assert loss.tolist() == pytest.approx(expected, abs=1e-12)
-    assert gradient(ALGORITHM, terms, config, leaf).tolist() == pytest.approx(expected, abs=1e-12)  # d(A rho) = A rho d log rho
+    assert gradient(ALGORITHM, rows, config, leaf).tolist() == pytest.approx(expected, abs=1e-12)  # d(A rho) = A rho d log rho
     assert metrics["dppo/dropped"].tolist() == [float(drop) for drop in dropped]
     assert metrics["dppo/divergence"].tolist() == [SHIFTS[divergence] ** 2 / 8] * count
 
@@ -40,8 +40,8 @@ def test_every_term_is_judged_by_its_own_divergence():
     leaf = doubles([0.3] * 4).requires_grad_()
     zeros = torch.zeros(4, 3, dtype=torch.float64)
     step = gaussian(shifts, STD)
-    terms = TrajectoryTerms(step, leaf, zeros, torch.zeros(4, dtype=torch.float64), {}, doubles([1.0, 1.0, -1.0, -1.0]))
-    _, metrics = ALGORITHM.loss(terms, FlowDPPO(divergence_limit=TAU))
+    rows = TrajectoryRows(step, leaf, zeros, torch.zeros(4, dtype=torch.float64), {}, doubles([1.0, 1.0, -1.0, -1.0]))
+    _, metrics = ALGORITHM.loss(rows, FlowDPPOConfig(divergence_limit=TAU))
     assert metrics["dppo/dropped"].tolist() == [0, 1, 0, 0]
 
 
@@ -50,19 +50,19 @@ def test_every_term_is_judged_by_its_own_divergence():
 def test_on_real_steps_the_gradient_is_that_of_the_ratio_or_nothing(sampler, limit):
     made = rollout(sampler)
     leaf = moved(made)
-    terms, config = made.terms(leaf), FlowDPPO(divergence_limit=limit)
-    ratio = (terms.log_prob - terms.old_log_prob).exp()
-    further = torch.sign(ratio - 1) == torch.sign(terms.advantage)
+    rows, config = made.rows(leaf), FlowDPPOConfig(divergence_limit=limit)
+    ratio = (rows.log_prob - rows.old_log_prob).exp()
+    further = torch.sign(ratio - 1) == torch.sign(rows.advantage)
     kept = ~further if limit == 1e-9 else torch.ones_like(further)
     assert 0 < further.sum() < len(further)
-    (expected,) = torch.autograd.grad(-(terms.advantage * ratio)[kept].sum(), leaf)
-    found = gradient(ALGORITHM, made.terms(leaf), config, leaf)
+    (expected,) = torch.autograd.grad(-(rows.advantage * ratio)[kept].sum(), leaf)
+    found = gradient(ALGORITHM, made.rows(leaf), config, leaf)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert (found[~kept] == 0).all()
 
 
 def test_finite_differences():
     made = rollout()
-    config = FlowDPPO(divergence_limit=1.0)
+    config = FlowDPPOConfig(divergence_limit=1.0)
     leaf = moved(made)
-    assert torch.autograd.gradcheck(lambda values: ALGORITHM.loss(made.terms(values), config)[0], (leaf,), eps=1e-6, atol=1e-7)
+    assert torch.autograd.gradcheck(lambda values: ALGORITHM.loss(made.rows(values), config)[0], (leaf,), eps=1e-6, atol=1e-7)

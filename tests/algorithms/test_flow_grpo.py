@@ -5,18 +5,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from algorithm_terms import STOCHASTIC, doubles, gaussian, gradient, moved, normal, rollout
+from algorithm_rows import STOCHASTIC, doubles, gaussian, gradient, moved, normal, rollout
 
 from ebbflow.algorithms.advantages import compute_advantages
-from ebbflow.algorithms.base import TrajectoryTerms
+from ebbflow.algorithms.base import TrajectoryRows
 from ebbflow.algorithms.flow_grpo import FLOW_GRPO
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.flow.transition import log_prob, sample
-from ebbflow.recipe.algorithms import DanceGRPO, FlowGRPO, FlowGRPOFast, MixGRPO
-from ebbflow.recipe.choices import Advantages
+from ebbflow.recipe.algorithms import DanceGRPOConfig, FlowGRPOConfig, FlowGRPOFastConfig, MixGRPOConfig
+from ebbflow.recipe.choices import AdvantagesConfig
 
-FAMILY = [FlowGRPO, FlowGRPOFast, MixGRPO, DanceGRPO]
-WIDE = FlowGRPO(clip_range=0.99)
+FAMILY = [FlowGRPOConfig, FlowGRPOFastConfig, MixGRPOConfig, DanceGRPOConfig]
+WIDE = FlowGRPOConfig(clip_range=0.99)
 
 # clip range .1: (advantage, ratio, the ratio that counts, whether it has a gradient, which clip)
 CASES = [
@@ -33,30 +33,30 @@ CASES = [
 ]
 
 
-def terms_with_ratio(ratio, advantage):
+def rows_with_ratio(ratio, advantage):
     """Terms whose ratios and advantages are given, and the leaf that their log-probabilities are."""
     leaf = doubles(ratio).log().requires_grad_()
     zeros = torch.zeros(len(ratio), 2, dtype=torch.float64)
-    return TrajectoryTerms(gaussian(zeros, 1.0), leaf, zeros, torch.zeros_like(leaf.detach()), {}, doubles(advantage)), leaf
+    return TrajectoryRows(gaussian(zeros, 1.0), leaf, zeros, torch.zeros_like(leaf.detach()), {}, doubles(advantage)), leaf
 
 
 @pytest.mark.parametrize("config", FAMILY)
 def test_ppo_clip_by_cases(config):
     advantage, ratio, counted, trained, clip = (list(column) for column in zip(*CASES, strict=True))
-    terms, leaf = terms_with_ratio(ratio, advantage)
+    rows, leaf = rows_with_ratio(ratio, advantage)
     algorithm, config = algorithm_of(config()), config(clip_range=0.1)
-    loss, metrics = algorithm.loss(terms, config)
+    loss, metrics = algorithm.loss(rows, config)
     assert loss.tolist() == pytest.approx([-a * c for a, c in zip(advantage, counted, strict=True)], abs=1e-12)
     expected = [-a * r if t else 0.0 for a, r, t in zip(advantage, ratio, trained, strict=True)]
-    assert gradient(algorithm, terms, config, leaf).tolist() == pytest.approx(expected, abs=1e-12)
+    assert gradient(algorithm, rows, config, leaf).tolist() == pytest.approx(expected, abs=1e-12)
     for name in ("clip/up", "clip/down"):
         assert metrics[name].tolist() == [float(each == name) for each in clip]
 
 
 def test_metrics_say_how_far_the_policy_has_moved():
     ratio = [1.3, 0.7, 1.0]
-    terms, _ = terms_with_ratio(ratio, [1.0, -1.0, 2.0])
-    _, metrics = FLOW_GRPO.loss(terms, FlowGRPO())
+    rows, _ = rows_with_ratio(ratio, [1.0, -1.0, 2.0])
+    _, metrics = FLOW_GRPO.loss(rows, FlowGRPOConfig())
     assert metrics["ratio/mean"].tolist() == pytest.approx(ratio)
     assert metrics["ratio/deviation"].tolist() == pytest.approx([0.3, 0.3, 0])
     assert metrics["kl/old"].tolist() == pytest.approx([math.log(each) ** 2 / 2 for each in ratio])
@@ -66,10 +66,10 @@ def test_metrics_say_how_far_the_policy_has_moved():
 def test_gradient_at_ratio_one_is_the_policy_gradient(sampler):
     made = rollout(sampler)
     leaf = moved(made, by=0)
-    terms = made.terms(leaf)
-    found = gradient(FLOW_GRPO, terms, FlowGRPO(), leaf)
-    (expected,) = torch.autograd.grad(-(terms.advantage * terms.log_prob).sum(), leaf)
-    assert (FLOW_GRPO.loss(terms, FlowGRPO())[1]["ratio/deviation"] == 0).all()
+    rows = made.rows(leaf)
+    found = gradient(FLOW_GRPO, rows, FlowGRPOConfig(), leaf)
+    (expected,) = torch.autograd.grad(-(rows.advantage * rows.log_prob).sum(), leaf)
+    assert (FLOW_GRPO.loss(rows, FlowGRPOConfig())[1]["ratio/deviation"] == 0).all()
     assert expected.flatten(1).norm(dim=1).min() > 1e-3
     assert (found - expected).abs().max() < 1e-12
 
@@ -81,8 +81,8 @@ def test_gradient_at_ratio_one_by_hand():
     step = gaussian(mean, 0.3)
     after = sample(step, made.noise).detach()
     score = log_prob(step, after)
-    terms = TrajectoryTerms(step, score, mean.detach(), score.detach(), {}, made.advantage)
-    found = gradient(FLOW_GRPO, terms, FlowGRPO(), mean)
+    rows = TrajectoryRows(step, score, mean.detach(), score.detach(), {}, made.advantage)
+    found = gradient(FLOW_GRPO, rows, FlowGRPOConfig(), mean)
     assert (found + made.advantage[:, None, None] * made.noise / (0.3 * 6)).abs().max() < 1e-12
 
 
@@ -90,8 +90,8 @@ def test_gradient_at_ratio_one_by_hand():
 def test_finite_differences(sampler):
     made = rollout(sampler)
     leaf = moved(made)
-    assert FLOW_GRPO.loss(made.terms(leaf), WIDE)[1]["ratio/deviation"].min() > 1e-6
-    assert torch.autograd.gradcheck(lambda values: FLOW_GRPO.loss(made.terms(values), WIDE)[0], (leaf,), eps=1e-6, atol=1e-7)
+    assert FLOW_GRPO.loss(made.rows(leaf), WIDE)[1]["ratio/deviation"].min() > 1e-6
+    assert torch.autograd.gradcheck(lambda values: FLOW_GRPO.loss(made.rows(values), WIDE)[0], (leaf,), eps=1e-6, atol=1e-7)
 
 
 def test_linear_gaussian_policy_has_the_gradient_of_reinforce():
@@ -102,12 +102,12 @@ def test_linear_gaussian_policy_has_the_gradient_of_reinforce():
     prompts = 1 + 0.5 * normal(groups, 3, seed=2)
     step = gaussian(prompts.repeat_interleave(size, 0) @ theta.T, std)
     after = sample(step, normal(groups * size, elements, seed=3)).detach()
-    config = Advantages(std="none", clip=1e6)
+    config = AdvantagesConfig(std="none", clip=1e6)
     rewards, prompt_ids = {"only": (after @ weights).numpy()}, np.repeat(np.arange(groups), size)
     advantage = compute_advantages(rewards, {"only": 1.0}, prompt_ids, config).values
     score = log_prob(step, after)
-    terms = TrajectoryTerms(step, score, step.mean.detach(), score.detach(), {}, torch.from_numpy(advantage).double())
-    found = -gradient(FLOW_GRPO, terms, FlowGRPO(), theta) / len(advantage)
+    rows = TrajectoryRows(step, score, step.mean.detach(), score.detach(), {}, torch.from_numpy(advantage).double())
+    found = -gradient(FLOW_GRPO, rows, FlowGRPOConfig(), theta) / len(advantage)
     reinforce = weights[:, None] * prompts.mean(0)
     expected = reinforce * (size - 1) / size / elements
     assert torch.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.999
@@ -122,12 +122,12 @@ def test_importance_identities():
     after = sample(old, normal(count, elements, seed=0))
     step = gaussian(shift.expand(count, elements), std)
     score, old_score = log_prob(step, after), log_prob(old, after)
-    terms = TrajectoryTerms(step, score, old.mean, old_score, {}, torch.ones(count, dtype=torch.float64))
+    rows = TrajectoryRows(step, score, old.mean, old_score, {}, torch.ones(count, dtype=torch.float64))
     assert (elements * (score - old_score)).exp().mean().item() == pytest.approx(1, abs=5e-3)
     distance = (shift**2).sum().item() / (2 * std**2 * elements)
     expected = math.exp(-distance * (1 - 1 / elements))
     assert expected < 0.97
-    assert -FLOW_GRPO.loss(terms, WIDE)[0].mean().item() == pytest.approx(expected, abs=1e-3)
+    assert -FLOW_GRPO.loss(rows, WIDE)[0].mean().item() == pytest.approx(expected, abs=1e-3)
 
 
 def test_the_rollout_comes_from_the_policy_itself_and_no_copy_is_needed():

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from algorithm_terms import (
+from algorithm_rows import (
     DENSITIES,
     ELEMENTS,
     SIGMAS,
     STOCHASTIC,
-    forward_terms,
+    forward_rows,
     kl_per_element,
     mean_square,
     moved,
@@ -19,23 +19,23 @@ from algorithm_terms import (
 
 from ebbflow.algorithms.reference import penalty
 from ebbflow.flow.transition import DEFAULT_ETA
-from ebbflow.recipe.choices import Reference
+from ebbflow.recipe.choices import ReferenceConfig
 
-KL, WITHOUT_DT, VELOCITY = (Reference(penalty=name) for name in ("kl", "kl_without_dt", "velocity"))
+KL, WITHOUT_DT, VELOCITY = (ReferenceConfig(penalty=name) for name in ("kl", "kl_without_dt", "velocity"))
 
 
 def steps_apart(sampler):
     """(terms, the policy's velocity, the reference's)."""
     made = rollout(sampler)
     velocity, reference = moved(made), normal(*made.old.shape, seed=9)
-    return made.terms(velocity, reference=reference), velocity, reference
+    return made.rows(velocity, reference=reference), velocity, reference
 
 
 @pytest.mark.parametrize("sampler", STOCHASTIC)
 def test_kl_is_the_divergence_of_two_gaussians_per_element(sampler):
-    terms, velocity, reference = steps_apart(sampler)
-    expected = kl_per_element(terms.transition, terms.copies["reference"])
-    torch.testing.assert_close(penalty(KL, terms, velocity, reference), expected, rtol=1e-12, atol=0)
+    rows, velocity, reference = steps_apart(sampler)
+    expected = kl_per_element(rows.transition, rows.copies["reference"])
+    torch.testing.assert_close(penalty(KL, rows, velocity, reference), expected, rtol=1e-12, atol=0)
 
 
 def noise_level(sampler):
@@ -52,17 +52,17 @@ def noise_level(sampler):
 
 @pytest.mark.parametrize("sampler", STOCHASTIC)
 def test_the_two_scalings_of_kl(sampler):
-    terms, velocity, reference = steps_apart(sampler)
+    rows, velocity, reference = steps_apart(sampler)
     s, b = (each.repeat(2) for each in noise_level(sampler))
-    apart = mean_square(terms.transition.mean - terms.copies["reference"].mean)
-    torch.testing.assert_close(penalty(KL, terms, velocity, reference), apart / (2 * b**2), rtol=1e-12, atol=0)
-    torch.testing.assert_close(penalty(WITHOUT_DT, terms, velocity, reference), apart / (2 * s**2), rtol=1e-12, atol=0)
+    apart = mean_square(rows.transition.mean - rows.copies["reference"].mean)
+    torch.testing.assert_close(penalty(KL, rows, velocity, reference), apart / (2 * b**2), rtol=1e-12, atol=0)
+    torch.testing.assert_close(penalty(WITHOUT_DT, rows, velocity, reference), apart / (2 * s**2), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("terms", [steps_apart("cps")[0], forward_terms([1.0] * 10)], ids=["trajectory", "forward"])
-def test_velocity_is_the_mean_square_of_the_change_whatever_the_terms(terms):
+@pytest.mark.parametrize("rows", [steps_apart("cps")[0], forward_rows([1.0] * 10)], ids=["trajectory", "forward"])
+def test_velocity_is_the_mean_square_of_the_change_whatever_the_terms(rows):
     velocity, reference = normal(10, 2, 3, seed=1).requires_grad_(), normal(10, 2, 3, seed=2)
-    found = penalty(VELOCITY, terms, velocity, reference)
+    found = penalty(VELOCITY, rows, velocity, reference)
     torch.testing.assert_close(found, mean_square(velocity - reference), rtol=1e-12, atol=0)
     (gradient,) = torch.autograd.grad(found.sum(), velocity)
     torch.testing.assert_close(gradient, 2 * (velocity - reference).detach() / ELEMENTS, rtol=1e-12, atol=0)
@@ -72,8 +72,8 @@ def test_velocity_is_the_mean_square_of_the_change_whatever_the_terms(terms):
 def test_the_base_model_pays_nothing(config):
     made = rollout()
     velocity = moved(made)
-    terms = made.terms(velocity, reference=velocity.detach())
-    found = penalty(config, terms, velocity, velocity.detach())
+    rows = made.rows(velocity, reference=velocity.detach())
+    found = penalty(config, rows, velocity, velocity.detach())
     assert (found == 0).all()
     (gradient,) = torch.autograd.grad(found.sum(), velocity)
     assert (gradient == 0).all()
@@ -86,12 +86,12 @@ def test_finite_differences(config, sampler):
     reference = normal(*made.old.shape, seed=9)
 
     def cost(velocity):
-        return penalty(config, made.terms(velocity, reference=reference), velocity, reference)
+        return penalty(config, made.rows(velocity, reference=reference), velocity, reference)
 
     assert torch.autograd.gradcheck(cost, (moved(made),), eps=1e-6, atol=1e-6)
 
 
 def test_the_weight_is_not_the_penalty_s_business():
-    terms, velocity, reference = steps_apart("flow_sde")
-    heavy = Reference(penalty="kl", weight=0.3)
-    assert torch.equal(penalty(heavy, terms, velocity, reference), penalty(KL, terms, velocity, reference))
+    rows, velocity, reference = steps_apart("flow_sde")
+    heavy = ReferenceConfig(penalty="kl", weight=0.3)
+    assert torch.equal(penalty(heavy, rows, velocity, reference), penalty(KL, rows, velocity, reference))

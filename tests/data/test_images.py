@@ -24,10 +24,10 @@ VIDEOS = arrays.arrays(
 
 def chunks(png: bytes) -> list[bytes]:
     """The names of a PNG's chunks, in order."""
-    names, place = [], 8
-    while place < len(png):
-        names.append(png[place + 4 : place + 8])
-        place += 12 + int.from_bytes(png[place : place + 4])
+    names, offset = [], 8
+    while offset < len(png):
+        names.append(png[offset + 4 : offset + 8])
+        offset += 12 + int.from_bytes(png[offset : offset + 4])
     return names
 
 

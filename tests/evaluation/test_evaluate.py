@@ -14,13 +14,13 @@ from ebbflow.evaluation.evaluate import EvaluationError, evaluate, evaluate_fold
 from ebbflow.flow.noise import noise
 from ebbflow.models import load_model
 from ebbflow.models.families.glyph import GlyphModel
-from ebbflow.recipe.choices import Sampler
-from ebbflow.recipe.model import Model as ModelConfig
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.storage.tables import read_table, read_table_metadata, write_table
-from ebbflow.training.card import write_base_policy
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import write_base_policy
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_means_are_over_their_own_split(run, prompts, tmp_path):
 def test_images_are_those_of_the_deterministic_sampler(run, prompts, model, tmp_path):
     run()
     conditioning = model.encode(prompts)
-    latents = generate(model, conditioning, evaluation_keys(prompts), Sampler(name="ode", steps=3)).latents
+    latents = generate(model, conditioning, evaluation_keys(prompts), SamplerConfig(name="ode", steps=3)).latents
     stored = decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist())
     assert np.abs(stored.astype(int) - model.decode(latents)).max() <= 1
 
@@ -156,7 +156,7 @@ def test_a_policy_is_evaluated_with_the_family_of_its_card(family, make_recipe, 
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     write_base_policy(tmp_path / "policy", "base", "recipe", PolicyConfig(), ModelConfig(family=family, path="base"))
     write_table(tmp_path / "prompts.parquet", PROMPTS, [pa.RecordBatch.from_pylist([asdict(p) for p in prompts], PROMPTS)], {})
-    recipe = make_recipe(rewards={"terms": [{"name": "jpeg_compressibility"}], "guards": []})
+    recipe = make_recipe(rewards=[{"name": "jpeg_compressibility"}], guardrails=[])
     evaluate_folder(
         recipe, base_folder, tmp_path / "policy", tmp_path / "prompts.parquet", "champion", tmp_path / "samples.parquet"
     )
@@ -164,7 +164,7 @@ def test_a_policy_is_evaluated_with_the_family_of_its_card(family, make_recipe, 
 
     def distance(of):
         model = load_model(base_folder, ModelConfig(family=of, path="base"))
-        sampler = Sampler(name="ode", steps=recipe.evaluation.steps)
+        sampler = SamplerConfig(name="ode", steps=recipe.evaluation.steps)
         latents = generate(model, model.encode(prompts), evaluation_keys(prompts), sampler).latents
         return np.abs(stored - model.decode(latents)).max()
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from ebbflow.data.records import Evaluation, Verdict
+from ebbflow.data.records import Evaluation, GateDecision
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import REFUSED, decide
 from ebbflow.recipe import Recipe
 
 PROMPTS = 24
-RECIPE = Recipe.model_validate({"evaluation": {"resamples": 500}, "promotion": {"guard_tolerance": 0.02}})
+RECIPE = Recipe.model_validate({"evaluation": {"resamples": 500}, "promotion": {"guardrail_tolerance": 0.02}})
 
 
-def samples(reward: float, prompts: int = PROMPTS, **guards: float | None) -> pa.Table:
-    """Rewards that vary around a mean, so that intervals have a width; guards are constant."""
+def samples(reward: float, prompts: int = PROMPTS, **guardrails: float | None) -> pa.Table:
+    """Rewards that vary around a mean, so that intervals have a width; guardrails are constant."""
     rows = [
         {"prompt_id": i, "sample": 0, "split": "held_out", "prompt": "p", "target": "T", "image": b""}
-        | {"reward": reward + 0.1 * (-1) ** i * (reward > 0.6), **guards}
+        | {"reward": reward + 0.1 * (-1) ** i * (reward > 0.6), **guardrails}
         for i in range(prompts)
     ]
-    return pa.Table.from_pylist(rows, schema=evaluation_schema(["reward", *guards]))
+    return pa.Table.from_pylist(rows, schema=evaluation_schema(["reward", *guardrails]))
 
 
 def evaluation(label: str, coverage: float = 1.0) -> Evaluation:
@@ -30,7 +30,7 @@ def evaluation(label: str, coverage: float = 1.0) -> Evaluation:
     )
 
 
-def verdict(candidate: pa.Table, champion: pa.Table, coverage: float = 1.0) -> Verdict:
+def decision(candidate: pa.Table, champion: pa.Table, coverage: float = 1.0) -> GateDecision:
     return decide(RECIPE, evaluation("1.1 online", coverage), evaluation("before"), candidate, champion)
 
 
@@ -38,7 +38,7 @@ BEFORE = {"tesseract": 0.30, "similarity": 0.80}
 
 
 @pytest.mark.parametrize(
-    ("reward", "guards", "promote", "sentence"),
+    ("reward", "guardrails", "promote", "sentence"),
     [
         (0.9, {"tesseract": 0.35, "similarity": 0.85}, True, "lies above zero"),
         (0.5, {"tesseract": 0.35, "similarity": 0.85}, False, "does not lie above zero"),
@@ -48,19 +48,19 @@ BEFORE = {"tesseract": 0.30, "similarity": 0.80}
         (0.9, {"tesseract": 0.35, "similarity": 0.70}, False, "Guardrail similarity went from 0.800 to 0.700"),
     ],
 )
-def test_target_and_guardrails_decide(reward: float, guards: dict[str, float], promote: bool, sentence: str) -> None:
-    result = verdict(samples(reward, **guards), samples(0.5, **BEFORE))
+def test_target_and_guardrails_decide(reward: float, guardrails: dict[str, float], promote: bool, sentence: str) -> None:
+    result = decision(samples(reward, **guardrails), samples(0.5, **BEFORE))
     assert result.promote is promote
     assert sentence in " ".join(result.reasons)
     assert len(result.reasons) == 4, "coverage, target and two guardrails each give a reason"
     assert sum(reason.startswith(REFUSED) for reason in result.reasons) == (not promote)
-    assert {guard.metric for guard in result.guards} == {"tesseract", "similarity"}
+    assert {guardrail.metric for guardrail in result.guardrails} == {"tesseract", "similarity"}
 
 
 def test_a_guardrail_that_nobody_measured_has_no_say_but_is_mentioned() -> None:
-    result = verdict(samples(0.9, similarity=0.85), samples(0.5, similarity=0.8))
+    result = decision(samples(0.9, similarity=0.85), samples(0.5, similarity=0.8))
     assert result.promote
-    assert [guard.metric for guard in result.guards] == ["similarity"]
+    assert [guardrail.metric for guardrail in result.guardrails] == ["similarity"]
     assert "Guardrail tesseract was measured on neither side" in " ".join(result.reasons)
 
 
@@ -69,13 +69,13 @@ def test_a_guardrail_that_nobody_measured_has_no_say_but_is_mentioned() -> None:
     [({"similarity": 0.85}, BEFORE, "candidate"), (BEFORE, {"similarity": 0.8}, "champion")],
 )
 def test_a_guardrail_that_one_side_lacks_refuses(candidate: dict[str, float], champion: dict[str, float], absent: str) -> None:
-    result = verdict(samples(0.9, **candidate), samples(0.5, **champion))
+    result = decision(samples(0.9, **candidate), samples(0.5, **champion))
     assert not result.promote
     assert f"but not on the {absent}" in " ".join(result.reasons)
 
 
 def test_a_missing_prompt_refuses() -> None:
-    result = verdict(samples(0.9, PROMPTS - 1, **BEFORE), samples(0.5, **BEFORE))
+    result = decision(samples(0.9, PROMPTS - 1, **BEFORE), samples(0.5, **BEFORE))
     assert not result.promote
     assert result.coverage == pytest.approx((PROMPTS - 1) / PROMPTS)
     assert "the candidate has no reward for 1 and the champion for 0" in result.reasons[0]
@@ -87,26 +87,26 @@ def test_a_reward_that_failed_refuses() -> None:
     failed = champion.set_column(
         champion.schema.get_field_index("reward"), "reward", pa.array([None, *rewards[1:]], pa.float64())
     )
-    result = verdict(samples(0.9, **BEFORE), failed)
+    result = decision(samples(0.9, **BEFORE), failed)
     assert not result.promote
     assert "the candidate has no reward for 0 and the champion for 1" in result.reasons[0]
 
 
 def test_prompts_that_are_missing_from_both_tables_refuse() -> None:
-    result = verdict(samples(0.9, **BEFORE), samples(0.5, **BEFORE), coverage=0.5)
+    result = decision(samples(0.9, **BEFORE), samples(0.5, **BEFORE), coverage=0.5)
     assert not result.promote
     assert result.coverage == 0.5
 
 
 def test_a_full_win_names_its_sides_and_numbers() -> None:
-    result = verdict(samples(0.9, **BEFORE), samples(0.5, **BEFORE))
+    result = decision(samples(0.9, **BEFORE), samples(0.5, **BEFORE))
     assert (result.candidate, result.champion, result.coverage) == ("1.1 online", "before", 1.0)
     assert result.target.low > 0
     assert "95% interval [+0." in result.reasons[1]
-    assert Verdict.model_validate_json(result.model_dump_json()) == result
+    assert GateDecision.model_validate_json(result.model_dump_json()) == result
 
 
 def test_a_guardrail_that_failed_everywhere_keeps_the_candidate_back() -> None:
-    result = verdict(samples(0.9, tesseract=None, similarity=0.85), samples(0.5, tesseract=None, similarity=0.80))
+    result = decision(samples(0.9, tesseract=None, similarity=0.85), samples(0.5, tesseract=None, similarity=0.80))
     assert not result.promote
     assert "Guardrail tesseract scored 0 held-out prompts on both sides" in " ".join(result.reasons)

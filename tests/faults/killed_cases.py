@@ -24,7 +24,7 @@ from ebbflow.offline.training import train_offline_folder
 from ebbflow.online.loop import train_online_folder
 from ebbflow.recipe import load_recipe
 from ebbflow.rewards.combine import load_scorer
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.checkpoint import Checkpoints
 
 POINTS = {
@@ -33,7 +33,7 @@ POINTS = {
     "mid-table": "ebbflow.storage.tables:pq.ParquetWriter.write_batch",
     "before the optimiser's step": "torch.optim.adamw:AdamW.step",
     "mid-update": "ebbflow.training.policy:Policy.blend",
-    "metrics": "ebbflow.stage:Kept.log_metrics",
+    "metrics": "ebbflow.stage:MetricsRecorder.log_metrics",
     "before shards": "ebbflow.training.checkpoint:Checkpoints.save",
     "mid-shard": "ebbflow.training.checkpoint:save_file",
     "before the manifest": "ebbflow.storage.artifacts:commit",
@@ -58,32 +58,32 @@ def attempt(folder: Path, name: str, death: Death | None) -> None:
     """The stage of ``folder/recipe.yaml``, from rollouts to the policy folder ``name``; what was finished before is kept."""
     torch.set_num_threads(1)
     calls = watch(death)
-    recipe, journal = load_recipe(folder / "recipe.yaml"), Kept()
-    place = Place(recipe, 0, 0)
-    checkpoints = Checkpoints(place, folder / f"{name}-checkpoints")
+    recipe, recorder = load_recipe(folder / "recipe.yaml"), MetricsRecorder()
+    ctx = StageContext(recipe, 0, 0)
+    checkpoints = Checkpoints(ctx, folder / f"{name}-checkpoints")
     base, start, prompts, trained = (folder / each for each in ("base", "start", "prompts.parquet", name))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        if place.config.kind == "online":
-            train_online_folder(place, base, start, prompts, trained, journal, checkpoints=checkpoints)
+        if ctx.config.kind == "online":
+            train_online_folder(ctx, base, start, prompts, trained, recorder, checkpoints=checkpoints)
         else:
-            stored = rollouts_and_advantages(place, folder, name)
-            train_offline_folder(place, base, start, prompts, *stored, trained, journal, checkpoints)
-    said = {"rows": journal.metrics, "calls": calls, "warned": [str(one.message) for one in warned]}
+            stored = rollouts_and_advantages(ctx, folder, name)
+            train_offline_folder(ctx, base, start, prompts, *stored, trained, recorder, checkpoints)
+    said = {"rows": recorder.metrics, "calls": calls, "warned": [str(one.message) for one in warned]}
     (folder / f"{name}.json").write_text(json.dumps(said))
 
 
-def rollouts_and_advantages(place: Place, folder: Path, name: str) -> tuple[list[Path], Path]:
+def rollouts_and_advantages(ctx: StageContext, folder: Path, name: str) -> tuple[list[Path], Path]:
     """What the nodes before the training leave behind; each runs again until it has."""
     base, start, prompts = (folder / each for each in ("base", "start", "prompts.parquet"))
     shards, scores = ([folder / f"{name}-{kind}-{shard}" for shard in range(2)] for kind in ("rollouts", "scores"))
     for shard in range(2):
         if not shards[shard].exists():
-            generate_shard_from_folders(place, base, start, prompts, shard, shards[shard])
+            generate_shard_from_folders(ctx, base, start, prompts, shard, shards[shard])
         if not scores[shard].exists():
-            scorer = load_scorer(place.recipe.rewards.terms, ())
-            score_shard(place, scorer, read_prompts(prompts, "train"), shards[shard], scores[shard])
-    write_advantages(place, scores, folder / f"{name}-advantages")
+            scorer = load_scorer(ctx.recipe.rewards, ())
+            score_shard(ctx, scorer, read_prompts(prompts, "train"), shards[shard], scores[shard])
+    write_advantages(ctx, scores, folder / f"{name}-advantages")
     return shards, folder / f"{name}-advantages"
 
 

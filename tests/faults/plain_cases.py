@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-MOST_LINES, LONGEST_LINE = 60, 1500
+MAX_LINES, MAX_LINE = 60, 1500
 """Of a message that somebody is to read."""
 
 Result = TypeVar("Result")
@@ -33,9 +33,9 @@ def only_speaks_plainly(
 def assert_readable(message: str, *names: str) -> None:
     lines = message.splitlines()
     assert message.strip(), "an error without a message"
-    assert len(lines) <= MOST_LINES, f"{len(lines)} lines, first {lines[:3]}"
+    assert len(lines) <= MAX_LINES, f"{len(lines)} lines, first {lines[:3]}"
     for line in lines:
-        assert len(line) <= LONGEST_LINE, f"a line of {len(line)} characters: {line[:200]}"
+        assert len(line) <= MAX_LINE, f"a line of {len(line)} characters: {line[:200]}"
         assert line.isprintable(), f"characters that no terminal should get: {line!r:.300}"
     for name in names:
         assert name in message, f"{name!r} is not named in {message[:500]!r}"
@@ -79,16 +79,16 @@ def damage(draw: st.DrawFn) -> Callable[[bytes], bytes]:
     some = draw(st.binary(min_size=1, max_size=9))
 
     def damaged(content: bytes) -> bytes:
-        changed, places_in = bytearray(content), {int(place * len(content)) for place in places}
-        for place in sorted(places_in, reverse=True):
+        changed, places_in = bytearray(content), {int(position * len(content)) for position in places}
+        for position in sorted(places_in, reverse=True):
             if kind == "cut":
-                del changed[place:]
+                del changed[position:]
             elif kind == "flip":
-                changed[place] ^= bits
+                changed[position] ^= bits
             elif kind == "remove":
-                del changed[place : place + len(some)]
+                del changed[position : position + len(some)]
             else:
-                changed[place:place] = some
+                changed[position:position] = some
         return bytes(changed) if bytes(changed) != content else content + b"\0"
 
     return damaged

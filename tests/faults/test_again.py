@@ -17,7 +17,8 @@ from tests.faults.again_cases import run_pipeline_until
 
 RECIPE: dict[str, Any] = {
     # the gate is to let it pass: contrast is learnt in two steps
-    "rewards": {"terms": ["mine.contrast:Contrast"], "guards": []},
+    "rewards": ["mine.contrast:Contrast"],
+    "guardrails": [],
     "stages": [
         {"kind": "online", "steps": 2, "prompts_per_step": 2, "group_size": 4, "micro_batch": 8, "optimizer": {"lr": 0.003}},
         {"kind": "offline", "prompts": 4, "group_size": 4, "micro_batch": 8, "batch_size": 8, "epochs": 1},
@@ -25,10 +26,10 @@ RECIPE: dict[str, Any] = {
 }
 DEATHS = [
     "ebbflow.evaluation.evaluate:evaluate_folder:1:after",
-    "ebbflow.training.update:Learner.update:1:told",  # in the online stage, in pyflyte's own process
+    "ebbflow.training.update:PolicyUpdater.update:1:told",  # in the online stage, in pyflyte's own process
     "ebbflow.offline.rollouts:generate_shard_from_folders:2",
     "flytekit.core.local_cache:LocalTaskCache.set:2",  # between two nodes: Flyte does not know yet that shard 0 has been scored
-    "ebbflow.training.update:Learner.update:1:told",  # in the offline stage, in the processes of its group
+    "ebbflow.training.update:PolicyUpdater.update:1:told",  # in the offline stage, in the processes of its group
     "mlflow:MlflowClient.create_model_version:1",
     "mlflow:MlflowClient.set_registered_model_alias:2",  # the challenger is named, the champion not yet
 ]

@@ -18,7 +18,7 @@ from plain_cases import anything, assert_readable, cases, damage, only_speaks_pl
 from ebbflow.data.images import encode_png
 from ebbflow.data.pairs import IMAGES, LATENTS, PairError, check_pairs, read_pair_prompts, read_pairs
 from ebbflow.offline.pairs import import_pairs
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from tests.faults.test_bad_prompts import bomb
 
 PICTURES = encode_png(np.random.default_rng(0).integers(0, 256, (4, 16, 32, 3), dtype=np.uint8))
@@ -149,10 +149,10 @@ def test_a_pipe_that_nobody_writes_to_is_no_file(tmp_path):
 
 @pytest.mark.parametrize("at", [1, 4, 7])
 def test_an_import_that_fails_in_the_middle_leaves_no_rollouts(make_recipe, model, tmp_path, at):
-    place = Place(make_recipe(offline={"algorithm": {"name": "diffusion_dpo"}, "micro_batch": 2}), 0, 1)
+    ctx = StageContext(make_recipe(offline={"algorithm": {"name": "diffusion_dpo"}, "micro_batch": 2}), 0, 1)
     rows = [{**ROWS[number % 2], "prompt": "AB"} for number in range(8)]
     rows[at] |= {"rejected": PICTURES[1][:-30]}
     source = parquet(tmp_path / "pairs.parquet", rows)
     with pytest.raises(PairError, match=f"row {at + 1}: rejected"):
-        import_pairs(place, model, source, tmp_path / "tables")
+        import_pairs(ctx, model, source, tmp_path / "tables")
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["prompts.parquet"]

@@ -15,12 +15,12 @@ from plain_cases import anything, assert_readable, cases, damage, only_speaks_pl
 from safetensors.torch import load_file, save_file
 
 from ebbflow.models import ModelError, load_model
-from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.stage import Place
+from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, verify
-from ebbflow.training.card import ITERATE, STATISTICS, PolicyCard, PolicyError, read_card
-from ebbflow.training.handover import read_history
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_io import read_history
+from ebbflow.training.policy_metadata import ITERATE, STATISTICS, PolicyError, PolicyMetadata, read_policy_metadata
 
 CONFIGS = {"full": PolicyConfig(), "lora": PolicyConfig(train="lora", rank=2, alpha=2)}
 WEIGHTS = {"full": "transformer/diffusion_pytorch_model.safetensors", "lora": "pytorch_lora_weights.safetensors"}
@@ -33,8 +33,8 @@ def policies(tmp_path_factory, base_folder):
     for kind, config in CONFIGS.items():
         policy, folder = Policy(load_model(base_folder), config, 0), tmp_path_factory.mktemp("policies") / kind
         policy.ensure("old")
-        card = PolicyCard(base_digest="base", recipe_digest="recipe", config=config, version=3, copies=("old", ITERATE))
-        policy.save(folder, card, statistics={"ocr": [[0, 1, 0.5, 0.0]]})
+        metadata = PolicyMetadata(base_digest="base", recipe_digest="recipe", config=config, version=3, copies=("old", ITERATE))
+        policy.save(folder, metadata, statistics={"ocr": [[0, 1, 0.5, 0.0]]})
         made[kind] = (policy, folder)
     return made
 
@@ -48,13 +48,13 @@ def files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def load(policy: Policy, folder: Path) -> PolicyCard | None:
+def load(policy: Policy, folder: Path) -> PolicyMetadata | None:
     """Load it to train on; an error leaves the policy as it was."""
     before = {name: value.detach().clone() for name, value in policy.parameters.items()}
-    card = only_speaks_plainly(lambda: policy.load(folder, to_train=True), (PolicyError, ArtifactError), str(folder))
-    if card is None:
+    metadata = only_speaks_plainly(lambda: policy.load(folder, to_train=True), (PolicyError, ArtifactError), str(folder))
+    if metadata is None:
         assert all(torch.equal(before[name], value) for name, value in policy.parameters.items())
-    return card
+    return metadata
 
 
 @cases(60, number=st.integers(0, 9), go_wrong=damage(), kind=st.sampled_from(["lora", "lora", "lora", "full"]))
@@ -123,7 +123,7 @@ def test_a_commit_of_anything(policies, tmp_path, content):
     assert load(policies["lora"][0], folder) is None
 
 
-CARD = PolicyCard(base_digest="base", recipe_digest="recipe", config=CONFIGS["lora"], version=3, copies=("old",)).model_dump(
+CARD = PolicyMetadata(base_digest="base", recipe_digest="recipe", config=CONFIGS["lora"], version=3, copies=("old",)).model_dump(
     mode="json"
 )
 
@@ -143,19 +143,19 @@ def test_anything_in_the_card(policies, tmp_path, key, inner, new):
     else:
         changed[key] = new
     (folder / "policy.json").write_text(json.dumps(changed))
-    card = load(policy, remade(folder))
-    if card is not None:
-        assert card.config == CONFIGS["lora"]
+    metadata = load(policy, remade(folder))
+    if metadata is not None:
+        assert metadata.config == CONFIGS["lora"]
 
 
 @pytest.mark.parametrize("key", ["base_digest", "recipe_digest", "config"])
 def test_a_key_that_the_card_lacks_is_named(policies, tmp_path, key):
     folder = fresh(policies["lora"][1], tmp_path)
-    card = json.loads((folder / "policy.json").read_text())
-    del card[key]
-    (folder / "policy.json").write_text(json.dumps(card))
+    metadata = json.loads((folder / "policy.json").read_text())
+    del metadata[key]
+    (folder / "policy.json").write_text(json.dumps(metadata))
     with pytest.raises(PolicyError, match=rf"policy\.json .*\n{key}.*: Field required"):
-        read_card(remade(folder))
+        read_policy_metadata(remade(folder))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"null", b"{", b"[" * 100_000])
@@ -163,15 +163,15 @@ def test_a_card_that_is_no_json_object(policies, tmp_path, content):
     folder = fresh(policies["lora"][1], tmp_path)
     (folder / "policy.json").write_bytes(content)
     with pytest.raises(PolicyError) as error:
-        read_card(remade(folder))
+        read_policy_metadata(remade(folder))
     assert_readable(str(error.value), "policy.json")
 
 
 @pytest.mark.parametrize("name", ["../lora", "/etc", "a/b", ""])
 def test_a_copy_cannot_be_read_from_elsewhere(policies, tmp_path, name):
     folder = fresh(policies["lora"][1], tmp_path)
-    card = json.loads((folder / "policy.json").read_text()) | {"copies": [name]}
-    (folder / "policy.json").write_text(json.dumps(card))
+    metadata = json.loads((folder / "policy.json").read_text()) | {"copies": [name]}
+    (folder / "policy.json").write_text(json.dumps(metadata))
     with pytest.raises(PolicyError, match=r"copies\.0 = .*pattern"):
         policies["lora"][0].load(remade(folder), to_train=True)
 
@@ -220,9 +220,9 @@ def test_weights_that_cannot_be_read_although_the_manifest_fits(policies, make_r
     (folder / which).write_bytes(go_wrong(content[:end]) + content[end:])
     before = {name: value.detach().clone() for name, value in policy.parameters.items()}
     load(policy, remade(folder))
-    place = Place(make_recipe(), 0, 0)
-    card = PolicyCard.model_validate(CARD | {"progress": {"algorithm": place.config.algorithm_name}})
-    only_speaks_plainly(lambda: read_history(place, card, folder), PolicyError, str(folder))
+    ctx = StageContext(make_recipe(), 0, 0)
+    metadata = PolicyMetadata.model_validate(CARD | {"progress": {"algorithm": ctx.config.algorithm_name}})
+    only_speaks_plainly(lambda: read_history(ctx, metadata, folder), PolicyError, str(folder))
     policy.assign(before)
 
 
@@ -307,7 +307,7 @@ def test_a_folder_that_is_not_finished_is_not_there(tmp_path, name, at):
 def test_the_numbers_of_a_policy_survive(policies, tmp_path):
     """The folders that are damaged here are whole before."""
     for policy, folder in policies.values():
-        card = load(policy, fresh(folder, tmp_path))
-        assert card is not None
-        assert card.version == 3
+        metadata = load(policy, fresh(folder, tmp_path))
+        assert metadata is not None
+        assert metadata.version == 3
         assert all(np.isfinite(value.detach().numpy()).all() for value in policy.parameters.values())

@@ -14,18 +14,19 @@ from plain_cases import anything, assert_readable, cases, damage, only_speaks_pl
 
 from ebbflow.cli import main
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
-from tests.nested import places, replaced
+from tests.nested import paths, replaced
 
 SHIPPED = [path.read_bytes() for path in sorted(Path("workflows/recipes").glob("*.yaml"))]
 WRITTEN = {
     "name": "small",
     "model": {"training": {"letters": 3}},
     "prompts": {"source": "prompts.txt"},
-    "rewards": {"terms": ["ocr", {"name": "json:loads", "options": {"s": [1, {"deep": 0.5}]}}], "guards": []},
+    "rewards": ["ocr", {"name": "json:loads", "options": {"s": [1, {"deep": 0.5}]}}],
+    "guardrails": [],
     "policy": {"train": "lora", "rank": 4, "ema": {"slope": 0.1}},
     "stages": [
         {"kind": "online", "algorithm": {"name": "mix_grpo"}, "sampler": {"name": "flow_sde", "steps": 6}},
-        {"kind": "offline", "algorithm": {"name": "awm", "old": {"most": 0.1}}, "pairs": "pairs.jsonl"},
+        {"kind": "offline", "algorithm": {"name": "awm", "old": {"max_decay": 0.1}}, "pairs": "pairs.jsonl"},
     ],
 }
 FRAGMENTS = [
@@ -93,8 +94,8 @@ def test_a_damaged_file(tmp_path: Path, text: bytes, go_wrong) -> None:
     parts=st.lists(st.tuples(st.floats(0, 1), st.sampled_from(FRAGMENTS)), min_size=1, max_size=4),
 )
 def test_a_file_with_more_of_yaml_than_a_recipe_needs(tmp_path: Path, text: bytes, parts: list[tuple[float, str]]) -> None:
-    for place, part in parts:
-        at = int(place * len(text))
+    for path, part in parts:
+        at = int(path * len(text))
         text = text[:at] + part.encode() + text[at:]
     (tmp_path / "recipe.yaml").write_bytes(text)
     loaded(tmp_path / "recipe.yaml")
@@ -113,23 +114,23 @@ odd = st.one_of(
 COMPLETE = json.loads(Recipe.model_validate(WRITTEN).model_dump_json())
 
 
-@cases(120, place=st.sampled_from(places(COMPLETE)[1:]), new=odd)
-def test_anything_in_any_place(tmp_path: Path, place: tuple, new: object) -> None:
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(replaced(COMPLETE, place, new)))
+@cases(120, path=st.sampled_from(paths(COMPLETE)[1:]), new=odd)
+def test_anything_in_any_place(tmp_path: Path, path: tuple, new: object) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(replaced(COMPLETE, path, new)))
     loaded(tmp_path / "recipe.yaml")
 
 
-@cases(150, place=st.sampled_from(places(COMPLETE)[1:]), new=anything)
-def test_anything_in_any_place_of_json_as_flyte_passes_it(place: tuple, new: object) -> None:
-    text = json.dumps(replaced(COMPLETE, place, new))
+@cases(150, path=st.sampled_from(paths(COMPLETE)[1:]), new=anything)
+def test_anything_in_any_place_of_json_as_flyte_passes_it(path: tuple, new: object) -> None:
+    text = json.dumps(replaced(COMPLETE, path, new))
     recipe = only_speaks_plainly(lambda: Recipe.model_validate(json.loads(text)), RecipeError, "this recipe cannot be run")
     if recipe is not None:
         assert Recipe.model_validate_json(recipe.model_dump_json()).digest == recipe.digest
 
 
-@cases(30, place=st.sampled_from(places(COMPLETE)[1:]), new=odd)
-def test_the_command_says_the_same_and_no_more(tmp_path: Path, place: tuple, new: object) -> None:
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(replaced(COMPLETE, place, new)))
+@cases(30, path=st.sampled_from(paths(COMPLETE)[1:]), new=odd)
+def test_the_command_says_the_same_and_no_more(tmp_path: Path, path: tuple, new: object) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(replaced(COMPLETE, path, new)))
     done = CliRunner().invoke(main, ["check", str(tmp_path / "recipe.yaml")])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     assert "Traceback" not in done.output
@@ -150,19 +151,19 @@ HOLDS = {
     "a mapping that merges itself": (b"stages: &a\n  <<: *a\n", "should be a valid list"),
     "laughs": (LAUGHS.encode(), "more than 100000 values"),
     "merges": (MERGES.encode(), "more than 1000 keys in one place"),
-    "laughs among options": (LAUGHS.encode() + b"rewards: {terms: [{name: 'json:loads', options: {s: *a9}}]}", "100000 values"),
+    "laughs among options": (LAUGHS.encode() + b"rewards: [{name: 'json:loads', options: {s: *a9}}]", "100000 values"),
     "binary": (bytes(range(256)), "not valid YAML"),
     "UTF-16 cut off": ("name: a".encode("utf-16")[:-1], "YAML"),
     "NUL": (b"name: \0", "not valid YAML"),
     "too many digits": (b"seed: " + b"9" * 5000, "not valid YAML"),
     "too many hexadecimal digits": (b"seed: 0x" + b"f" * 5000, "an integer of 20000 bits"),
     "an integer of more than 64 bits": (b"stages: [{kind: online, steps: 18446744073709551616}]", "64 bits"),
-    "a date": (b"rewards: {terms: [{name: 'json:loads', options: {s: 2024-01-01}}]}", "date; put it in quotes"),
-    "bytes": (b"rewards: {terms: [{name: 'json:loads', options: {s: !!binary AAAA}}]}", "bytes"),
-    "a set": (b"rewards: {terms: [{name: 'json:loads', options: {s: !!set {a, b}}}]}", "set"),
-    "no number among options": (b"rewards: {terms: [{name: 'json:loads', options: {s: .nan}}]}", "finite number"),
-    "a key that is no text": (b"rewards: {terms: [{name: 'json:loads', options: {s: {no: 1}}}]}", "YAML reads this key as False"),
-    "half a character": (b'rewards: {terms: [{name: "json:loads", options: {s: "\\uD800"}}]}', "surrogate pair"),
+    "a date": (b"rewards: [{name: 'json:loads', options: {s: 2024-01-01}}]", "date; put it in quotes"),
+    "bytes": (b"rewards: [{name: 'json:loads', options: {s: !!binary AAAA}}]", "bytes"),
+    "a set": (b"rewards: [{name: 'json:loads', options: {s: !!set {a, b}}}]", "set"),
+    "no number among options": (b"rewards: [{name: 'json:loads', options: {s: .nan}}]", "finite number"),
+    "a key that is no text": (b"rewards: [{name: 'json:loads', options: {s: {no: 1}}}]", "YAML reads this key as False"),
+    "half a character": (b'rewards: [{name: "json:loads", options: {s: "\\uD800"}}]', "surrogate pair"),
     "two keys that are lists": (b"? []\n: 1\n? []\n: 2\n", "YAML"),
     "a timestamp that is none": (b"name: !!timestamp x", "not valid YAML"),
     "an integer of no digits": (b"seed: !!int ''", "not valid YAML"),

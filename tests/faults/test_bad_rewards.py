@@ -168,7 +168,7 @@ ODD = {
     "a chunk that is cut off": [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n" + GOOD],
     "a gzip bomb": [answer(gzip.compress(b" " * 2**24 + GOOD), headers=b"Content-Encoding: gzip\r\n")],
     "gzip of a good answer": [answer(gzip.compress(GOOD), headers=b"Content-Encoding: gzip\r\n")],
-    "more than is read": [answer(b" " * (http.MOST_BYTES + 1) + GOOD)],
+    "more than is read": [answer(b" " * (http.MAX_BYTES + 1) + GOOD)],
     "UTF-16": [answer(GOOD.decode().encode("utf-16"))],
     "deep": [answer(b'{"scores": ' + b"[" * 200_000)],
     "a redirect to itself": [answer(b"", b"307 x", b"Location: /score\r\n")],

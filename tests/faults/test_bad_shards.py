@@ -19,24 +19,24 @@ from ebbflow.evaluation.evaluate import evaluate
 from ebbflow.models import load_model
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
-from ebbflow.offline.shards import made_for, read_latents, require_shard
+from ebbflow.offline.shards import read_latents, require_shard, shard_identity
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.tables import TableError, read_batches, read_table, read_table_metadata, write_table
-from ebbflow.training.card import write_base_policy
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import write_base_policy
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, base_folder, make_recipe, make_prompts):
     """A place, its prompts and the bytes of a shard of it."""
-    place, path = Place(make_recipe(), 0, 1), tmp_path_factory.mktemp("shard") / "rollouts.parquet"
+    ctx, path = StageContext(make_recipe(), 0, 1), tmp_path_factory.mktemp("shard") / "rollouts.parquet"
     model = load_model(base_folder)
-    policy = Policy(model, place.recipe.policy, 0)
+    policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
-    generate_shard(place, model, policy, 7, make_prompts(6), 0, path)
-    return place, make_prompts(6), path.read_bytes()
+    generate_shard(ctx, model, policy, 7, make_prompts(6), 0, path)
+    return ctx, make_prompts(6), path.read_bytes()
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def shard(made, tmp_path):
 
 @pytest.fixture
 def score(made, scorer, tmp_path):
-    place, prompts, _ = made
+    ctx, prompts, _ = made
 
     def score(path: Path) -> pa.Table:
-        score_shard(place, scorer, prompts, path, tmp_path / "scores.parquet")
+        score_shard(ctx, scorer, prompts, path, tmp_path / "scores.parquet")
         return read_table(tmp_path / "scores.parquet")
 
     return score
@@ -58,13 +58,13 @@ def score(made, scorer, tmp_path):
 
 @cases(250, go_wrong=damage())
 def test_a_damaged_shard_is_refused_or_reads_as_before(made, tmp_path, go_wrong):
-    place, prompts, content = made
+    ctx, prompts, content = made
     good, path = tmp_path / "good.parquet", tmp_path / "rollouts.parquet"
     good.write_bytes(content)
     path.write_bytes(go_wrong(content))
 
     def everything():
-        require_shard(place, path, prompts)
+        require_shard(ctx, path, prompts)
         return read_table(path), read_latents(path), read_table_metadata(path), pa.Table.from_batches(read_batches(path, 3))
 
     read = only_speaks_plainly(everything, TableError, str(path))
@@ -79,11 +79,11 @@ def test_a_damaged_shard_is_refused_or_reads_as_before(made, tmp_path, go_wrong)
 
 @cases(40, go_wrong=damage())
 def test_a_damaged_shard_leaves_no_scores(made, tmp_path, scorer, go_wrong):
-    place, prompts, content = made
+    ctx, prompts, content = made
     path, scores = tmp_path / "rollouts.parquet", tmp_path / "scores.parquet"
     path.write_bytes(go_wrong(content))
     scores.unlink(missing_ok=True)
-    only_speaks_plainly(lambda: score_shard(place, scorer, prompts, path, scores), TableError, str(path))
+    only_speaks_plainly(lambda: score_shard(ctx, scorer, prompts, path, scores), TableError, str(path))
     assert {file.name for file in tmp_path.iterdir()} - {"rollouts.parquet"} <= {"scores.parquet"}
 
 
@@ -103,19 +103,19 @@ def rewritten(path: Path, about=None, columns=None, schema=None, **changed) -> P
 def test_a_shard_of_another_stage_is_refused_with_both(made, shard, score, key, value):
     with pytest.raises(TableError) as error:
         score(rewritten(shard, about={key: value}))
-    assert_readable(str(error.value), str(shard), f"{key} = {value!r}", repr(made_for(made[0])[key]), "generate it")
+    assert_readable(str(error.value), str(shard), f"{key} = {value!r}", repr(shard_identity(made[0])[key]), "generate it")
     assert not (shard.parent / "scores.parquet").exists()
 
 
 def test_training_refuses_it_too(made, shard, base_folder, tmp_path):
-    place, prompts, _ = made
+    ctx, prompts, _ = made
     rows = [{**vars(prompt)} for prompt in prompts]
     write_prompts(pa.Table.from_pylist(rows, schema=PROMPTS), tmp_path / "prompts.parquet")
-    write_base_policy(tmp_path / "policy", "base", "recipe", place.recipe.policy)
+    write_base_policy(tmp_path / "policy", "base", "recipe", ctx.recipe.policy)
     rewritten(shard, about={"stage": "1.1 offline"})
-    arguments = (place, base_folder, tmp_path / "policy", tmp_path / "prompts.parquet", [shard], tmp_path / "none.parquet")
+    arguments = (ctx, base_folder, tmp_path / "policy", tmp_path / "prompts.parquet", [shard], tmp_path / "none.parquet")
     with pytest.raises(TableError, match=r"stage = '1\.1 offline' \(this stage's: '1\.2 offline'\)"):
-        train_offline_folder(*arguments, tmp_path / "trained", Kept())
+        train_offline_folder(*arguments, tmp_path / "trained", MetricsRecorder())
     assert not (tmp_path / "trained").exists()
 
 
@@ -132,9 +132,9 @@ def test_a_column_that_is_missing_is_named(shard, score, name):
 
 
 def test_latents_of_another_shape_are_refused_with_both(made, shard):
-    place, prompts, _ = made
+    ctx, prompts, _ = made
     with pytest.raises(TableError) as error:
-        require_shard(place, shard, prompts, (4, 8, 8))
+        require_shard(ctx, shard, prompts, (4, 8, 8))
     assert_readable(str(error.value), str(shard), "shape=[4,8,8]", "shape=[1,16,32]")
 
 
@@ -190,13 +190,13 @@ def spoilt(shard: Path, rows: list[int], value: float) -> Path:
 
 @cases(25, rows=st.lists(st.integers(0, 7), unique=True, max_size=7), value=st.sampled_from([np.nan, np.inf, -np.inf]))
 def test_a_latent_that_is_not_finite_is_masked_and_counted(made, scorer, make_recipe, tmp_path, rows, value):
-    place, prompts, content = made
+    ctx, prompts, content = made
     (tmp_path / "rollouts.parquet").write_bytes(content)
-    score_shard(place, scorer, prompts, tmp_path / "rollouts.parquet", tmp_path / "good.parquet")
+    score_shard(ctx, scorer, prompts, tmp_path / "rollouts.parquet", tmp_path / "good.parquet")
     shard, good = spoilt(tmp_path / "rollouts.parquet", rows, value), read_table(tmp_path / "good.parquet").to_pylist()
-    lenient = place.recipe.model_copy(update={"rewards": place.recipe.rewards.model_copy(update={"max_failed_share": 0.99})})
-    rewritten(shard, about=made_for(Place(lenient, 0, 1)))
-    score_shard(Place(lenient, 0, 1), scorer, prompts, shard, tmp_path / "scores.parquet")
+    lenient = ctx.recipe.model_copy(update={"max_failed_share": 0.99})
+    rewritten(shard, about=shard_identity(StageContext(lenient, 0, 1)))
+    score_shard(StageContext(lenient, 0, 1), scorer, prompts, shard, tmp_path / "scores.parquet")
     for index, (row, before) in enumerate(zip(read_table(tmp_path / "scores.parquet").to_pylist(), good, strict=True)):
         if index in rows:
             assert (row["reward"], row["darkness"], row["brightness"], row["failure"]) == (None, None, None, NO_PICTURE)
@@ -224,12 +224,12 @@ def blind(model, monkeypatch):
 
 
 def test_a_network_that_gives_nan_is_never_scored_as_if_it_drew(made, blind, scorer, tmp_path):
-    place, prompts, _ = made
-    policy = Policy(blind, place.recipe.policy, 0)
+    ctx, prompts, _ = made
+    policy = Policy(blind, ctx.recipe.policy, 0)
     policy.ensure("old")
-    generate_shard(place, blind, policy, 7, prompts, 0, tmp_path / "rollouts.parquet")
+    generate_shard(ctx, blind, policy, 7, prompts, 0, tmp_path / "rollouts.parquet")
     with pytest.raises(RewardError, match=f"7 of 8 images .*{NO_PICTURE}"):
-        score_shard(place, scorer, prompts, tmp_path / "rollouts.parquet", tmp_path / "scores.parquet")
+        score_shard(ctx, scorer, prompts, tmp_path / "rollouts.parquet", tmp_path / "scores.parquet")
     assert not (tmp_path / "scores.parquet").exists()
 
 

@@ -79,7 +79,8 @@ def made(folder: Path, hostile: str | None) -> ReportInputs:
             "tracking": {"experiment": text},
             "evaluation": {"resamples": 200},
             "policy": {"train": "lora", "targets": [text]},
-            "rewards": {"terms": [{"name": "a.b:Own", "options": {text: text}}], "guards": []},
+            "rewards": [{"name": "a.b:Own", "options": {text: text}}],
+            "guardrails": [],
         }
     )
     folder.mkdir()
@@ -106,12 +107,12 @@ def made(folder: Path, hostile: str | None) -> ReportInputs:
         )
         tables.append(table)
         evaluations.append((evaluation, path))
-    verdict = decide(recipe, evaluations[1][0], evaluations[0][0], tables[1], tables[0])
-    verdict = verdict.model_copy(
+    decision = decide(recipe, evaluations[1][0], evaluations[0][0], tables[1], tables[0])
+    decision = decision.model_copy(
         update={
-            "reasons": [*verdict.reasons, text],
-            "target": verdict.target.model_copy(update={"metric": text}),
-            "guards": [verdict.target.model_copy(update={"metric": text})],
+            "reasons": [*decision.reasons, text],
+            "target": decision.target.model_copy(update={"metric": text}),
+            "guardrails": [decision.target.model_copy(update={"metric": text})],
         }
     )
     record = StageRecord(label=text, algorithm=text, samples=8, optimizer_steps=2, seconds={text: 2.0}, alarms=[text, text])
@@ -123,7 +124,7 @@ def made(folder: Path, hostile: str | None) -> ReportInputs:
         tracked=tracked,
         evaluations=evaluations,
         stages=[(record, [{"step": 1.0, "loss": 0.5, "reward/mean": 0.4, text: 0.1}])],
-        verdict=verdict,
+        decision=decision,
         registration=Registration(model_name=text, version=text, champion=True, previous=text),
         base_seconds=1.0,
         outages=[text],
@@ -200,8 +201,8 @@ def test_names_that_become_folders_columns_and_markdown_are_plain(key, hostile):
     recipes = {
         "name": {"name": hostile},
         "promotion.model_name": {"promotion": {"model_name": hostile}},
-        "rewards.label": {"rewards": {"terms": [{"name": "ocr", "label": hostile}]}},
-        "rewards.metrics": {"rewards": {"terms": [{"name": "remote", "url": "http://127.0.0.1", "metrics": [hostile]}]}},
+        "rewards.label": {"rewards": [{"name": "ocr", "label": hostile}]},
+        "rewards.metrics": {"rewards": [{"name": "remote", "url": "http://127.0.0.1", "metrics": [hostile]}]},
     }
     with pytest.raises(RecipeError, match="should match pattern|surrogate"):
         Recipe.model_validate(recipes[key])
@@ -216,10 +217,10 @@ def test_the_note_of_a_run_is_made_of_plain_names():
 def test_tables_dumps_and_notes_in_mlflow_stay_data(tmp_path):
     """MLflow's UI renders tables and text files as text; what it gets is JSON with the same strings."""
     tracked = start_run(Recipe(output=str(tmp_path)), None)
-    with node_run(tracked, "1.1 online") as node:
-        node.log_table("samples", pa.table({"prompt": HOSTILE}))
-        node.log_params({"alarms": HOSTILE})
+    with node_run(tracked, "1.1 online") as run_logger:
+        run_logger.log_table("samples", pa.table({"prompt": HOSTILE}))
+        run_logger.log_params({"alarms": HOSTILE})
     client = connect(tracked.tracking_uri)
-    logged = json.loads(Path(client.download_artifacts(node.run_id, "samples.json", str(tmp_path))).read_text())
+    logged = json.loads(Path(client.download_artifacts(run_logger.run_id, "samples.json", str(tmp_path))).read_text())
     assert [row[0] for row in logged["data"]] == HOSTILE
-    assert list(client.get_run(node.run_id).data.params.values()) == [str(text) for text in HOSTILE]
+    assert list(client.get_run(run_logger.run_id).data.params.values()) == [str(text) for text in HOSTILE]

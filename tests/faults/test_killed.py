@@ -22,7 +22,7 @@ from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.recipe import load_recipe
 from ebbflow.storage.artifacts import verify
-from ebbflow.training.card import write_base_policy
+from ebbflow.training.policy_metadata import write_base_policy
 
 SEED = int(os.environ.get("EBBFLOW_FAULT_SEED", "1"))
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
@@ -35,15 +35,15 @@ STAGES: dict[str, dict[str, Any]] = {
     },
     "one step off": {
         "stage": ONLINE | {"algorithm": {"name": "mix_grpo"}, "mode": "one_step_off", "advantages": {"running": True}},
-        "policy": {"train": "lora", "rank": 2, "ema": {"slope": 0.5, "most": 0.5}},
+        "policy": {"train": "lora", "rank": 2, "ema": {"slope": 0.5, "max_decay": 0.5}},
     },
     "old policy": {
         "stage": {**ONLINE, "algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}, "window": None},
-        "policy": {"train": "full", "ema": {"slope": 0.5, "most": 0.5}},
+        "policy": {"train": "full", "ema": {"slope": 0.5, "max_decay": 0.5}},
     },
     "offline": {
         "stage": OFFLINE | {"sampler": {"name": "ode", "steps": 3}},
-        "policy": {"train": "lora", "rank": 2, "ema": {"slope": 0.5, "most": 0.5}},
+        "policy": {"train": "lora", "rank": 2, "ema": {"slope": 0.5, "max_decay": 0.5}},
     },
 }
 A_STAGE = 8
@@ -80,8 +80,8 @@ class Stages:
             write_prompts(self.prompts, folder / "prompts.parquet")
             training = {"group_size": 4, "micro_batch": 8, "checkpoints": {"every": 1}} | keys["stage"]
             training = {key: value for key, value in training.items() if value is not None}
-            rewards = {"terms": [{"name": "jpeg_incompressibility"}], "guards": []}
-            recipe = {"stages": [training], "policy": keys["policy"], "rewards": rewards}
+            rewards = {"rewards": [{"name": "jpeg_incompressibility"}], "guardrails": []}
+            recipe = {"stages": [training], "policy": keys["policy"], **rewards}
             (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
             loaded = load_recipe(folder / "recipe.yaml")
             write_base_policy(folder / "start", verify(self.base), loaded.digest, loaded.policy)

@@ -21,7 +21,7 @@ from PIL import Image
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.stage import Kept
+from ebbflow.stage import MetricsRecorder
 from ebbflow.tracking import pending
 from ebbflow.tracking.child_run import RunLogger, node_run
 from ebbflow.tracking.outage import deliver_saved
@@ -189,55 +189,55 @@ def away(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_next_attempt_delivers_what_the_last_one_kept(tracked: TrackedRun, away) -> None:
     def attempt() -> None:
-        with node_run(tracked, "train") as node:
-            log_some(node, range(5))
-            assert node.flush()
+        with node_run(tracked, "train") as run_logger:
+            log_some(run_logger, range(5))
+            assert run_logger.flush()
             with away():
-                log_some(node, range(5, 10))
-                node.log_params({"lr": 0.1})
-                node.close("FAILED")
-            node.close = lambda status: None  # the process ended while the store was away
+                log_some(run_logger, range(5, 10))
+                run_logger.log_params({"lr": 0.1})
+                run_logger.close("FAILED")
+            run_logger.close = lambda status: None  # the process ended while the store was away
             raise RuntimeError("preempted")
 
     with pytest.raises(RuntimeError, match="preempted"):
         attempt()
-    with node_run(tracked, "train") as node:
-        log_some(node, range(7, 12))  # its checkpoint was behind
+    with node_run(tracked, "train") as run_logger:
+        log_some(run_logger, range(7, 12))  # its checkpoint was behind
     client = connect(tracked.tracking_uri)
-    assert steps(client, node.run_id, "loss") == list(range(12))
-    assert client.get_run(node.run_id).data.params == {"lr": "0.1"}
-    assert client.get_run(node.run_id).info.status == "FINISHED"
+    assert steps(client, run_logger.run_id, "loss") == list(range(12))
+    assert client.get_run(run_logger.run_id).data.params == {"lr": "0.1"}
+    assert client.get_run(run_logger.run_id).info.status == "FINISHED"
     assert client.get_run(tracked.run_id).info.status == "RUNNING"
 
 
 def test_what_a_killed_process_had_not_sent_comes_with_its_checkpoint(tracked: TrackedRun) -> None:
     """Metrics travel in batches: after kill -9 those of the steps before the checkpoint may never have been sent."""
-    first = Kept(RunLogger(tracked, "train"))
-    first.journal.flush()
+    first = MetricsRecorder(RunLogger(tracked, "train"))
+    first.metrics_logger.flush()
     log_some(first, range(4))
-    first.journal.flush()
+    first.metrics_logger.flush()
     log_some(first, range(4, 8))  # gathered, and gone with the process
-    with node_run(tracked, "train") as node:
-        second = Kept(node)
+    with node_run(tracked, "train") as run_logger:
+        second = MetricsRecorder(run_logger)
         second.resume(first.metrics[:6])
         log_some(second, range(6, 10))
-    assert steps(connect(tracked.tracking_uri), node.run_id, "loss") == list(range(10))
+    assert steps(connect(tracked.tracking_uri), run_logger.run_id, "loss") == list(range(10))
     assert [row["step"] for row in second.metrics] == list(range(10))
 
 
 def test_two_attempts_without_a_store_keep_everything_once(tracked: TrackedRun, away) -> None:
     with away():
         for attempt in (range(6), range(4, 9)):
-            with node_run(tracked, "train") as node:
-                log_some(node, attempt)
+            with node_run(tracked, "train") as run_logger:
+                log_some(run_logger, attempt)
     [sentence] = deliver_saved(tracked)
     assert "18 records were delivered late" in sentence
     assert steps(connect(tracked.tracking_uri), child(tracked, "train"), "loss") == list(range(9))
 
 
 def test_a_restart_of_the_run_delivers_what_waits(recipe: Recipe, execution: str, tracked: TrackedRun, away) -> None:
-    with away(), node_run(tracked, "train") as node:
-        log_some(node, range(3))
+    with away(), node_run(tracked, "train") as run_logger:
+        log_some(run_logger, range(3))
     assert start_run(recipe, execution) == tracked
     client = connect(tracked.tracking_uri)
     assert steps(client, child(tracked, "train"), "loss") == [0, 1, 2]
@@ -246,9 +246,9 @@ def test_a_restart_of_the_run_delivers_what_waits(recipe: Recipe, execution: str
 
 def test_what_waits_is_kept_behind_a_uri_too(tracked: TrackedRun, away, tmp_path: Path) -> None:
     behind = tracked.model_copy(update={"folder": f"file://{tmp_path}/elsewhere/run"})
-    with away(), node_run(behind, "1.1 online") as node:
-        log_some(node, range(3))
-        node.log_file("bytes.bin", bytes(range(256)))
+    with away(), node_run(behind, "1.1 online") as run_logger:
+        log_some(run_logger, range(3))
+        run_logger.log_file("bytes.bin", bytes(range(256)))
     saved = pending.load(behind.folder, "1.1 online")
     assert saved is not None
     assert [metric.step for metric in saved.metrics if metric.key == "loss"] == [0, 1, 2]
@@ -260,6 +260,6 @@ def test_what_waits_is_kept_behind_a_uri_too(tracked: TrackedRun, away, tmp_path
 def test_without_a_place_to_keep_them_they_are_lost_and_the_stage_is_not(tracked: TrackedRun, away, tmp_path, caplog) -> None:
     (tmp_path / "file").write_text("no folder")
     nowhere = tracked.model_copy(update={"folder": str(tmp_path / "file" / "run")})
-    with away(), node_run(nowhere, "train") as node:
-        log_some(node, range(3))
+    with away(), node_run(nowhere, "train") as run_logger:
+        log_some(run_logger, range(3))
     assert "6 metrics and 0 other records are lost" in caplog.text

@@ -28,11 +28,11 @@ from ebbflow.rewards.combine import RewardError
 from ebbflow.rewards.network import read_weights
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit, new_folder
 from ebbflow.storage.tables import read_table
-from ebbflow.training.card import PolicyCard
 from ebbflow.training.checkpoint import CheckpointError, restore
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import PolicyMetadata
 from ebbflow.training.start import write_start
-from ebbflow.training.update import Learner
+from ebbflow.training.update import PolicyUpdater
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for room in ("ebbflow", "tasks", "workflows", "containers") for path in sorted((ROOT / room).rglob("*.py"))]
@@ -219,8 +219,8 @@ def test_code_that_a_base_model_brings_along(tiny_recipe, flag, tmp_path):
     folder = tmp_path / "base"
     shutil.copytree(Path(config.path), folder)
     code = f"import pathlib\npathlib.Path({str(flag)!r}).touch()\nclass Own: pass\n"
-    for place in (folder / "evil.py", folder / "transformer" / "evil.py", folder / "pipeline.py"):
-        place.write_text(code)
+    for target in (folder / "evil.py", folder / "transformer" / "evil.py", folder / "pipeline.py"):
+        target.write_text(code)
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps(index | {"transformer": ["evil", "Own"]}))
     with pytest.raises(ModelError, match=rf"{folder} cannot be read"):
@@ -240,7 +240,9 @@ def test_a_policy(model, make_recipe, plant, tmp_path, train):
     recipe = make_recipe(policy={"train": train})
     policy = Policy(model, recipe.policy, 0)
     policy.ensure("old")
-    policy.save(tmp_path / "p", PolicyCard(base_digest="b", recipe_digest="r", config=recipe.policy, version=1, copies=("old",)))
+    policy.save(
+        tmp_path / "p", PolicyMetadata(base_digest="b", recipe_digest="r", config=recipe.policy, version=1, copies=("old",))
+    )
     policy.load(with_pickles(tmp_path / "p", tmp_path / "beside", plant, replace=False), to_train=True)
     instead = with_pickles(tmp_path / "p", tmp_path / "instead", plant, replace=True)
     with pytest.raises(Exception, match=str(instead)):
@@ -300,9 +302,9 @@ def test_a_recipe_in_yaml(flag, tmp_path):
 
 def test_a_checkpoint(model, make_recipe, plant, tmp_path):
     recipe = make_recipe()
-    learner = Learner(Policy(model, recipe.policy, 0), recipe.stages[0])
+    updater = PolicyUpdater(Policy(model, recipe.policy, 0), recipe.stages[0])
     with new_folder(tmp_path / "step-00002") as unfinished:
         for name in ("optimizer.pt", "parameters.bin", "policy.pkl", "state.pkl", "learner.pt"):
             plant(unfinished / name)
     with pytest.raises((CheckpointError, FileNotFoundError, IndexError)):
-        restore(tmp_path / "step-00002", learner)
+        restore(tmp_path / "step-00002", updater)

@@ -19,7 +19,7 @@ import pytest
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.recipe import load_recipe
-from ebbflow.recipe.secrets import cleaned
+from ebbflow.recipe.secrets import redact
 from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 from tests.pipeline.conftest import run_pipeline
 
@@ -128,7 +128,9 @@ def test_a_whole_run(url, tmp_path, monkeypatch):
         monkeypatch.setenv(name, secret)
     reward = {"name": "remote", "url": url, "token_variable": "REWARD_TOKEN", "attempts": 1, "batch": 4, "timeout": 30}
     changes = {
-        "rewards": {"terms": [reward], "guards": [], "max_failed_share": 0.9},
+        "rewards": [reward],
+        "guardrails": [],
+        "max_failed_share": 0.9,
         "model": {"training": {"steps": 2, "batch": 4}},
         "prompts": {"count": 16, "validation": 2, "held_out": 6},
     }
@@ -150,16 +152,16 @@ WITH_A_SECRET = {
     "token as user": {"tracking": {"uri": "https://SECRET@host"}},
     "signed prompts": {"prompts": {"source": "https://bucket.s3.amazonaws.com/p.txt?X-Amz-Signature=SECRET&X-Amz-Date=1"}},
     "output": {"output": "s3://key:SECRET@bucket/runs"},
-    "reward": {"rewards": {"terms": [{"name": "remote", "url": "http://user:SECRET@127.0.0.1:80"}]}},
-    "query of a reward": {"rewards": {"terms": [{"name": "remote", "url": "http://127.0.0.1:80?token=SECRET"}]}},
+    "reward": {"rewards": [{"name": "remote", "url": "http://user:SECRET@127.0.0.1:80"}]},
+    "query of a reward": {"rewards": [{"name": "remote", "url": "http://127.0.0.1:80?token=SECRET"}]},
     "wrong elsewhere": {"seed": "x", "tracking": {"uri": "http://user:SECRET@host:5000"}},
-    "in options": {"rewards": {"terms": [{"name": "a.b:C", "options": {"at": ["http://u:SECRET@host"]}}]}},
+    "in options": {"rewards": [{"name": "a.b:C", "options": {"at": ["http://u:SECRET@host"]}}]},
     "slash": {"tracking": {"uri": "http://user:SEC@RET@host:5000"}},
     "a slash that nobody encoded": {"tracking": {"uri": "postgresql://user:SEC/RET@host/mlflow"}},
     "an address as user": {"tracking": {"uri": "https://me@corp.com:SECRET@host/x"}},
     "numbers and more": {"tracking": {"uri": "postgresql://user:2024,SECRET@host/mlflow"}},
     "query of a database": {"tracking": {"uri": "postgresql://host/mlflow?user=u&pwd=SECRET"}},
-    "an option": {"rewards": {"terms": [{"name": "a.b:C", "options": {"client": {"api_key": "SECRET"}}}]}},
+    "an option": {"rewards": [{"name": "a.b:C", "options": {"client": {"api_key": "SECRET"}}}]},
 }
 
 
@@ -182,26 +184,26 @@ def test_a_recipe_with_a_secret_is_refused_without_repeating_it(recipe, tmp_path
 def test_a_token_in_the_place_of_its_variables_name():
     reward = {"name": "remote", "url": "http://127.0.0.1:80", "token_variable": "hf_SECRET"}
     with pytest.raises(RecipeError, match="token_variable: String should match") as raised:
-        Recipe.model_validate({"rewards": {"terms": [reward]}})
+        Recipe.model_validate({"rewards": [reward]})
     assert "SECRET" not in str(raised.value)
 
 
 def test_options_that_only_sound_like_secrets():
     keys = ["tokenizer", "max_tokens", "keys", "token_variable", "eos_token", "trigger_token", "secret_name", "token_path"]
-    Recipe.model_validate({"rewards": {"terms": [{"name": "a.b:C", "options": dict.fromkeys(keys, "x")}]}})
+    Recipe.model_validate({"rewards": [{"name": "a.b:C", "options": dict.fromkeys(keys, "x")}]})
 
 
 @pytest.mark.parametrize("key", ["token", "hf_token", "accessToken", "clientSecret", "api-key", "password", "service_token"])
 def test_options_that_are_secrets(key):
     with pytest.raises(RecipeError, match=rf"options\.{key} is a secret, by its name") as raised:
-        Recipe.model_validate({"rewards": {"terms": [{"name": "a.b:C", "options": {key: "SECRET"}}]}})
+        Recipe.model_validate({"rewards": [{"name": "a.b:C", "options": {key: "SECRET"}}]})
     assert "SECRET" not in str(raised.value)
 
 
 @pytest.mark.parametrize("key", ["token", "api_key", "password", "hf_token", "clientSecret", "tokens"])
 def test_a_key_that_is_none_and_holds_a_secret(key):
     with pytest.raises(RecipeError, match=f"{key}: unknown key") as raised:
-        Recipe.model_validate({"rewards": {"terms": [{"name": "remote", "url": "http://127.0.0.1:80", key: "SECRET"}]}})
+        Recipe.model_validate({"rewards": [{"name": "remote", "url": "http://127.0.0.1:80", key: "SECRET"}]})
     assert "SECRET" not in str(raised.value)
 
 
@@ -221,8 +223,8 @@ def test_what_has_no_secret_stays_as_it_is():
         "git+ssh://git@github.com:o/r.git@v1",
         "mail@host: a://b",
     ):
-        assert cleaned(text) == text
-    assert cleaned("GET http://me:word@host:1/x?a=1&api_key=k failed") == "GET http://***@host:1/x?a=1&api_key=*** failed"
+        assert redact(text) == text
+    assert redact("GET http://me:word@host:1/x?a=1&api_key=k failed") == "GET http://***@host:1/x?a=1&api_key=*** failed"
 
 
 @pytest.mark.parametrize("uri", ["http://user:SECRET@127.0.0.1:1", "https://SECRET@host", "postgresql://u:SEC/RET@db/mlflow"])

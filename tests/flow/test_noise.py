@@ -91,7 +91,7 @@ def test_keys_and_samples_go_together():
 
 def test_derived_seeds_differ_by_run_and_place():
     places = [("stage", r, s) for r in range(20) for s in range(20)] + [("evaluation",), ("stage", 0), ("base",)]
-    seeds = {derive_seed(run, *place) for run in range(20) for place in places}
+    seeds = {derive_seed(run, *path) for run in range(20) for path in places}
     assert len(seeds) == 20 * len(places)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(3, "stage", 1, 2) == derive_seed(3, "stage", 1, 2)

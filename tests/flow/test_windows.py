@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.flow.windows import Plan, plan
-from ebbflow.recipe.choices import WINDOW_KEYS, Sampler, Window
-from ebbflow.recipe.stages import OnlineStage
+from ebbflow.recipe.choices import WINDOW_KEYS, SamplerConfig, WindowConfig
+from ebbflow.recipe.stages import OnlineStageConfig
 
 KINDS = tuple(WINDOW_KEYS)
 CONTIGUOUS = ("fixed", "random", "progressive", "decaying")
@@ -34,8 +34,8 @@ def windows(draw, kinds=KINDS):
         "share": draw(st.floats(0.01, 1)),
         "tail": draw(st.none() | st.floats(0.01, 0.99)),
     }
-    window = Window(kind=kind, **{key: keys[key] for key in WINDOW_KEYS[kind]})
-    OnlineStage(sampler=Sampler(name="flow_sde", steps=steps), window=window)
+    window = WindowConfig(kind=kind, **{key: keys[key] for key in WINDOW_KEYS[kind]})
+    OnlineStageConfig(sampler=SamplerConfig(name="flow_sde", steps=steps), window=window)
     return window, steps
 
 
@@ -51,7 +51,7 @@ def test_a_plan_is_never_empty_and_never_holds_the_last_step(case, step, seed):
     assert list(made.trained) == sorted(set(made.trained))
     assert set(made.trained) <= set(made.stochastic)
     assert 0 <= made.stochastic[0] <= made.stochastic[-1] < steps - 1
-    assert all(isinstance(place, int) for place in (*made.stochastic, *made.trained))
+    assert all(isinstance(start, int) for start in (*made.stochastic, *made.trained))
 
 
 @given(windows(CONTIGUOUS), naturals, naturals)
@@ -80,7 +80,7 @@ def test_the_same_optimisation_step_and_seed_draw_the_same_plan(case, step, seed
 @given(st.integers(2, 50), naturals)
 def test_all_is_every_step_but_the_last(steps, step):
     every = tuple(range(steps - 1))
-    assert plan(Window(kind="all"), steps, step, seed=0) == Plan(every, every)
+    assert plan(WindowConfig(kind="all"), steps, step, seed=0) == Plan(every, every)
 
 
 @given(windows(["fixed"]), naturals)
@@ -110,23 +110,23 @@ def test_progressive_moves_by_its_stride_and_stays_its_time(case):
     places, stay = starts(window, steps), window.steps_per_window
     then = [*places, places[0]] if window.roll_over else [places[-1]] * (len(places) + 1)
     seen = visited(window, steps, (2 * len(places) + 1) * stay)
-    assert seen == [place for place in [*places, *then] for _ in range(stay)]
+    assert seen == [start for start in [*places, *then] for _ in range(stay)]
 
 
 def test_mixgrpo_on_six_steps():
-    window = Window(kind="progressive", size=3, steps_per_window=10)
+    window = WindowConfig(kind="progressive", size=3, steps_per_window=10)
     seen = [plan(window, 6, step, seed=0).trained for step in (0, 9, 10, 20, 29, 30)]
     assert seen == [(0, 1, 2), (0, 1, 2), (1, 2, 3), (2, 3, 4), (2, 3, 4), (0, 1, 2)]
 
 
 def test_without_roll_over_the_last_window_stays_for_good():
-    window = Window(kind="progressive", size=3, steps_per_window=10, roll_over=False)
+    window = WindowConfig(kind="progressive", size=3, steps_per_window=10, roll_over=False)
     assert [plan(window, 6, step, seed=0).trained[0] for step in (0, 10, 20, 30, 31, 10**6)] == [0, 1, 2, 2, 2, 2]
 
 
 def test_decaying_on_the_published_25_steps():
     # 25 exp(-.1 k) for k = 1 ... 7: 22.6, 20.5, 18.5, 16.8, 15.2, 13.7, 12.4.
-    window = Window(kind="decaying", size=4, limit=1, steps_per_window=25)
+    window = WindowConfig(kind="decaying", size=4, limit=1, steps_per_window=25)
     expected = [(start, 25) for start in range(14)]
     expected += [(14, 23), (15, 21), (16, 19), (17, 17), (18, 16), (19, 14), (20, 13)]
     round_trip = sum(stay for _, stay in expected)
@@ -139,13 +139,13 @@ def test_decaying_on_the_published_25_steps():
 
 @pytest.mark.parametrize(("steps", "half"), [(10, 5), (11, 6), (25, 13)])
 def test_a_decay_begins_in_the_middle_unless_told_otherwise(steps, half):
-    window = Window(kind="decaying", size=1, steps_per_window=100)
+    window = WindowConfig(kind="decaying", size=1, steps_per_window=100)
     seen = stays(window, steps, 100 * steps)[: steps - 1]
     assert [start for start, stay in seen if stay == 100] == list(range(half + 1))
     assert [stay for _, stay in seen[half + 1 :]] == [math.ceil(100 * math.exp(-0.1 * k)) for k in range(1, steps - 1 - half)]
     for start, first in ((half, half + 1), (0, 1)):
         told = window.model_copy(update={"decay_after": start})
-        assert next(place for place, stay in stays(told, steps, 100 * steps) if stay < 100) == first
+        assert next(start for start, stay in stays(told, steps, 100 * steps) if stay < 100) == first
 
 
 @given(windows(["decaying"]))
@@ -156,7 +156,7 @@ def test_without_decay_decaying_is_progressive(case):
 
 
 def test_however_fast_it_decays_every_window_has_one_optimisation_step():
-    window = Window(kind="decaying", size=1, limit=1, steps_per_window=25, decay=1e4, decay_after=0)
+    window = WindowConfig(kind="decaying", size=1, limit=1, steps_per_window=25, decay=1e4, decay_after=0)
     assert stays(window, 6, 29) == [(0, 25), (1, 1), (2, 1), (3, 1), (4, 1)]
 
 
@@ -178,15 +178,15 @@ def test_share_is_stochastic_everywhere_and_trains_its_share(case, step, seed):
 
 def test_share_trains_every_step_equally_often():
     draws, count, share = 3000, 10, 0.6
-    plans = [plan(Window(kind="share", share=share), count + 1, step, seed=2) for step in range(draws)]
-    often = np.bincount([place for made in plans for place in made.trained], minlength=count)
+    plans = [plan(WindowConfig(kind="share", share=share), count + 1, step, seed=2) for step in range(draws)]
+    often = np.bincount([start for made in plans for start in made.trained], minlength=count)
     assert len(often) == count
     assert np.abs(often - share * draws).max() < 4 * math.sqrt(draws * share * (1 - share))
 
 
 @pytest.mark.parametrize("kind", ["random", "share"])
 def test_a_draw_depends_on_the_seed_and_the_optimisation_step_alone(kind):
-    window = Window(kind=kind, **{"random": {"size": 2, "limit": 1}, "share": {"share": 0.3}}[kind])
+    window = WindowConfig(kind=kind, **{"random": {"size": 2, "limit": 1}, "share": {"share": 0.3}}[kind])
 
     def sequence(seed, order):
         return {step: plan(window, 20, step, seed).trained for step in order}

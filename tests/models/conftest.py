@@ -16,7 +16,7 @@ from ebbflow.models import load_model
 from ebbflow.models.families.qwen_image import PictureProcessor, QwenImageEditModel
 from ebbflow.models.pipeline import PipelineModel
 from ebbflow.models.tiny import build_tiny
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import ModelConfig
 
 Folder = Callable[[str], Path]
 OpenModel = Callable[..., PipelineModel]

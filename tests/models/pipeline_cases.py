@@ -15,7 +15,7 @@ from torch import Tensor
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.models.pipeline import PipelineModel, pack, unpack
-from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate
 
 TINY = ("sd3", "flux", "qwen_image", "qwen_image_edit", "wan", "wan21")
@@ -74,7 +74,7 @@ def keys(wanted: Sequence[Prompt]) -> SampleKeys:
 
 
 def our_latents(model: PipelineModel, wanted: Sequence[Prompt], steps: int = 3) -> Tensor:
-    return generate(model, model.encode(wanted), keys(wanted), Sampler(name="ode", steps=steps)).latents
+    return generate(model, model.encode(wanted), keys(wanted), SamplerConfig(name="ode", steps=steps)).latents
 
 
 def theirs(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.models import ModelError, prepare
-from ebbflow.recipe.pretrained import Pretrained
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.storage.artifacts import COMMIT as MARK
 from ebbflow.storage.artifacts import MANIFEST, verify
 
@@ -19,12 +19,12 @@ COMMIT = "1" * 40
 @pytest.fixture
 def hub(monkeypatch, tmp_path, base_folder):
     """A cache as the hub's client keeps it: a snapshot of links; returns what was asked for."""
-    asked: list[tuple[Pretrained, list[str]]] = []
+    asked: list[tuple[PretrainedSourceConfig, list[str]]] = []
     snapshot = tmp_path / "snapshots" / COMMIT
     for file in base_folder.rglob("*.*"):
-        place = snapshot / file.relative_to(base_folder)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(file)
+        path = snapshot / file.relative_to(base_folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(file)
 
     def pretrained_folder(pretrained, patterns):
         asked.append((pretrained, patterns))
@@ -48,7 +48,7 @@ def test_the_folder_holds_the_pipeline_and_no_links(hub, tmp_path):
     assert not any(path.is_symlink() for path in found)
     (first, index), (second, patterns) = asked
     assert index == ["model_index.json"]
-    assert first == second == Pretrained(path="owner/name", revision=COMMIT)
+    assert first == second == PretrainedSourceConfig(path="owner/name", revision=COMMIT)
     kept = ["model_index.json", "transformer/config.json", "transformer/x-00001-of-2.safetensors", "tokenizer/merges.txt"]
     assert all(any(fnmatch(name, pattern) for pattern in patterns) for name in kept)
     for other in ("single_file.safetensors", "text_encoders/t5xxl.safetensors", "transformer/pytorch_model.bin"):
@@ -78,9 +78,9 @@ def test_a_repository_without_a_pipeline_is_refused(hub, tmp_path):
 @pytest.mark.parametrize("wrong", [{"path": "a/b/c"}, {"path": None}, {"path": "../up"}])
 def test_a_revision_is_of_a_repository(wrong):
     with pytest.raises(ValueError, match="is no owner/name"):
-        Pretrained(revision=COMMIT, **wrong)
+        PretrainedSourceConfig(revision=COMMIT, **wrong)
 
 
 def test_a_branch_is_no_revision():
     with pytest.raises(ValueError, match="revision"):
-        Pretrained(path="owner/name", revision="main")
+        PretrainedSourceConfig(path="owner/name", revision="main")

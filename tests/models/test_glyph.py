@@ -16,13 +16,12 @@ from ebbflow.models import ModelError, load_model
 from ebbflow.models.families.glyph import ALPHABET, letter_tokenizer, to_latents
 from ebbflow.models.glyph_training.train import train_glyph_base
 from ebbflow.models.prepare import copy_base, train_base
-from ebbflow.recipe.model import GlyphTraining
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 from ebbflow.storage.artifacts import MANIFEST, verify
 
 GLYPH = ModelConfig()
 
-SHORT = GlyphTraining(steps=5, batch=4)
+SHORT = GlyphTrainingConfig(steps=5, batch=4)
 
 
 def velocity(model):
@@ -189,7 +188,7 @@ def test_training_learns(tmp_path):
         with torch.no_grad():
             return _loss(model, clean, captions).item()
 
-    config = GlyphTraining(steps=20, batch=16, ema=0.0)
+    config = GlyphTrainingConfig(steps=20, batch=16, ema=0.0)
     train_glyph_base(config.model_copy(update={"steps": 1, "lr": 1e-9}), tmp_path / "start")
     train_glyph_base(config, tmp_path / "end")
     assert loss(tmp_path / "end") < 0.9 * loss(tmp_path / "start")
@@ -199,7 +198,7 @@ def test_the_average_of_the_weights_is_saved(tmp_path):
     # The average starts at the weights after the first step, so after two it is ema * first + (1 - ema) * second.
     def trained(steps, ema):
         folder = tmp_path / f"{steps}-{ema}"
-        train_glyph_base(GlyphTraining(steps=steps, batch=2, ema=ema, caption_noise=0.0), folder)
+        train_glyph_base(GlyphTrainingConfig(steps=steps, batch=2, ema=ema, caption_noise=0.0), folder)
         return load_model(folder).transformer.state_dict()
 
     first, second, average = trained(1, 0.0), trained(2, 0.0), trained(2, 0.25)
@@ -221,7 +220,7 @@ def test_a_copied_base_is_the_same_artifact(base_folder, tmp_path):
 
 
 def test_sizes_follow_the_recipe(tmp_path):
-    train_glyph_base(GlyphTraining(steps=1, batch=2, height=24, width=48, letters=6), tmp_path / "wide")
+    train_glyph_base(GlyphTrainingConfig(steps=1, batch=2, height=24, width=48, letters=6), tmp_path / "wide")
     model = load_model(tmp_path / "wide")
     assert model.latent_shape == (1, 24, 48)
     assert json.loads((tmp_path / "wide" / "glyph.json").read_text()) == {"height": 24, "width": 48}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.models.hub import HubError, pretrained_folder
-from ebbflow.recipe.pretrained import Pretrained
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
 COMMIT, OTHER = "1" * 40, "2" * 40
 TOKEN = "hf_of_this_test"
@@ -152,11 +152,11 @@ def test_without_its_token_a_repository_is_refused(hub, tmp_path):
 def test_a_folder_or_a_file_is_taken_as_it_is(tmp_path):
     file = tmp_path / "head.pth"
     file.write_bytes(b"")
-    assert pretrained_folder(Pretrained(path=str(tmp_path))) == tmp_path
-    assert pretrained_folder(Pretrained(path=str(file)), ["*.json"]) == file
+    assert pretrained_folder(PretrainedSourceConfig(path=str(tmp_path))) == tmp_path
+    assert pretrained_folder(PretrainedSourceConfig(path=str(file)), ["*.json"]) == file
 
 
 @pytest.mark.parametrize("path", [None, "/no/such/folder", "s3://bucket/clip", "team/model"])
 def test_a_path_that_leads_nowhere_is_named(path):
     with pytest.raises(HubError, match=f"path = {path!r} is not on this machine; .* give the commit as 'revision'"):
-        pretrained_folder(Pretrained(path=path))
+        pretrained_folder(PretrainedSourceConfig(path=path))

@@ -10,12 +10,12 @@ from peft import LoraConfig, get_peft_model_state_dict
 from pipeline_cases import SHORT, TINY, our_latents, prompts, theirs
 
 from ebbflow.models import pipeline as pipelines
-from ebbflow.recipe.model import Model as ModelConfig
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.training import policy as policies
-from ebbflow.training.card import PolicyCard
 from ebbflow.training.export import export_pipeline
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import PolicyMetadata
 from ebbflow.training.start import lora_parameters
 
 LORA = PolicyConfig(train="lora", rank=4, alpha=12)
@@ -28,7 +28,7 @@ def trained(model, config, folder, drawn_by=ModelConfig()):
     with torch.no_grad():
         for parameter in policy.parameters.values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    policy.save(folder, PolicyCard(base_digest="base", recipe_digest="recipe", config=config, version=1, model=drawn_by))
+    policy.save(folder, PolicyMetadata(base_digest="base", recipe_digest="recipe", config=config, version=1, model=drawn_by))
     return policy
 
 

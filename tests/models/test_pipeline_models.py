@@ -16,7 +16,7 @@ from torch import nn
 from ebbflow.models import ModelError, predict
 from ebbflow.models.base import Conditioning
 from ebbflow.models.pipeline import PipelineModel, pack, unpack
-from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate
 
 GUIDED = [name for name in TINY if name != "flux"]
@@ -32,9 +32,9 @@ def assert_same(model, pipeline, wanted, steps=3):
     assert np.abs(decoded - images).max() < 1
 
 
-def copied(folder, place, *ignore):
-    shutil.copytree(folder, place, ignore=shutil.ignore_patterns(*ignore))
-    return place
+def copied(folder, target, *ignore):
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*ignore))
+    return target
 
 
 def rewrite(folder, **entries):
@@ -162,7 +162,7 @@ def test_stochastic_samples_have_the_size_of_deterministic_ones(tiny, name, samp
     """A sigma of a hair below 1 would make the first noise of Flow-SDE a thousand times as large."""
     model, wanted = tiny(name, guidance=1.0), prompts(name)
     exact = our_latents(model, wanted, steps=6)
-    noisy = generate(model, model.encode(wanted), keys(wanted), Sampler(name=sampler, steps=6)).latents
+    noisy = generate(model, model.encode(wanted), keys(wanted), SamplerConfig(name=sampler, steps=6)).latents
     assert (noisy - exact).abs().max() > 0.1
     assert noisy.std() < 2 * exact.std()
 
@@ -280,8 +280,8 @@ def test_parts_are_on_the_device_only_while_they_are_called():
         def __init__(self):
             self.places = []
 
-        def to(self, place):
-            self.places.append(place)
+        def to(self, target):
+            self.places.append(target)
 
     text, vae, other = Part(), Part(), Part()
     model = SimpleNamespace(device="gpu", pipeline=SimpleNamespace(text=text, vae=vae, absent=None, other=other))

@@ -19,10 +19,10 @@ from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.generate import generate
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.batches import forward_batch, micro_batches
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.update import PolicyUpdater
 from tests.parameters import changed, values
 
 LORA = {"train": "lora", "rank": 4, "alpha": 8}
@@ -42,17 +42,17 @@ class Brightness:
 
 @pytest.fixture
 def start(open_tiny):
-    """``start("sd3", stage)``: the stage in a recipe of that model, the model, and a learner with its policy."""
+    """``start("sd3", stage)``: the stage in a recipe of that model, the model, and an updater with its policy."""
 
     def begin(name, stage, **config):
         model = open_tiny(name, **few_tokens(name), **config)
         small = {"group_size": 2, "micro_batch": 4, "drift_alarm": 1e9}
         recipe = Recipe.model_validate({"model": model.config.model_dump(), "policy": LORA, "stages": [small | stage]})
-        place = Place(recipe, 0, 0)
+        ctx = StageContext(recipe, 0, 0)
         policy = Policy(model, recipe.policy, seed=0)
-        if place.keeps_old:
+        if ctx.keeps_old:
             policy.ensure("old")
-        return place, model, Learner(policy, place.config)
+        return ctx, model, PolicyUpdater(policy, ctx.config)
 
     return begin
 
@@ -71,18 +71,18 @@ def test_an_online_step(start, name, lr, frames):
         "reference": {"weight": 0.1},
         "optimizer": {"lr": lr},
     }
-    place, model, learner = start(name, online, frames=frames)
+    ctx, model, updater = start(name, online, frames=frames)
     assert model.config.guidance > 1
-    before, kept = values(learner.policy), Kept()
+    before, recorder = values(updater.policy), MetricsRecorder()
     scorer = Scorer(((Brightness(), 1.0),))
-    run_online_stage(place, in_process(place, learner, scorer), prompts(name, SHORT[:2]), kept)
-    (metrics,) = kept.metrics
+    run_online_stage(ctx, in_process(ctx, updater, scorer), prompts(name, SHORT[:2]), recorder)
+    (metrics,) = recorder.metrics
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["reward/std"] > 0
     assert metrics["grad_norm"] > 0
     assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
     assert metrics["ratio/deviation"] < 1e-6
-    moved = changed(learner.policy, before)
+    moved = changed(updater.policy, before)
     assert moved == set() if lr == 0 else len(moved) > len(before) / 3
 
 
@@ -91,15 +91,15 @@ def test_longer_validation_prompts_are_not_felt(start):
     online = {"kind": "online", "steps": 1, "prompts_per_step": 2, "updates_per_step": 1, "sampler": {"steps": 4}}
     learnt = []
     for watched in ([], prompts("qwen_image", SHORT[2:])):
-        place, _, learner = start("qwen_image", online | {"validation": {"prompts": 1}, "optimizer": {"lr": 1e-3}})
-        placement, training = in_process(place, learner, Scorer(((Brightness(), 1.0),))), prompts("qwen_image", SHORT[:2])
-        run_online_stage(place, placement, training, Kept(), validation=watched)
-        learnt.append(values(learner.policy))
+        ctx, _, updater = start("qwen_image", online | {"validation": {"prompts": 1}, "optimizer": {"lr": 1e-3}})
+        placement, training = in_process(ctx, updater, Scorer(((Brightness(), 1.0),))), prompts("qwen_image", SHORT[:2])
+        run_online_stage(ctx, placement, training, MetricsRecorder(), validation=watched)
+        learnt.append(values(updater.policy))
     assert all(torch.equal(value, learnt[1][name]) for name, value in learnt[0].items())
 
 
-class Files(Kept):
-    """A journal that keeps the files it is shown."""
+class Files(MetricsRecorder):
+    """A recorder that keeps the files it is shown."""
 
     def __init__(self):
         super().__init__()
@@ -113,16 +113,16 @@ def test_the_time_of_the_gate_is_told_and_a_profile_is_of_the_rollouts(start, op
     """Behind the gate is the reference engine, with weights of its own; of step 0 the gate comes first."""
     small = {"steps": 1, "prompts_per_step": 2, "sampler": {"steps": 4}, "window": {"size": 2}}
     online = {"kind": "online", "engine": "vllm_omni", "profile": {"steps": [0], "roles": ["rollout"]}, **small}
-    (place, _, learner), journal = start("sd3", online), Files()
-    engine = Diffusers(place, Policy(open_tiny("sd3", **few_tokens("sd3")), place.recipe.policy, seed=0))
+    (ctx, _, updater), recorder = start("sd3", online), Files()
+    engine = Diffusers(ctx, Policy(open_tiny("sd3", **few_tokens("sd3")), ctx.recipe.policy, seed=0))
     scorer = Scorer(((Brightness(), 1.0),))
-    placement = InProcess(Trainer(place, learner), Generator(engine), scorer, shares=False)
-    record = run_online_stage(place, placement, prompts("sd3", SHORT[:2]), journal)
-    assert journal.metrics[0]["parity/log_prob_max"] < 1e-5
-    done = [(busy["task"], busy["step"]) for busy in json.loads(journal.files["timeline.json"])["busy"]]
+    placement = InProcess(Trainer(ctx, updater), Generator(engine), scorer, shares=False)
+    record = run_online_stage(ctx, placement, prompts("sd3", SHORT[:2]), recorder)
+    assert recorder.metrics[0]["parity/log_prob_max"] < 1e-5
+    done = [(busy["task"], busy["step"]) for busy in json.loads(recorder.files["timeline.json"])["busy"]]
     assert done.index(("parity", 0)) < done.index(("rollout", 0)) < done.index(("profile", 0))
     assert record.seconds["parity"] > 0
-    assert "profile/step-00000/rollout-0.json.gz" in journal.files
+    assert "profile/step-00000/rollout-0.json.gz" in recorder.files
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -137,16 +137,16 @@ def test_an_offline_update(start, name):
         "sampler": {"name": "ode", "steps": 2},
         "optimizer": {"lr": 1e-3},
     }
-    place, model, learner = start(name, offline)
+    ctx, model, updater = start(name, offline)
     wanted = [prompt for prompt in prompts(name, SHORT[:2]) for _ in range(2)]
-    keys = SampleKeys(place.seed, [prompt.prompt_id for prompt in wanted], [0, 1, 0, 1])
+    keys = SampleKeys(ctx.seed, [prompt.prompt_id for prompt in wanted], [0, 1, 0, 1])
     conditioning = encode_once(model, wanted)(wanted)
-    clean = generate(model, conditioning, keys, place.config.sampler).latents
+    clean = generate(model, conditioning, keys, ctx.config.sampler).latents
     advantage = torch.tensor([1.0, -1.0, 0.5, -0.5])
-    batch = forward_batch(clean, conditioning, advantage, keys, np.arange(4), place.config.hyper, visit=0)
-    assert batch.points.conditioning.negative is None
-    before = values(learner.policy)
-    metrics = learner.update(batch, micro_batches(batch.unit, place.config.micro_batch))
+    batch = forward_batch(clean, conditioning, advantage, keys, np.arange(4), ctx.config.hyper, visit=0)
+    assert batch.inputs.conditioning.negative is None
+    before = values(updater.policy)
+    metrics = updater.update(batch, micro_batches(batch.group_index, ctx.config.micro_batch))
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["grad_norm"] > 0
-    assert len(changed(learner.policy, before)) > len(before) / 3
+    assert len(changed(updater.policy, before)) > len(before) / 3

@@ -9,12 +9,12 @@ from pipeline_cases import SHORT, TINY, few_tokens, keys, our_latents, prompts
 from ebbflow.flow.transition import log_prob, transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import DTYPES, predict
-from ebbflow.recipe.choices import Sampler
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.training.policy import Policy
 
-SDE = Sampler(name="flow_sde", steps=4)
+SDE = SamplerConfig(name="flow_sde", steps=4)
 WINDOW = (0, 1, 2)
 DEVIATION = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1e-3}
 """Bounds of |log-prob - the rollout's| where micro-batches differ. Seen were 4e-7 in float32 and nothing in half precision, where

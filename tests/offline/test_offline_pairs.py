@@ -16,17 +16,17 @@ from ebbflow.offline import pairs
 from ebbflow.offline.pairs import NOT_OURS, import_pairs, import_pairs_from_folder
 from ebbflow.offline.shards import read_latents
 from ebbflow.offline.training import train_epochs
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.tables import read_column, read_table, read_table_metadata, write_table
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.update import PolicyUpdater
 
 WORDS = ["GATE", "LAMP", "GATE", "RIVE", "MOON"]
 
 
 @pytest.fixture
-def place(make_recipe):
-    return Place(make_recipe(offline={"shards": 2, "micro_batch": 4}), round=0, stage=1)
+def ctx(make_recipe):
+    return StageContext(make_recipe(offline={"shards": 2, "micro_batch": 4}), round=0, stage=1)
 
 
 def picture(text, height=16, width=32):
@@ -63,8 +63,8 @@ def by_key(imported, latent_shape):
     return found
 
 
-def test_every_pair_is_a_group_of_its_own(place, model, tmp_path):
-    imported = import_pairs(place, model, write(tmp_path / "p.parquet", image_rows()), tmp_path / "out")
+def test_every_pair_is_a_group_of_its_own(ctx, model, tmp_path):
+    imported = import_pairs(ctx, model, write(tmp_path / "p.parquet", image_rows()), tmp_path / "out")
     prompts = read_prompts(imported.prompts, "train")
     assert read_table(imported.prompts, PROMPTS).num_rows == 5
     assert {prompt.prompt_id: prompt.prompt for prompt in prompts} == {i: f'"{word}"' for i, word in enumerate(WORDS)}
@@ -82,13 +82,13 @@ def test_every_pair_is_a_group_of_its_own(place, model, tmp_path):
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_latents_are_kept_as_they_are(place, model, tmp_path, flat):
+def test_latents_are_kept_as_they_are(ctx, model, tmp_path, flat):
     latents = np.random.default_rng(0).normal(size=(3, 2, *model.latent_shape)).astype(np.float32)
     rows = [
         {"prompt": "AB", **dict(zip(LATENTS, (side.ravel() if flat else side.tolist() for side in pair), strict=True)), "by": "x"}
         for pair in latents
     ]
-    imported = import_pairs(place, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
+    imported = import_pairs(ctx, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
     for (number, sample), (latent, image, _) in by_key(imported, model.latent_shape).items():
         assert np.array_equal(latent.numpy(), latents[number, sample])
         assert np.array_equal(image, model.decode(latent[None])[0])
@@ -98,16 +98,16 @@ def test_latents_are_kept_as_they_are(place, model, tmp_path, flat):
     )
 
 
-def test_ties_are_left_out_and_counted(place, model, tmp_path):
+def test_ties_are_left_out_and_counted(ctx, model, tmp_path):
     rows = image_rows()
     rows[1]["rejected"] = rows[1]["chosen"]
     with pytest.warns(UserWarning, match=r"of 5 pairs left out: 1 with the same chosen and rejected side"):
-        imported = import_pairs(place, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
+        imported = import_pairs(ctx, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
     assert {number for number, _ in by_key(imported, model.latent_shape)} == {0, 2, 3, 4}
     assert (imported.pairs, imported.ties, imported.evaluated) == (4, 1, 0)
 
 
-def test_pairs_on_prompts_of_the_evaluation_are_left_out_and_counted(place, base_folder, make_prompts, tmp_path):
+def test_pairs_on_prompts_of_the_evaluation_are_left_out_and_counted(ctx, base_folder, make_prompts, tmp_path):
     rows = image_rows()
     prompts = make_prompts(3, split="held_out")
     rows[2]["prompt"], rows[4]["prompt"] = prompts[0].prompt, make_prompts(1)[0].prompt
@@ -116,20 +116,20 @@ def test_pairs_on_prompts_of_the_evaluation_are_left_out_and_counted(place, base
     write_table(table, PROMPTS, [pa.RecordBatch.from_pylist(mixed, PROMPTS)], {})
     source = write(tmp_path / "p.parquet", rows)
     with pytest.warns(UserWarning, match=r"of 5 pairs left out: 2 on prompts that the run is evaluated on"):
-        imported = import_pairs_from_folder(place, base_folder, table, source, tmp_path / "out")
+        imported = import_pairs_from_folder(ctx, base_folder, table, source, tmp_path / "out")
     assert (imported.pairs, imported.ties, imported.evaluated) == (3, 0, 2)
     assert {number for path in imported.rollouts for number in read_column(path, "prompt_id").to_pylist()} == {0, 1, 3}
 
 
-def test_nothing_but_ties_is_refused(place, model, tmp_path):
+def test_nothing_but_ties_is_refused(ctx, model, tmp_path):
     rows = [row | {"rejected": row["chosen"]} for row in image_rows()]
     with pytest.raises(PairError, match=r"p.parquet: no pair is left to learn from: 5 with the same"):
-        import_pairs(place, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
+        import_pairs(ctx, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
 
 
 def test_fewer_pairs_than_shards_leave_no_shard_empty(make_recipe, model, tmp_path):
-    place = Place(make_recipe(offline={"shards": 4}), 0, 1)
-    imported = import_pairs(place, model, write(tmp_path / "p.parquet", image_rows()[:3]), tmp_path / "out")
+    ctx = StageContext(make_recipe(offline={"shards": 4}), 0, 1)
+    imported = import_pairs(ctx, model, write(tmp_path / "p.parquet", image_rows()[:3]), tmp_path / "out")
     assert [read_table(path).num_rows for path in imported.rollouts] == [2, 2, 2]
 
 
@@ -138,7 +138,7 @@ def test_fewer_pairs_than_shards_leave_no_shard_empty(make_recipe, model, tmp_pa
 def test_a_pair_goes_into_the_shard_of_its_number_and_images_are_read_once(
     make_recipe, model, tmp_path, monkeypatch, shards, micro_batch
 ):
-    place = Place(make_recipe(offline={"shards": shards, "micro_batch": micro_batch}), 0, 1)
+    ctx = StageContext(make_recipe(offline={"shards": shards, "micro_batch": micro_batch}), 0, 1)
     rows = image_rows([*WORDS, *WORDS])
     rows[3]["rejected"] = rows[3]["chosen"]
     read, iterate = [], pq.ParquetFile.iter_batches
@@ -149,7 +149,7 @@ def test_a_pair_goes_into_the_shard_of_its_number_and_images_are_read_once(
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", counting)
     with pytest.warns(UserWarning, match="1 with the same"):
-        imported = import_pairs(place, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
+        imported = import_pairs(ctx, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
     assert read == [["prompt"], ["prompt", "chosen", "rejected"]]
     for shard, path in enumerate(imported.rollouts):
         mine = [number for number in range(shard, 10, shards) if number != 3]
@@ -158,20 +158,20 @@ def test_a_pair_goes_into_the_shard_of_its_number_and_images_are_read_once(
     assert len(imported.rollouts) == shards
 
 
-def test_what_does_not_fit_the_model_is_named(place, model, tmp_path):
+def test_what_does_not_fit_the_model_is_named(ctx, model, tmp_path):
     rows = image_rows()
     rows[3]["rejected"] = png(picture("ABCD", 16, 40))
     with pytest.raises(PairError, match=r"row 4: rejected is 40 pixels wide and 16 high, .* images of 32 by 16; resize it"):
-        import_pairs(place, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
+        import_pairs(ctx, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
     assert not list((tmp_path / "out").glob("*rollouts*"))
     short = [{"prompt": "AB", LATENTS[0]: [0.5] * 512, LATENTS[1]: [0.5] * 511}]
     with pytest.raises(
         PairError, match=r"row 1: rejected_latent has 511 numbers, and a latent of this model 512, shape \(1, 16, 32\)"
     ):
-        import_pairs(place, model, write(tmp_path / "p.parquet", short), tmp_path / "out")
+        import_pairs(ctx, model, write(tmp_path / "p.parquet", short), tmp_path / "out")
 
 
-def test_memory_is_bounded_by_a_micro_batch_for_every_shard(place, model, tmp_path, monkeypatch):
+def test_memory_is_bounded_by_a_micro_batch_for_every_shard(ctx, model, tmp_path, monkeypatch):
     read, encoded, held = [], [], []
 
     def reading(path):
@@ -186,22 +186,22 @@ def test_memory_is_bounded_by_a_micro_batch_for_every_shard(place, model, tmp_pa
 
     monkeypatch.setattr(pairs, "read_pairs", reading)
     monkeypatch.setattr(model, "encode_images", encoding)
-    import_pairs(place, model, write(tmp_path / "p.parquet", image_rows(WORDS * 3)), tmp_path / "out")
+    import_pairs(ctx, model, write(tmp_path / "p.parquet", image_rows(WORDS * 3)), tmp_path / "out")
     assert max(encoded) == 4
     assert sum(encoded) == 30
     assert max(held) <= 2 * 4
 
 
-def test_a_prompt_that_is_wrong_stops_before_anything_is_encoded(place, model, tmp_path, monkeypatch):
+def test_a_prompt_that_is_wrong_stops_before_anything_is_encoded(ctx, model, tmp_path, monkeypatch):
     monkeypatch.setattr(model, "encode_images", lambda images: pytest.fail("encoded"))
     rows = [*image_rows(), {"prompt": "", "chosen": b"", "rejected": b""}]
     with pytest.raises(PairError, match="row 6: '' is no prompt"):
-        import_pairs(place, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
+        import_pairs(ctx, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
 
 
-def test_the_same_file_gives_the_same_tables(place, model, tmp_path):
+def test_the_same_file_gives_the_same_tables(ctx, model, tmp_path):
     source = write(tmp_path / "p.parquet", image_rows())
-    one, two = (import_pairs(place, model, source, tmp_path / name) for name in ("one", "two"))
+    one, two = (import_pairs(ctx, model, source, tmp_path / name) for name in ("one", "two"))
     assert len(one.rollouts) == len(two.rollouts) == 2
     tables = [(one.prompts, two.prompts), (one.advantages, two.advantages), *zip(one.rollouts, two.rollouts, strict=True)]
     for first, second in tables:
@@ -211,21 +211,21 @@ def test_the_same_file_gives_the_same_tables(place, model, tmp_path):
 def trained_on_pairs(make_recipe, model, folder, rows, algorithm, **stage):
     """Metrics of every optimiser step, and the stage's record."""
     small = {"shards": 2, "epochs": 1, "batch_size": 8, "micro_batch": 8}
-    place = Place(make_recipe(offline=small | stage | {"algorithm": {"name": algorithm}}), 0, 1)
-    imported = import_pairs(place, model, write(folder / "p.parquet", rows), folder / "out")
-    policy = Policy(model, place.recipe.policy, 0)
+    ctx = StageContext(make_recipe(offline=small | stage | {"algorithm": {"name": algorithm}}), 0, 1)
+    imported = import_pairs(ctx, model, write(folder / "p.parquet", rows), folder / "out")
+    policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
-    journal = Kept()
+    recorder = MetricsRecorder()
     record = train_epochs(
-        place,
+        ctx,
         model,
-        Learner(policy, place.offline),
+        PolicyUpdater(policy, ctx.offline),
         read_prompts(imported.prompts, "train"),
         imported.rollouts,
         imported.advantages,
-        journal,
+        recorder,
     )
-    return journal.metrics, record
+    return recorder.metrics, record
 
 
 @pytest.mark.parametrize("algorithm", ["diffusion_dpo", "diffusion_nft", "awm", "dgpo", "crd", "sft", "rwr"])

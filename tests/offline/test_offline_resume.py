@@ -22,15 +22,15 @@ from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.disk import DiskFullError
-from ebbflow.training.card import read_card, write_base_policy
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.distributed import process_group
 from ebbflow.training.limits import Preempted
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.policy_metadata import read_policy_metadata, write_base_policy
+from ebbflow.training.update import PolicyUpdater
 from tests.two_processes import as_two_ranks
 
 TIMED = ("seconds", "ms_per")
@@ -48,48 +48,48 @@ def world(make_prompts, make_recipe, base_folder, scorer, tmp_path):
     def prepared(offline=None, policy=None):
         stage = {"prompts": 8, "epochs": 2, "batch_size": 8, "checkpoints": {"every": 2}}
         recipe = make_recipe(offline=stage | (offline or {}), policy=policy or {})
-        place, table, start = Place(recipe, 0, 1), tmp_path / "prompts.parquet", tmp_path / "start"
+        ctx, table, start = StageContext(recipe, 0, 1), tmp_path / "prompts.parquet", tmp_path / "start"
         write_prompts(pa.Table.from_pylist([vars(p) for p in make_prompts(8)], PROMPTS), table)
         write_base_policy(start, verify(base_folder), recipe.digest, recipe.policy)
         model = load_model(base_folder)
         untouched, prompts, scores = Policy(model, recipe.policy, 0), read_prompts(table, "train"), []
         untouched.ensure("old")
         for shard in range(2):
-            generate_shard(place, model, untouched, 0, prompts, shard, tmp_path / f"rollouts-{shard}.parquet")
+            generate_shard(ctx, model, untouched, 0, prompts, shard, tmp_path / f"rollouts-{shard}.parquet")
             scores.append(tmp_path / f"scores-{shard}.parquet")
-            score_shard(place, scorer, prompts, tmp_path / f"rollouts-{shard}.parquet", scores[-1])
-        write_advantages(place, scores, tmp_path / "advantages.parquet")
+            score_shard(ctx, scorer, prompts, tmp_path / f"rollouts-{shard}.parquet", scores[-1])
+        write_advantages(ctx, scores, tmp_path / "advantages.parquet")
         return tmp_path, recipe.model_dump(mode="json"), base_folder
 
     return prepared
 
 
-def train(world: tuple[Path, Any, Path], name: str, at: int | None = None, happens: str = "") -> Kept:
+def train(world: tuple[Path, Any, Path], name: str, at: int | None = None, happens: str = "") -> MetricsRecorder:
     """One attempt at the stage called ``name``; as optimiser step ``at`` begins, it is killed, or told to end."""
     folder, recipe, base = world
-    place, journal, update = Place(Recipe.model_validate(recipe), 0, 1), Kept(), Learner.update
+    ctx, recorder, update = StageContext(Recipe.model_validate(recipe), 0, 1), MetricsRecorder(), PolicyUpdater.update
 
-    def doomed(learner: Learner, *arguments: Any) -> dict[str, float]:
-        if learner.updates == at and happens == "killed":
+    def doomed(updater: PolicyUpdater, *arguments: Any) -> dict[str, float]:
+        if updater.updates == at and happens == "killed":
             raise Killed
-        if learner.updates == at and happens == "told to end":
+        if updater.updates == at and happens == "told to end":
             os.kill(os.getpid(), signal.SIGTERM)
-        return update(learner, *arguments)
+        return update(updater, *arguments)
 
     with pytest.MonkeyPatch.context() as patch, process_group(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(Learner, "update", doomed)
+        patch.setattr(PolicyUpdater, "update", doomed)
         rollouts, (prompts, advantages) = (
             sorted(folder.glob("rollouts-*")),
             [folder / f"{table}.parquet" for table in ("prompts", "advantages")],
         )
-        checkpoints = Checkpoints(place, folder / f"kept-{name}")
-        train_offline_folder(place, base, folder / "start", prompts, rollouts, advantages, folder / name, journal, checkpoints)
-    return journal
+        checkpoints = Checkpoints(ctx, folder / f"kept-{name}")
+        train_offline_folder(ctx, base, folder / "start", prompts, rollouts, advantages, folder / name, recorder, checkpoints)
+    return recorder
 
 
-def rows(journal):
-    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in journal.metrics]
+def rows(recorder):
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in recorder.metrics]
 
 
 def kept(folder, name):
@@ -98,9 +98,9 @@ def kept(folder, name):
 
 CASES = {
     "nft": ({}, {}),
-    "average of lora": ({}, {"train": "lora", "rank": 2, "ema": {"slope": 0.5, "most": 0.5}}),
+    "average of lora": ({}, {"train": "lora", "rank": 2, "ema": {"slope": 0.5, "max_decay": 0.5}}),
     "groups": ({"algorithm": {"name": "dgpo"}, "reference": {"weight": 0.1}}, {}),
-    "adamw": ({"algorithm": {"name": "awm"}, "optimizer": {"weight_decay": 0.1}}, {"ema": {"slope": 0.5, "most": 0.5}}),
+    "adamw": ({"algorithm": {"name": "awm"}, "optimizer": {"weight_decay": 0.1}}, {"ema": {"slope": 0.5, "max_decay": 0.5}}),
 }
 
 
@@ -140,7 +140,7 @@ def test_told_to_end_in_the_last_step_it_is_over_and_the_next_one_leaves(world):
 
 
 def test_a_full_disk_is_named_and_no_part_stays(world, monkeypatch):
-    def full(folder: Path, learner: Learner) -> None:
+    def full(folder: Path, updater: PolicyUpdater) -> None:
         (folder / "begun").touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -154,7 +154,7 @@ def test_a_full_disk_is_named_and_no_part_stays(world, monkeypatch):
 def test_a_spent_budget_ends_it_with_what_was_learnt(world):
     stage = world(offline={"max_hours": 1e-9})
     assert len(train(stage, "short").metrics) == 1
-    assert read_card(stage[0] / "short").version == 1
+    assert read_policy_metadata(stage[0] / "short").version == 1
 
 
 def as_a_rank(stage: tuple[Path, Any, Path], name: str, at: int | None, happens: str) -> None:
@@ -166,7 +166,7 @@ def as_a_rank(stage: tuple[Path, Any, Path], name: str, at: int | None, happens:
 
 @pytest.mark.parametrize("policy", [{}, {"train": "lora", "rank": 2}], ids=["full", "lora"])
 def test_two_processes_save_their_parts_and_any_number_goes_on(world, policy):
-    stage = world(policy={**policy, "ema": {"slope": 0.5, "most": 0.5}})
+    stage = world(policy={**policy, "ema": {"slope": 0.5, "max_decay": 0.5}})
     folder = stage[0]
     as_two_ranks(as_a_rank, stage, "whole", None, "")
     as_two_ranks(as_a_rank, stage, "again", 3, "told to end")

@@ -22,24 +22,24 @@ from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_epochs, train_offline_folder
 from ebbflow.recipe.algorithms import BUILT_IN
-from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.stage import Kept, Place
+from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.tables import nan_to_null, read_table, read_table_metadata, write_table
 from ebbflow.training.batches import forward_batch
-from ebbflow.training.card import Progress, read_card, write_base_policy
 from ebbflow.training.distributed import Ranks
-from ebbflow.training.handover import open_policy
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner, TrainingError
+from ebbflow.training.policy_io import open_policy
+from ebbflow.training.policy_metadata import Progress, read_policy_metadata, write_base_policy
+from ebbflow.training.update import PolicyUpdater, TrainingError
 
 NAN = float("nan")
 FORWARD = [config.model_fields["name"].default for config in BUILT_IN if config.kind == "forward"]
 
 
 @pytest.fixture
-def place(make_recipe):
-    return Place(make_recipe(), round=0, stage=1)
+def ctx(make_recipe):
+    return StageContext(make_recipe(), round=0, stage=1)
 
 
 ABOUT_SCORES = {"seconds": {"scoring": 2.0}, "weights": {"darkness": 1.0}}
@@ -73,11 +73,11 @@ KEPT = {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)}
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-def test_advantages_are_over_all_shards_and_leave_out_what_says_nothing(place, tmp_path, order):
+def test_advantages_are_over_all_shards_and_leave_out_what_says_nothing(ctx, tmp_path, order):
     scores = [write_scores(tmp_path / f"{i}.parquet", KEYS[i], REWARDS[i]) for i in order]
-    metrics = write_advantages(place, scores, tmp_path / "advantages.parquet")
+    metrics = write_advantages(ctx, scores, tmp_path / "advantages.parquet")
     rewards, prompt_ids = np.array(REWARDS[0] + REWARDS[1]), np.array([p for keys in KEYS for p, _ in keys])
-    expected = compute_advantages({"darkness": rewards}, {"darkness": 1.0}, prompt_ids, place.config.advantages)
+    expected = compute_advantages({"darkness": rewards}, {"darkness": 1.0}, prompt_ids, ctx.config.advantages)
     by_key = dict(zip(KEYS[0] + KEYS[1], expected.values, strict=True))
     table = read_table(tmp_path / "advantages.parquet", ADVANTAGES).to_pylist()
     assert {(row["prompt_id"], row["sample"]) for row in table} == KEPT
@@ -92,7 +92,7 @@ def test_advantages_are_over_all_shards_and_leave_out_what_says_nothing(place, t
 
 
 class Watched:
-    """A learner that keeps a record of what it was given and learns nothing."""
+    """A updater that keeps a record of what it was given and learns nothing."""
 
     def __init__(self):
         self.calls, self.alarms = [], []
@@ -130,9 +130,11 @@ def stored(tmp_path):
 def run(make_prompts, model):
     """Train on stored shards with the updates watched; returns (record, what they were given)."""
 
-    def train(place, rollouts, advantages, journal=None):
-        learner = Watched()
-        return train_epochs(place, model, learner, make_prompts(40), rollouts, advantages, journal or Kept()), learner.calls
+    def train(ctx, rollouts, advantages, recorder=None):
+        updater = Watched()
+        return train_epochs(
+            ctx, model, updater, make_prompts(40), rollouts, advantages, recorder or MetricsRecorder()
+        ), updater.calls
 
     return train
 
@@ -144,11 +146,11 @@ def pretend(monkeypatch):
 
 
 def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, stored, run):
-    place = Place(make_recipe(offline={"epochs": 3, "batch_size": 8, "micro_batch": 3}), 0, 1)
+    ctx = StageContext(make_recipe(offline={"epochs": 3, "batch_size": 8, "micro_batch": 3}), 0, 1)
     rollouts, advantages, kept = stored(24, 12)
-    journal = Kept()
-    record, seen = run(place, rollouts, advantages, journal)
-    per_epoch, draws = len(seen) // 3, place.config.hyper.noise_levels
+    recorder = MetricsRecorder()
+    record, seen = run(ctx, rollouts, advantages, recorder)
+    per_epoch, draws = len(seen) // 3, ctx.config.hyper.noise_levels
     for epoch in range(3):
         calls = seen[epoch * per_epoch : (epoch + 1) * per_epoch]
         samples = [call.keys[::draws] for call in calls]  # the draws of a sample are adjacent
@@ -161,7 +163,7 @@ def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, store
         for call in calls:
             assert call.passes == -(-len(call.keys) // 3)
             assert call.batch.advantage.tolist() == [100 * p + s for p, s in call.keys]
-    assert [(row["step"], row["epoch"]) for row in journal.metrics] == [(i, i // per_epoch) for i in range(3 * per_epoch)]
+    assert [(row["step"], row["epoch"]) for row in recorder.metrics] == [(i, i // per_epoch) for i in range(3 * per_epoch)]
     assert record.optimizer_steps == len(seen)
     assert record.samples == 36
     assert record.seconds.keys() == {"rollout", "scoring", "training"}
@@ -169,8 +171,8 @@ def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, store
 
 
 def test_batches_of_a_shard_differ_by_one_sample_at_most(make_recipe, stored, run):
-    place = Place(make_recipe(offline={"epochs": 1, "batch_size": 8, "shards": 1}), 0, 1)
-    sizes = sorted(len(call.keys) // 2 for call in run(place, *stored(26)[:2])[1])  # two draws a sample
+    ctx = StageContext(make_recipe(offline={"epochs": 1, "batch_size": 8, "shards": 1}), 0, 1)
+    sizes = sorted(len(call.keys) // 2 for call in run(ctx, *stored(26)[:2])[1])  # two draws a sample
     assert sizes == [6, 7, 7]
 
 
@@ -179,48 +181,48 @@ def keys_seen(ran):
 
 
 def test_the_order_is_seeded_and_new_in_every_epoch(make_recipe, stored, run):
-    place = Place(make_recipe(offline={"epochs": 2}), 0, 1)
+    ctx = StageContext(make_recipe(offline={"epochs": 2}), 0, 1)
     shards = stored(24, 12)[:2]
-    first = keys_seen(run(place, *shards))
-    assert keys_seen(run(place, *shards)) == first
+    first = keys_seen(run(ctx, *shards))
+    assert keys_seen(run(ctx, *shards)) == first
     assert first[: len(first) // 2] != first[len(first) // 2 :]
-    assert keys_seen(run(Place(make_recipe(seed=1, offline={"epochs": 2}), 0, 1), *shards)) != first
+    assert keys_seen(run(StageContext(make_recipe(seed=1, offline={"epochs": 2}), 0, 1), *shards)) != first
 
 
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "dgpo", "diffusion_dpo"])
 def test_the_order_of_the_advantages_does_not_matter(make_recipe, stored, run, tmp_path, algorithm):
-    place = Place(make_recipe(offline={"algorithm": {"name": algorithm}}), 0, 1)
+    ctx = StageContext(make_recipe(offline={"algorithm": {"name": algorithm}}), 0, 1)
     rollouts, advantages, _ = stored(24, 12)
-    first = keys_seen(run(place, rollouts, advantages))
+    first = keys_seen(run(ctx, rollouts, advantages))
     table = read_table(advantages)
     shuffled = table.take(np.random.default_rng(0).permutation(len(table))).combine_chunks()
     write_table(tmp_path / "shuffled", ADVANTAGES, shuffled.to_batches(), read_table_metadata(advantages))
-    assert keys_seen(run(place, rollouts, tmp_path / "shuffled")) == first
+    assert keys_seen(run(ctx, rollouts, tmp_path / "shuffled")) == first
 
 
 def test_every_epoch_draws_noise_of_its_own(make_recipe, stored, run):
-    place = Place(make_recipe(offline={"epochs": 2}), 0, 1)
-    noise = [tuple(row.flatten().tolist()) for call in run(place, *stored(12)[:2])[1] for row in call.batch.noise]
+    ctx = StageContext(make_recipe(offline={"epochs": 2}), 0, 1)
+    noise = [tuple(row.flatten().tolist()) for call in run(ctx, *stored(12)[:2])[1] for row in call.batch.noise]
     assert len(set(noise)) == len(noise)
 
 
 def units_seen(call):
     """The samples of each unit, better first, with the sigma that they share."""
     found = {}
-    for key, unit, sigma in zip(call.keys, call.batch.unit.tolist(), call.batch.points.sigma.tolist(), strict=True):
-        found.setdefault((unit, sigma), []).append(key)
+    for key, group_index, sigma in zip(call.keys, call.batch.group_index.tolist(), call.batch.inputs.sigma.tolist(), strict=True):
+        found.setdefault((group_index, sigma), []).append(key)
     return Counter((sigma, tuple(members)) for (_, sigma), members in found.items())
 
 
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "dgpo", "diffusion_dpo"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_share_each_batch_and_tear_no_unit(make_recipe, stored, run, pretend, world, algorithm):
-    place = Place(make_recipe(offline={"epochs": 1, "micro_batch": 2, "algorithm": {"name": algorithm}}), 0, 1)
+    ctx = StageContext(make_recipe(offline={"epochs": 1, "micro_batch": 2, "algorithm": {"name": algorithm}}), 0, 1)
     shards = stored(24, 12)[:2]
-    alone, shares = run(place, *shards)[1], []
+    alone, shares = run(ctx, *shards)[1], []
     for rank in range(world):
         pretend(rank, world)
-        shares.append(run(place, *shards)[1])
+        shares.append(run(ctx, *shards)[1])
     for step, call in enumerate(alone):
         parts = [share[step] for share in shares]
         assert sum((units_seen(part) for part in parts), Counter()) == units_seen(call)
@@ -235,57 +237,57 @@ def test_processes_share_each_batch_and_tear_no_unit(make_recipe, stored, run, p
 def test_every_process_has_work_in_every_pass(make_recipe, stored, run, pretend, rank, batch_size, micro_batch, algorithm):
     # A process that runs out of terms before the others would fail alone and leave them waiting.
     settings = {"epochs": 1, "batch_size": batch_size, "micro_batch": micro_batch}
-    place = Place(make_recipe(offline=settings | {"algorithm": {"name": algorithm, "noise_levels": 1}}), 0, 1)
+    ctx = StageContext(make_recipe(offline=settings | {"algorithm": {"name": algorithm, "noise_levels": 1}}), 0, 1)
     pretend(rank, 2)
-    calls = run(place, *stored(14)[:2])[1]
+    calls = run(ctx, *stored(14)[:2])[1]
     assert calls
     for call in calls:
-        assert len(call.batch.unit.unique()) >= call.passes >= 1
+        assert len(call.batch.group_index.unique()) >= call.passes >= 1
 
 
 def test_the_passes_are_those_of_the_largest_share(make_recipe, stored, run, pretend):
     """Seven groups of two on two processes, a group a pass: four on one, three on the other, and three passes on both."""
     keys = {"name": "dgpo", "noise_levels": 1}
-    place = Place(make_recipe(offline={"epochs": 1, "batch_size": 100, "micro_batch": 2, "algorithm": keys}), 0, 1)
+    ctx = StageContext(make_recipe(offline={"epochs": 1, "batch_size": 100, "micro_batch": 2, "algorithm": keys}), 0, 1)
     shards, found = stored(14)[:2], []
     for rank in range(2):
         pretend(rank, 2)
-        (call,) = run(place, *shards)[1]
-        found.append((len(call.batch.unit.unique()), call.passes))
+        (call,) = run(ctx, *shards)[1]
+        found.append((len(call.batch.group_index.unique()), call.passes))
     assert found == [(4, 3), (3, 3)]
 
 
 def test_pairs_are_the_better_and_the_worse_of_a_prompt(make_recipe, stored, run):
-    place = Place(make_recipe(offline={"algorithm": {"name": "diffusion_dpo"}}), 0, 1)
-    for call in run(place, *stored(24, 12)[:2])[1]:
+    ctx = StageContext(make_recipe(offline={"algorithm": {"name": "diffusion_dpo"}}), 0, 1)
+    for call in run(ctx, *stored(24, 12)[:2])[1]:
         for better, worse in zip(call.keys[::2], call.keys[1::2], strict=True):
             assert better == (worse[0], 1)  # the advantage is 100 * prompt + sample
             assert worse[1] == 0
 
 
-def test_shards_too_small_for_every_process_are_named_and_left_out(place, stored, run, pretend):
+def test_shards_too_small_for_every_process_are_named_and_left_out(ctx, stored, run, pretend):
     pretend(0, 4)
     rollouts, advantages, _ = stored(20, 3)
     with pytest.warns(UserWarning, match=r"fewer samples, pairs or groups to train on than the 4 processes: r1\.parquet \("):
-        record, calls = run(place, rollouts, advantages)
+        record, calls = run(ctx, rollouts, advantages)
     assert "r1.parquet" in record.alarms[0]
     assert {key for call in calls for key in call.keys} <= {(p, s) for p in range(10) for s in range(2)}
 
 
-def test_shards_that_are_all_too_small_are_refused(place, stored, run, pretend):
+def test_shards_that_are_all_too_small_are_refused(ctx, stored, run, pretend):
     pretend(0, 4)
     rollouts, advantages, _ = stored(3, 3)
     with pytest.raises(TrainingError, match=r"than the 4 processes: r0.parquet \(\d\), r1.parquet.*lower the stage's 'shards'"):
-        run(place, rollouts, advantages)
+        run(ctx, rollouts, advantages)
 
 
-def test_nothing_kept_trains_nothing(place, stored, run, tmp_path):
+def test_nothing_kept_trains_nothing(ctx, stored, run, tmp_path):
     rollouts, _, _ = stored(8, 8)
     scores = [write_scores(tmp_path / "s.parquet", [(p, s) for p in range(8) for s in range(2)], [0.5] * 14 + [NAN] * 2)]
-    metrics = write_advantages(place, scores, tmp_path / "none.parquet")
+    metrics = write_advantages(ctx, scores, tmp_path / "none.parquet")
     assert metrics["group/dropped_samples"] == 16
     with pytest.warns(UserWarning, match="nothing was learnt: no group has samples that score differently"):
-        record, calls = run(place, rollouts, tmp_path / "none.parquet")
+        record, calls = run(ctx, rollouts, tmp_path / "none.parquet")
     assert record.optimizer_steps == 0
     assert record.samples == 16
     assert record.alarms == ["nothing was learnt: no group has samples that score differently"]
@@ -295,27 +297,27 @@ def test_nothing_kept_trains_nothing(place, stored, run, tmp_path):
 @pytest.fixture(scope="module")
 def generated(make_recipe, base_folder, scorer, make_prompts, tmp_path_factory):
     """Rollouts, scores and advantages of a whole tiny stage, made with the base."""
-    place, model, tmp_path = Place(make_recipe(), 0, 1), load_model(base_folder), tmp_path_factory.mktemp("generated")
-    policy = Policy(model, place.recipe.policy, 0)
+    ctx, model, tmp_path = StageContext(make_recipe(), 0, 1), load_model(base_folder), tmp_path_factory.mktemp("generated")
+    policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
     rollouts, scores = [tmp_path / f"r{i}" for i in range(2)], [tmp_path / f"s{i}" for i in range(2)]
     for shard in range(2):
-        generate_shard(place, model, policy, 0, make_prompts(6), shard, rollouts[shard])
-        score_shard(place, scorer, make_prompts(6), rollouts[shard], scores[shard])
-    write_advantages(place, scores, tmp_path / "advantages")
+        generate_shard(ctx, model, policy, 0, make_prompts(6), shard, rollouts[shard])
+        score_shard(ctx, scorer, make_prompts(6), rollouts[shard], scores[shard])
+    write_advantages(ctx, scores, tmp_path / "advantages")
     return rollouts, tmp_path / "advantages"
 
 
 @pytest.mark.parametrize("config", [PolicyConfig(), PolicyConfig(train="lora", rank=4, alpha=8)], ids=["full", "lora"])
 @pytest.mark.parametrize("name", FORWARD)
 def test_every_forward_algorithm_trains_on_stored_samples(make_recipe, base_folder, generated, make_prompts, name, config):
-    place, model = Place(make_recipe(offline={"algorithm": {"name": name}}), 0, 1), load_model(base_folder)
+    ctx, model = StageContext(make_recipe(offline={"algorithm": {"name": name}}), 0, 1), load_model(base_folder)
     policy = Policy(model, config, 0)
     policy.ensure("old")
     start = {key: value.detach().clone() for key, value in policy.parameters.items()}
-    journal, learner = Kept(), Learner(policy, place.offline)
-    record = train_epochs(place, model, learner, make_prompts(6), *generated, journal)
-    logged = journal.metrics
+    recorder, updater = MetricsRecorder(), PolicyUpdater(policy, ctx.offline)
+    record = train_epochs(ctx, model, updater, make_prompts(6), *generated, recorder)
+    logged = recorder.metrics
     assert record.label == "1.2 offline"
     assert record.algorithm == name
     assert record.samples == 16
@@ -331,71 +333,73 @@ def test_every_forward_algorithm_trains_on_stored_samples(make_recipe, base_fold
     assert all(np.isfinite(value) for metrics in logged for value in metrics.values())
 
 
-def test_the_old_policy_is_where_training_began(place, base_folder, generated, make_prompts):
-    model, journal = load_model(base_folder), Kept()
-    policy = Policy(model, place.recipe.policy, 0)
+def test_the_old_policy_is_where_training_began(ctx, base_folder, generated, make_prompts):
+    model, recorder = load_model(base_folder), MetricsRecorder()
+    policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
-    learner = Learner(policy, place.offline)
-    train_epochs(place, model, learner, make_prompts(6), *generated, journal)
-    assert journal.metrics[0]["nft/old_deviation"] == pytest.approx(0, abs=1e-9)
-    assert journal.metrics[-1]["nft/old_deviation"] > 1e-9
+    updater = PolicyUpdater(policy, ctx.offline)
+    train_epochs(ctx, model, updater, make_prompts(6), *generated, recorder)
+    assert recorder.metrics[0]["nft/old_deviation"] == pytest.approx(0, abs=1e-9)
+    assert recorder.metrics[-1]["nft/old_deviation"] > 1e-9
 
 
 def test_the_drift_alarm_stands_in_the_record(make_recipe, base_folder, generated, make_prompts):
-    place, model = Place(make_recipe(offline={"drift_alarm": 1e-9}), 0, 1), load_model(base_folder)
-    policy = Policy(model, place.recipe.policy, 0)
+    ctx, model = StageContext(make_recipe(offline={"drift_alarm": 1e-9}), 0, 1), load_model(base_folder)
+    policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
-    learner = Learner(policy, place.offline)
+    updater = PolicyUpdater(policy, ctx.offline)
     with pytest.warns(UserWarning, match="velocity drift") as warned:
-        record = train_epochs(place, model, learner, make_prompts(6), *generated, Kept())
+        record = train_epochs(ctx, model, updater, make_prompts(6), *generated, MetricsRecorder())
     assert len(warned) == len(record.alarms) == 1
 
 
 @pytest.fixture
-def folders(place, base_folder, make_prompts, tmp_path):
+def folders(ctx, base_folder, make_prompts, tmp_path):
     """The base policy folder and the prompt table."""
-    write_base_policy(tmp_path / "start", verify(base_folder), place.recipe.digest, place.recipe.policy)
+    write_base_policy(tmp_path / "start", verify(base_folder), ctx.recipe.digest, ctx.recipe.policy)
     write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), tmp_path / "prompts.parquet")
     return tmp_path / "start", tmp_path / "prompts.parquet"
 
 
-def test_the_stage_repeats_itself_byte_for_byte_and_hands_on_a_whole_folder(place, base_folder, generated, folders, tmp_path):
+def test_the_stage_repeats_itself_byte_for_byte_and_hands_on_a_whole_folder(ctx, base_folder, generated, folders, tmp_path):
     start, prompts = folders
     for name in ("one", "two"):
-        train_offline_folder(place, base_folder, start, prompts, *generated, tmp_path / name, Kept())
+        train_offline_folder(ctx, base_folder, start, prompts, *generated, tmp_path / name, MetricsRecorder())
     assert verify(tmp_path / "one") == verify(tmp_path / "two")
-    card = read_card(tmp_path / "one")
-    assert (card.version, card.copies, card.stages) == (4, ("old",), ("1.2 offline",))
-    assert card.progress == Progress(algorithm="diffusion_nft", steps=0, updates=4)
-    assert card.base_digest == verify(base_folder)
-    assert card.recipe_digest == place.recipe.digest
+    metadata = read_policy_metadata(tmp_path / "one")
+    assert (metadata.version, metadata.copies, metadata.stages) == (4, ("old",), ("1.2 offline",))
+    assert metadata.progress == Progress(algorithm="diffusion_nft", steps=0, updates=4)
+    assert metadata.base_digest == verify(base_folder)
+    assert metadata.recipe_digest == ctx.recipe.digest
 
 
-def test_the_next_stage_generates_with_what_this_one_trained(place, base_folder, generated, folders, tmp_path):
+def test_the_next_stage_generates_with_what_this_one_trained(ctx, base_folder, generated, folders, tmp_path):
     start, prompts = folders
-    train_offline_folder(place, base_folder, start, prompts, *generated, tmp_path / "trained", Kept())
-    following = Place(place.recipe, place.round + 1, place.stage)
+    train_offline_folder(ctx, base_folder, start, prompts, *generated, tmp_path / "trained", MetricsRecorder())
+    following = StageContext(ctx.recipe, ctx.round + 1, ctx.stage)
     policy, _ = open_policy(following, load_model(base_folder), tmp_path / "trained")
     with policy.using(following.algorithm.generates):
         generating = {name: value.detach().clone() for name, value in policy.parameters.items()}
     assert any(not torch.equal(value, policy.copies["reference"][name]) for name, value in generating.items())
 
 
-def test_a_stage_with_nothing_to_train_hands_on_the_policy_it_got(place, base_folder, generated, folders, tmp_path):
+def test_a_stage_with_nothing_to_train_hands_on_the_policy_it_got(ctx, base_folder, generated, folders, tmp_path):
     start, prompts = folders
     write_table(tmp_path / "none", ADVANTAGES, [], {"seconds": {"scoring": 1.0}})
     with pytest.warns(UserWarning, match="nothing was learnt"):
-        train_offline_folder(place, base_folder, start, prompts, generated[0], tmp_path / "none", tmp_path / "trained", Kept())
-    assert read_card(tmp_path / "trained").version == 0
-    policy, _ = open_policy(place, load_model(base_folder), tmp_path / "trained")
+        train_offline_folder(
+            ctx, base_folder, start, prompts, generated[0], tmp_path / "none", tmp_path / "trained", MetricsRecorder()
+        )
+    assert read_policy_metadata(tmp_path / "trained").version == 0
+    policy, _ = open_policy(ctx, load_model(base_folder), tmp_path / "trained")
     assert all(torch.equal(value, policy.copies["reference"][name]) for name, value in policy.parameters.items())
 
 
-def test_the_noise_of_a_sample_is_its_own(place, stored, run):
-    call = run(place, *stored(12)[:2])[1][0]
+def test_the_noise_of_a_sample_is_its_own(ctx, stored, run):
+    call = run(ctx, *stored(12)[:2])[1][0]
     first = slice(0, 1)
-    keys = SampleKeys(place.seed, [call.keys[0][0]], [call.keys[0][1]])
-    conditioning = call.batch.points.conditioning.rows(first)
+    keys = SampleKeys(ctx.seed, [call.keys[0][0]], [call.keys[0][1]])
+    conditioning = call.batch.inputs.conditioning.rows(first)
     clean, advantage = call.batch.clean[first], call.batch.advantage[first]
-    alone = forward_batch(clean, conditioning, advantage, keys, np.array([0]), place.config.hyper, visit=0)
+    alone = forward_batch(clean, conditioning, advantage, keys, np.array([0]), ctx.config.hyper, visit=0)
     assert torch.equal(alone.noise[0], call.batch.noise[0])

@@ -18,29 +18,29 @@ from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.shards import read_latents
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rollouts.generate import Rollouts, generate
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from ebbflow.storage.tables import TableError, nan_to_null, read_table, read_table_metadata, write_table
 from ebbflow.training.policy import Policy
 
 
 @pytest.fixture
-def place(make_recipe):
-    return Place(make_recipe(), round=1, stage=1)
+def ctx(make_recipe):
+    return StageContext(make_recipe(), round=1, stage=1)
 
 
 @pytest.fixture
-def policy(model, place):
-    policy = Policy(model, place.recipe.policy, 0)
+def policy(model, ctx):
+    policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
     return policy
 
 
 @pytest.fixture
-def shards(place, model, policy, make_prompts, tmp_path):
+def shards(ctx, model, policy, make_prompts, tmp_path):
     """Both rollout shards of the stage, over four of six prompts."""
     paths = [tmp_path / f"rollouts-{shard}.parquet" for shard in range(2)]
     for shard, path in enumerate(paths):
-        generate_shard(place, model, policy, 7, make_prompts(6), shard, path)
+        generate_shard(ctx, model, policy, 7, make_prompts(6), shard, path)
     return paths
 
 
@@ -49,7 +49,7 @@ def test_png_is_lossless(images):
     assert np.array_equal(decode_png(encode_png(images)), images)
 
 
-def test_shards_hold_every_group_of_the_stage_once(place, model, shards):
+def test_shards_hold_every_group_of_the_stage_once(ctx, model, shards):
     tables = [read_table(path, rollout_schema(model.latent_shape)) for path in shards]
     keys = [list(zip(table["prompt_id"].to_pylist(), table["sample"].to_pylist(), strict=True)) for table in tables]
     assert [len(part) for part in keys] == [8, 8]
@@ -60,45 +60,45 @@ def test_shards_hold_every_group_of_the_stage_once(place, model, shards):
     assert {version for table in tables for version in table["policy_version"].to_pylist()} == {7}
 
 
-def test_latents_and_images_are_those_of_the_engine(place, model, shards, make_prompts):
+def test_latents_and_images_are_those_of_the_engine(ctx, model, shards, make_prompts):
     for path in shards:
         table = read_table(path)
-        keys = SampleKeys(place.seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
+        keys = SampleKeys(ctx.seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
         texts = [make_prompts(6)[prompt_id].prompt for prompt_id in keys.prompt_ids]
-        expected = generate(model, model.encode_texts(texts), keys, place.config.sampler, micro_batch=8).latents
+        expected = generate(model, model.encode_texts(texts), keys, ctx.config.sampler, micro_batch=8).latents
         latents = read_latents(path)
         assert latents.dtype == torch.float32
         assert torch.allclose(latents, expected, rtol=0, atol=1e-5)
         assert np.array_equal(decode_png(table["image"].to_pylist()), model.decode(latents))
 
 
-def test_the_old_copy_generates(place, model, policy, shards, make_prompts, tmp_path):
+def test_the_old_copy_generates(ctx, model, policy, shards, make_prompts, tmp_path):
     with torch.no_grad():
         for parameter in policy.parameters.values():
             parameter += 0.05
-    generate_shard(place, model, policy, 7, make_prompts(6), 0, tmp_path / "again.parquet")
+    generate_shard(ctx, model, policy, 7, make_prompts(6), 0, tmp_path / "again.parquet")
     assert torch.equal(read_latents(tmp_path / "again.parquet"), read_latents(shards[0]))
     policy.snapshot("old")
-    generate_shard(place, model, policy, 7, make_prompts(6), 0, tmp_path / "later.parquet")
+    generate_shard(ctx, model, policy, 7, make_prompts(6), 0, tmp_path / "later.parquet")
     assert not torch.allclose(read_latents(tmp_path / "later.parquet"), read_latents(shards[0]), atol=1e-2)
 
 
-def test_stages_and_rounds_share_no_noise(place, model, policy, shards, make_prompts, tmp_path):
-    generate_shard(Place(place.recipe, 2, 1), model, policy, 7, make_prompts(6), 0, tmp_path / "other.parquet")
+def test_stages_and_rounds_share_no_noise(ctx, model, policy, shards, make_prompts, tmp_path):
+    generate_shard(StageContext(ctx.recipe, 2, 1), model, policy, 7, make_prompts(6), 0, tmp_path / "other.parquet")
     ours, others = (read_latents(path).flatten(1) for path in (shards[0], tmp_path / "other.parquet"))
     assert torch.cdist(ours, others).min() > 0.1
 
 
-def test_a_shard_says_what_made_it(place, shards):
+def test_a_shard_says_what_made_it(ctx, shards):
     said = read_table_metadata(shards[1])
-    assert said["recipe_digest"] == place.recipe.digest
-    assert (said["stage"], said["shard"], said["seed"], said["micro_batch"]) == ("2.2 offline", 1, place.seed, 8)
+    assert said["recipe_digest"] == ctx.recipe.digest
+    assert (said["stage"], said["shard"], said["seed"], said["micro_batch"]) == ("2.2 offline", 1, ctx.seed, 8)
     assert (said["sampler"]["name"], said["dtype"]) == ("ode", "float32")
     assert said["seconds"]["rollout"] > 0
 
 
 def test_rougher_rollouts_are_rougher_and_say_so(make_recipe, model, policy, shards, make_prompts, tmp_path):
-    rough = Place(make_recipe(offline={"rollout_precision": "bfloat16"}), 1, 1)
+    rough = StageContext(make_recipe(offline={"rollout_precision": "bfloat16"}), 1, 1)
     generate_shard(rough, model, policy, 7, make_prompts(6), 0, tmp_path / "rough.parquet")
     assert read_table_metadata(tmp_path / "rough.parquet")["dtype"] == "bfloat16"
     exact, found = read_latents(shards[0]), read_latents(tmp_path / "rough.parquet")
@@ -112,7 +112,7 @@ def test_a_cut_shard_is_refused(shards):
         read_latents(shards[0])
 
 
-def test_an_exception_while_generating_leaves_nothing(place, model, policy, make_prompts, tmp_path, monkeypatch):
+def test_an_exception_while_generating_leaves_nothing(ctx, model, policy, make_prompts, tmp_path, monkeypatch):
     calls = []
 
     def decode(latents):
@@ -122,14 +122,14 @@ def test_an_exception_while_generating_leaves_nothing(place, model, policy, make
         return type(model).decode(model, latents)
 
     monkeypatch.setattr(model, "decode", decode)
-    wide = Place(place.recipe.model_copy(update={"stages": [place.config.model_copy(update={"shards": 1})] * 2}), 0, 1)
+    wide = StageContext(ctx.recipe.model_copy(update={"stages": [ctx.config.model_copy(update={"shards": 1})] * 2}), 0, 1)
     with pytest.raises(RuntimeError, match="the second batch"):
         generate_shard(wide, model, policy, 0, make_prompts(6), 0, tmp_path / "broken.parquet")
     assert not list(tmp_path.iterdir())
 
 
-def test_scores_are_those_of_the_stored_images(place, scorer, shards, make_prompts, tmp_path):
-    score_shard(place, scorer, make_prompts(6), shards[0], tmp_path / "scores.parquet")
+def test_scores_are_those_of_the_stored_images(ctx, scorer, shards, make_prompts, tmp_path):
+    score_shard(ctx, scorer, make_prompts(6), shards[0], tmp_path / "scores.parquet")
     scores = read_table(tmp_path / "scores.parquet", score_schema(["brightness", "darkness"]))
     rollouts = read_table(shards[0])
     expected = 1 - decode_png(rollouts["image"].to_pylist()).mean((1, 2, 3)) / 255
@@ -139,7 +139,7 @@ def test_scores_are_those_of_the_stored_images(place, scorer, shards, make_promp
     assert scores["brightness"].to_pylist() == pytest.approx(1 - expected, abs=1e-12)
     assert scores["failure"].null_count == 8
     said = read_table_metadata(tmp_path / "scores.parquet")
-    assert (said["stage"], said["shard"], said["recipe_digest"]) == ("2.2 offline", 0, place.recipe.digest)
+    assert (said["stage"], said["shard"], said["recipe_digest"]) == ("2.2 offline", 0, ctx.recipe.digest)
     assert said["seconds"].keys() == {"scoring"}
 
 
@@ -148,10 +148,10 @@ def with_failures(prompts, ids):
 
 
 def test_failed_scores_are_null_and_counted_never_a_number(make_recipe, model, policy, scorer, make_prompts, tmp_path):
-    place, shard = Place(make_recipe(rewards={"max_failed_share": 0.5}), 1, 1), tmp_path / "rollouts.parquet"
-    generate_shard(place, model, policy, 7, make_prompts(6), 0, shard)
+    ctx, shard = StageContext(make_recipe(max_failed_share=0.5), 1, 1), tmp_path / "rollouts.parquet"
+    generate_shard(ctx, model, policy, 7, make_prompts(6), 0, shard)
     lost = read_table(shard)["prompt_id"][0].as_py()
-    score_shard(place, scorer, with_failures(make_prompts(6), {lost}), shard, tmp_path / "scores.parquet")
+    score_shard(ctx, scorer, with_failures(make_prompts(6), {lost}), shard, tmp_path / "scores.parquet")
     scores = read_table(tmp_path / "scores.parquet").to_pylist()
     assert sum(row["reward"] is None for row in scores) == 4
     for row in scores:
@@ -161,11 +161,11 @@ def test_failed_scores_are_null_and_counted_never_a_number(make_recipe, model, p
 
 
 def test_too_many_failures_stop_the_stage(make_recipe, model, policy, scorer, make_prompts, tmp_path):
-    place, shard = Place(make_recipe(rewards={"max_failed_share": 0.49}), 1, 1), tmp_path / "rollouts.parquet"
-    generate_shard(place, model, policy, 7, make_prompts(6), 0, shard)
+    ctx, shard = StageContext(make_recipe(max_failed_share=0.49), 1, 1), tmp_path / "rollouts.parquet"
+    generate_shard(ctx, model, policy, 7, make_prompts(6), 0, shard)
     lost = read_table(shard)["prompt_id"][0].as_py()
     with pytest.raises(RewardError, match=r"4 of 8 images \(50\.0%\).*max_failed_share = 49\.0%.*darkness: told to fail"):
-        score_shard(place, scorer, with_failures(make_prompts(6), {lost}), shard, tmp_path / "scores.parquet")
+        score_shard(ctx, scorer, with_failures(make_prompts(6), {lost}), shard, tmp_path / "scores.parquet")
     assert not (tmp_path / "scores.parquet").exists()
 
 
@@ -193,13 +193,13 @@ def film(model, monkeypatch):
     return model
 
 
-def test_a_shard_of_videos_holds_their_latents_and_every_frame(place, film, policy, scorer, make_prompts, tmp_path):
+def test_a_shard_of_videos_holds_their_latents_and_every_frame(ctx, film, policy, scorer, make_prompts, tmp_path):
     rollouts = tmp_path / "rollouts.parquet"
-    generate_shard(place, film, policy, 7, make_prompts(6), 0, rollouts)
+    generate_shard(ctx, film, policy, 7, make_prompts(6), 0, rollouts)
     table = read_table(rollouts, rollout_schema(film.latent_shape))
-    keys = SampleKeys(place.seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
+    keys = SampleKeys(ctx.seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
     conditioning = film.encode([make_prompts(6)[prompt_id] for prompt_id in keys.prompt_ids])
-    expected = generate(film, conditioning, keys, place.config.sampler, micro_batch=8).latents
+    expected = generate(film, conditioning, keys, ctx.config.sampler, micro_batch=8).latents
     latents = read_latents(rollouts)
     assert latents.shape == (8, *film.latent_shape)
     assert torch.allclose(latents, expected, rtol=0, atol=1e-5)
@@ -207,17 +207,17 @@ def test_a_shard_of_videos_holds_their_latents_and_every_frame(place, film, poli
     assert videos.shape == (8, 3, *film.latent_shape[2:], 3)
     assert np.array_equal(videos, film.decode(latents))
 
-    score_shard(place, scorer, make_prompts(6), rollouts, tmp_path / "scores.parquet")
+    score_shard(ctx, scorer, make_prompts(6), rollouts, tmp_path / "scores.parquet")
     darkness = 1 - videos.mean((1, 2, 3, 4)) / 255
     assert read_table(tmp_path / "scores.parquet")["reward"].to_pylist() == pytest.approx(darkness, abs=1e-12)
 
 
-def test_how_latents_lie_in_memory_makes_no_difference(place, model, policy, shards, make_prompts, tmp_path, monkeypatch):
+def test_how_latents_lie_in_memory_makes_no_difference(ctx, model, policy, shards, make_prompts, tmp_path, monkeypatch):
     def turned(*arguments, **options):
         return Rollouts(generate(*arguments, **options).latents.mT.contiguous().mT, None)
 
     monkeypatch.setattr("ebbflow.offline.rollouts.generate", turned)
-    generate_shard(place, model, policy, 7, make_prompts(6), 0, tmp_path / "turned.parquet")
+    generate_shard(ctx, model, policy, 7, make_prompts(6), 0, tmp_path / "turned.parquet")
     assert torch.equal(read_latents(tmp_path / "turned.parquet"), read_latents(shards[0]))
 
 

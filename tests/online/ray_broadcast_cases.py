@@ -15,7 +15,7 @@ from ebbflow.online import broadcast, roles
 from ebbflow.online.roles import Generator, Trainer
 
 RECEIVE, GENERATE, BROADCAST = Generator.receive, Generator.generate, Trainer.broadcast
-FLAT, WHOLE, CUT = broadcast._flat, broadcast._whole, broadcast.in_buckets
+FLAT, WHOLE, CUT = broadcast._flat, broadcast._whole, broadcast.bucketize
 
 
 def noted(folder: Path, notes: Path, dies: bool = False) -> Path:
@@ -48,7 +48,7 @@ def dying(folder: Path, notes: Path) -> Path:
 
     Generator.receive, broadcast._whole = receive, whole  # type: ignore[method-assign]
     for module in (broadcast, roles):
-        module.in_buckets = partial(CUT, size=2**18)  # type: ignore[attr-defined]
+        module.bucketize = partial(CUT, size=2**18)  # type: ignore[attr-defined]
     return noted(folder, notes, dies=True)
 
 

@@ -16,7 +16,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.online.roles import Generator
 from ebbflow.rewards.base import RewardResult
 from ebbflow.training.distributed import Ranks
-from ebbflow.training.update import Learner
+from ebbflow.training.update import PolicyUpdater
 
 
 def first(flag: str | Path | None) -> bool:
@@ -76,12 +76,12 @@ def with_a_dying_generator(folder: Path, flag: Path) -> Path:
 
 def with_a_dying_rank(folder: Path, flag: Path, rank: int) -> Path:
     """``folder``; once ``flag`` is there, the rank dies in the middle of an update, and the others wait for it."""
-    whole = Learner.update
+    whole = PolicyUpdater.update
 
-    def update(self: Learner, batch: Any, passes: int) -> Any:
+    def update(self: PolicyUpdater, batch: Any, passes: int) -> Any:
         if Ranks.current().rank == rank and flag.exists():
             die()
         return whole(self, batch, passes)
 
-    Learner.update = update  # type: ignore[method-assign]
+    PolicyUpdater.update = update  # type: ignore[method-assign]
     return folder

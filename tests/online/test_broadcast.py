@@ -14,7 +14,7 @@ import torch.multiprocessing as multiprocessing
 
 from ebbflow.online import broadcast
 from ebbflow.online.broadcast import BroadcastError
-from ebbflow.rollouts.weights import TransferError, Weights, checksum, in_buckets
+from ebbflow.rollouts.weights import TransferError, WeightsVersion, bucketize, checksum
 
 HERE, WAIT, SOON = "127.0.0.1", 120, 0.3
 """Address, and seconds: for what comes, and for what does not."""
@@ -36,19 +36,19 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 EXPECTED = broadcast.specs(tensors(0))
 
 
-def weights(version: int, **other: Any) -> Weights:
+def weights(version: int, **other: Any) -> WeightsVersion:
     whole = tensors(version)
     size = sum(value.nbytes for value in whole.values())
-    return replace(Weights(version, checksum(whole), tuple(small(whole)), size), **other)
+    return replace(WeightsVersion(version, checksum(whole), tuple(small(whole)), size), **other)
 
 
-small = partial(in_buckets, size=100)
+small = partial(bucketize, size=100)
 """Several buckets, on all members."""
 
 
 def member(rank: int, port: int, name: str, answers: Any) -> None:
     """A rollout worker: receives once, and in the first group all that follows."""
-    broadcast.in_buckets = small
+    broadcast.bucketize = small
     group = broadcast.join(HERE, port, name, rank, 3, WAIT)
     version, received = broadcast.receive(group, EXPECTED)
     wanted = tensors(version.version)
@@ -91,7 +91,7 @@ def said():
         process.start()
         return process
 
-    def refused(what: str, group: broadcast.Group, sent: Weights) -> None:
+    def refused(what: str, group: broadcast.Group, sent: WeightsVersion) -> None:
         with pytest.raises(BroadcastError) as error:
             broadcast.send(group, sent)
         told[group.name, 0, what] = str(error.value)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ebbflow.algorithms import units
+from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, flow_matching_error
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
@@ -19,9 +19,9 @@ from ebbflow.recipe.algorithms import BUILT_IN, ForwardConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.generate import generate, join
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.update import PolicyUpdater
 from tests.parameters import changed, moved, values
 
 NAMES = [config.model_fields["name"].default for config in BUILT_IN]
@@ -38,8 +38,8 @@ class Imitation(ForwardConfig):
 
 OWN = Algorithm(
     Imitation,
-    lambda terms, config: (config.strength * flow_matching_error(terms, terms.velocity), {"own/advantage": terms.advantage}),
-    select=units.groups,
+    lambda rows, config: (config.strength * flow_matching_error(rows, rows.velocity), {"own/advantage": rows.advantage}),
+    select=grouping.groups,
 )
 
 
@@ -48,10 +48,10 @@ def keys_of(name, **rest):
     return {"name": name, **({"teacher": "elsewhere"} if name == "distillation" else {}), **rest}
 
 
-def collect(place, learner, scorer, prompts, step):
+def collect(ctx, updater, scorer, prompts, step):
     """(what a step's rollouts became, the rollouts themselves)."""
-    placement = in_process(place, learner, scorer)
-    ahead = Ahead(place, placement, prompts, placement.encode(prompts))
+    placement = in_process(ctx, updater, scorer)
+    ahead = Ahead(ctx, placement, prompts, placement.encode(prompts))
     while ahead.waiting[0] < step:
         ahead.waiting.popleft()
     ahead.fill(at_least=1)
@@ -65,18 +65,18 @@ def run(make_recipe, make_prompts, base_folder, scorer):
 
     def stage(prompts=None, judge=scorer, policy_config=None, sgd=None, **online):
         recipe = make_recipe(online=online, policy=policy_config or {})
-        place, model, kept = Place(recipe, 0, 0), load_model(base_folder), Kept()
+        ctx, model, recorder = StageContext(recipe, 0, 0), load_model(base_folder), MetricsRecorder()
         policy = Policy(model, recipe.policy, 0)
         before = values(policy)
         policy.copies["teacher"] = moved(policy, 0.02)
-        if place.keeps_old:
+        if ctx.keeps_old:
             policy.ensure("old")
         optimizer = torch.optim.SGD(policy.parameters.values(), sgd) if sgd else None
 
-        learner = Learner(policy, place.online, optimizer=optimizer)
-        record = run_online_stage(place, in_process(place, learner, judge), prompts or make_prompts(6), kept)
-        assert [metrics["step"] for metrics in kept.metrics] == list(range(place.online.steps))
-        return policy, before, kept.metrics, record
+        updater = PolicyUpdater(policy, ctx.online, optimizer=optimizer)
+        record = run_online_stage(ctx, in_process(ctx, updater, judge), prompts or make_prompts(6), recorder)
+        assert [metrics["step"] for metrics in recorder.metrics] == list(range(ctx.online.steps))
+        return policy, before, recorder.metrics, record
 
     return stage
 
@@ -192,7 +192,7 @@ def test_the_same_stage_twice_gives_the_same_bits(run):
 def test_the_reward_rises(run):
     """Darkness is easy: eight steps on the same prompts make the images darker."""
     logged = run(
-        **{**NFT, "algorithm": {"name": "diffusion_nft", "old": {"most": 0}}},
+        **{**NFT, "algorithm": {"name": "diffusion_nft", "old": {"max_decay": 0}}},
         steps=8, prompts_per_step=6, updates_per_step=1, optimizer={"lr": 1e-3},
     )[2]  # fmt: skip
     rewards = [metrics["reward/mean"] for metrics in logged]
@@ -202,7 +202,7 @@ def test_the_reward_rises(run):
 
 def test_the_old_policy_follows_with_its_decay(run):
     # Decay 0 copies: after every update the old policy is the current one.
-    copying = {**NFT, "algorithm": {"name": "diffusion_nft", "old": {"most": 0}}}
+    copying = {**NFT, "algorithm": {"name": "diffusion_nft", "old": {"max_decay": 0}}}
     policy, before, logged, _ = run(**copying, steps=2)
     assert changed(policy, before)
     assert all(torch.equal(value, policy.parameters[name]) for name, value in policy.copies["old"].items())
@@ -232,7 +232,7 @@ class Turned:
 @pytest.fixture
 def turned(scorer):
     """``turned(-1)``: the scorer with its reward turned round; with 0 everyone gets the same."""
-    return lambda factor: Scorer(((Turned(scorer.terms[0][0], factor), 1.0),))
+    return lambda factor: Scorer(((Turned(scorer.rewards[0][0], factor), 1.0),))
 
 
 @pytest.mark.parametrize("name", ["mix_grpo", "grpo_guard", "flow_dppo", "dgpo", "awm"])
@@ -273,9 +273,9 @@ def test_distillation_learns_whatever_the_reward_says(run, turned):
 
 
 def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, model, scorer):
-    place = Place(make_recipe(), 0, 0)
-    learner = Learner(Policy(model, place.recipe.policy, 0), place.online)
-    both = [collect(place, learner, scorer, make_prompts(2), step) for step in (0, 1)]
+    ctx = StageContext(make_recipe(), 0, 0)
+    updater = PolicyUpdater(Policy(model, ctx.recipe.policy, 0), ctx.online)
+    both = [collect(ctx, updater, scorer, make_prompts(2), step) for step in (0, 1)]
     lessons = [lesson_of(step, np.zeros(8), np.ones(8, bool)) for step, _ in both]
     for (step, rollouts), lesson in zip(both, lessons, strict=True):
         assert len(lesson.keys) == 8
@@ -289,21 +289,21 @@ def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, 
     (_, rollouts), (_, later) = both
     assert rollouts.trajectory.steps.tolist() == [0, 1]
     assert later.trajectory.steps.tolist() == [1, 2]
-    conditioning = lessons[0].conditioning.rows(torch.from_numpy(lessons[0].owner))
-    again = generate(model, conditioning, lessons[0].keys, place.config.sampler, Plan((0, 1), (0, 1)), place.config.micro_batch)
+    conditioning = lessons[0].conditioning.rows(torch.from_numpy(lessons[0].sample_index))
+    again = generate(model, conditioning, lessons[0].keys, ctx.config.sampler, Plan((0, 1), (0, 1)), ctx.config.micro_batch)
     assert torch.equal(again.latents, rollouts.latents)
 
 
 def test_the_old_policy_generates_where_there_is_one(make_recipe, make_prompts, model, scorer):
     for algorithm, same in ((NFT, True), ({}, False)):
-        place = Place(make_recipe(online=algorithm), 0, 0)
-        policy = Policy(model, place.recipe.policy, 0)
+        ctx = StageContext(make_recipe(online=algorithm), 0, 0)
+        policy = Policy(model, ctx.recipe.policy, 0)
         policy.ensure("old")
-        before = collect(place, Learner(policy, place.online), scorer, make_prompts(6), 0)[1].latents
+        before = collect(ctx, PolicyUpdater(policy, ctx.online), scorer, make_prompts(6), 0)[1].latents
         with torch.no_grad():
             for parameter in policy.parameters.values():
                 parameter += 0.02
-        after = collect(place, Learner(policy, place.online), scorer, make_prompts(6), 0)[1].latents
+        after = collect(ctx, PolicyUpdater(policy, ctx.online), scorer, make_prompts(6), 0)[1].latents
         assert torch.equal(before, after) == same
 
 
@@ -311,12 +311,12 @@ def watch_updates(monkeypatch):
     """The batches that updates are given; none is taken."""
     batches = []
 
-    def watch(learner, batch, passes):
+    def watch(updater, batch, passes):
         batches.append((batch, passes))
-        learner.updates += 1
+        updater.updates += 1
         return {"loss": 0.0}
 
-    monkeypatch.setattr(Learner, "update", watch)
+    monkeypatch.setattr(PolicyUpdater, "update", watch)
     return batches
 
 
@@ -345,7 +345,7 @@ def test_whole_groups_are_dealt_out_to_the_updates(run, monkeypatch):
 def test_pairs_are_of_one_prompt_the_better_first(run, monkeypatch):
     batches = watch_updates(monkeypatch)
     run(algorithm={"name": "diffusion_dpo", "noise_levels": 1, "pairs_share": 0.5}, steps=1, updates_per_step=2)
-    assert [len(batch.points) for batch, _ in batches] == [4, 4]
+    assert [len(batch.inputs) for batch, _ in batches] == [4, 4]
     for batch, _ in batches:
         advantage = batch.advantage.view(-1, 2)
         assert (advantage[:, 0] > advantage[:, 1]).all()
@@ -374,11 +374,13 @@ def test_a_correction_brings_the_first_ratio_back_to_one(run, name):
 
 
 def test_exact_rollouts_need_no_correction(run):
-    (plain, *_), (corrected, _, (metrics,), _) = (run(steps=1, sgd=0.1, correction=correction) for correction in (None, {}))
+    (plain, *_), (apply_rollout_correction, _, (metrics,), _) = (
+        run(steps=1, sgd=0.1, correction=correction) for correction in (None, {})
+    )
     assert metrics["rollout/delta_max"] < 1e-6
     assert metrics["ratio/deviation"] < 1e-6
     for key, value in plain.parameters.items():
-        assert torch.allclose(value, corrected.parameters[key], atol=1e-6)
+        assert torch.allclose(value, apply_rollout_correction.parameters[key], atol=1e-6)
 
 
 def test_updates_with_nothing_left_are_not_taken(run):
@@ -419,10 +421,10 @@ def test_statistics_of_the_prompts_run_over_the_steps_of_a_stage(run, monkeypatc
 @pytest.mark.parametrize(("stage", "alarms"), [({}, 1), ({"correction": {"mode": "decoupled"}}, 0)])
 def test_a_first_ratio_that_is_not_one_is_an_alarm(make_recipe, stage, alarms):
     """Unless something else is known to make rollouts differ from what training computes again."""
-    place = Place(make_recipe(online=stage), 0, 0)
-    assert loop._first_ratio(place, {"ratio/first_deviation": loop.FIRST_RATIO}) == []
+    ctx = StageContext(make_recipe(online=stage), 0, 0)
+    assert loop._first_ratio(ctx, {"ratio/first_deviation": loop.FIRST_RATIO}) == []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        said = loop._first_ratio(place, {"ratio/first_deviation": 2e-4})
+        said = loop._first_ratio(ctx, {"ratio/first_deviation": 2e-4})
     assert len(said) == len(warned) == alarms
     assert all("the first ratio is off 1 by 0.0002" in text and "micro_batch" in text for text in said)

@@ -12,9 +12,9 @@ from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.recipe import RecipeError
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.update import PolicyUpdater
 
 MODES = [{"mode": "sync"}, {"mode": "one_step_off"}, {"mode": "async", "staleness": 2}]
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
@@ -25,13 +25,13 @@ TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
 def run(make_recipe, make_prompts, base_folder, scorer):
     """Run an online stage; returns (policy, metrics of each step, what its generator was asked: (step, version, key rows))."""
 
-    def stage(judge=scorer, policy=None, rewards=None, around=lambda placement: placement, **online):
+    def stage(judge=scorer, policy=None, keys=None, around=lambda placement: placement, **online):
         online = {"prompts_per_step": 3, "micro_batch": 4, **online}
-        place = Place(make_recipe(online=online, policy=policy or {}, rewards=rewards or {}), 0, 0)
-        trained = Policy(load_model(base_folder), place.recipe.policy, 0)
-        if place.keeps_old:
+        ctx = StageContext(make_recipe(online=online, policy=policy or {}, **(keys or {})), 0, 0)
+        trained = Policy(load_model(base_folder), ctx.recipe.policy, 0)
+        if ctx.keeps_old:
             trained.ensure("old")
-        placement, asked, kept = in_process(place, Learner(trained, place.online), judge), [], Kept(None)
+        placement, asked, recorder = in_process(ctx, PolicyUpdater(trained, ctx.online), judge), [], MetricsRecorder(None)
         generate = placement.generator.generate
 
         def watched(part, weights):
@@ -39,8 +39,8 @@ def run(make_recipe, make_prompts, base_folder, scorer):
             return generate(part, weights)
 
         placement.generator.generate = watched
-        run_online_stage(place, around(placement), make_prompts(9), kept)
-        return trained, kept.metrics, asked
+        run_online_stage(ctx, around(placement), make_prompts(9), recorder)
+        return trained, recorder.metrics, asked
 
     return stage
 
@@ -244,7 +244,7 @@ def test_a_reward_that_hangs_costs_its_images_and_is_counted(run):
     stage = {"steps": 1, "scoring": {"timeout": 0.5, "retries": 1}}
     with pytest.raises(RewardError, match=r"4 of 12 images.*max_failed_share.*no answer after 0.5 s \(attempt 2 of 2\)"):
         run(judge=Scorer(((Counting(hang), 1.0),)), **stage)
-    _, (metrics,), _ = run(judge=Scorer(((Counting(hang), 1.0),)), rewards={"max_failed_share": 0.5}, **stage)
+    _, (metrics,), _ = run(judge=Scorer(((Counting(hang), 1.0),)), keys={"max_failed_share": 0.5}, **stage)
     assert metrics["reward/scored_share"] == pytest.approx(8 / 12)
     assert metrics["workers/replaced"] == 2
     assert metrics["updates"] > 0

@@ -11,9 +11,9 @@ from ebbflow.models import load_model
 from ebbflow.online.loop import in_process, run_online_stage
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
 from ebbflow.rollouts.engine import Diffusers
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.update import PolicyUpdater
 
 
 @pytest.fixture
@@ -33,15 +33,15 @@ def broken(monkeypatch):
 @pytest.fixture
 def run(make_recipe, make_prompts, base_folder, scorer):
     def train(**rewards):
-        place = Place(make_recipe(online={"dumps": {"every": 1, "samples": 8}}, rewards=rewards), 0, 0)
-        learner, journal = Learner(Policy(load_model(base_folder), place.recipe.policy, 0), place.online), Files()
-        run_online_stage(place, in_process(place, learner, scorer), make_prompts(6), journal)
-        return journal
+        ctx = StageContext(make_recipe(online={"dumps": {"every": 1, "samples": 8}}, rewards=rewards), 0, 0)
+        updater, recorder = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online), Files()
+        run_online_stage(ctx, in_process(ctx, updater, scorer), make_prompts(6), recorder)
+        return recorder
 
     return train
 
 
-class Files(Kept):
+class Files(MetricsRecorder):
     def log_file(self, path, content):
         if path.endswith("samples.jsonl"):
             self.dumped = content.decode()
@@ -49,10 +49,10 @@ class Files(Kept):
 
 @pytest.mark.usefixtures("broken")
 def test_it_is_masked_and_counted(run):
-    journal = run(max_failed_share=0.2)
-    assert journal.dumped.count(NO_PICTURE) == 1
-    assert journal.dumped.count('"failure": null') == 7
-    assert all(np.isfinite(row["loss"]) for row in journal.metrics)
+    recorder = run(max_failed_share=0.2)
+    assert recorder.dumped.count(NO_PICTURE) == 1
+    assert recorder.dumped.count('"failure": null') == 7
+    assert all(np.isfinite(row["loss"]) for row in recorder.metrics)
 
 
 @pytest.mark.usefixtures("broken")

@@ -8,7 +8,7 @@ import pytest
 
 from ebbflow.online import pool as pools
 from ebbflow.online.placement import Call, WorkerDied
-from ebbflow.online.pool import MOST_DEATHS, Desk, Job, Pool, StageError
+from ebbflow.online.pool import MAX_DEATHS, Desk, Job, Pool, StageError
 
 
 class Hand:
@@ -100,7 +100,7 @@ def test_the_work_of_a_worker_that_died_is_done_again_by_another(work):
 @pytest.mark.filterwarnings("ignore:rollout worker died")
 def test_work_that_kills_every_worker_ends_the_stage(work):
     crew = Crew({(7, attempt): "dies" for attempt in range(1, 9)})
-    with pytest.raises(StageError, match=rf"{MOST_DEATHS} rollout workers died over the same work.*killed.*micro_batch"):
+    with pytest.raises(StageError, match=rf"{MAX_DEATHS} rollout workers died over the same work.*killed.*micro_batch"):
         work(Pool(crew, "rollout", 1), [7], fails=False)
 
 

@@ -27,11 +27,11 @@ from ebbflow.online.pool import StageError
 from ebbflow.online.ray_actor import Folders, stay_on
 from ebbflow.online.ray_placement import RayPlacement, TrainingDied
 from ebbflow.rollouts.generate import Rollouts
-from ebbflow.rollouts.weights import TransferError, Weights
-from ebbflow.stage import Kept, Place
+from ebbflow.rollouts.weights import TransferError, WeightsVersion
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
-from ebbflow.training.card import write_base_policy
 from ebbflow.training.checkpoint import Checkpoints
+from ebbflow.training.policy_metadata import write_base_policy
 
 CPUS = 2
 TIMED = ("seconds/", "ms_per_image/", "images_per_second", "push/", "utilisation/", "workers/")
@@ -64,16 +64,16 @@ def prompts(make_prompts) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def place_of(make_recipe):
+def context_of(make_recipe):
     """``place_of(workers, reward, ...)``: a stage whose steps have several parts, on Ray where it has ``workers``."""
 
-    def make(workers: dict[str, Any] | None = None, reward: dict[str, Any] | None = None, **online: Any) -> Place:
+    def make(workers: dict[str, Any] | None = None, reward: dict[str, Any] | None = None, **online: Any) -> StageContext:
         small = {role: {"cpus": 0.1} for role in ("training", "rollout", "reward")}
         resources = {role: keys | (workers or {}).get(role, {}) for role, keys in small.items()}
         on_ray = {"placement": "ray", "resources": resources} if workers is not None else {}
-        term = {"name": "custom", "path": "ray_cases:Darkness", "label": "darkness", "options": reward or {}}
-        rewards = {"terms": [term], "guards": [], "max_failed_share": 0.5}
-        return Place(make_recipe(online={"micro_batch": 4, "prompts_per_step": 3, **on_ray, **online}, rewards=rewards), 0, 0)
+        trained = {"name": "custom", "path": "ray_cases:Darkness", "label": "darkness", "options": reward or {}}
+        rewards = {"rewards": [trained], "guardrails": [], "max_failed_share": 0.5}
+        return StageContext(make_recipe(online={"micro_batch": 4, "prompts_per_step": 3, **on_ray, **online}, **rewards), 0, 0)
 
     return make
 
@@ -82,9 +82,9 @@ def place_of(make_recipe):
 def start(base_folder, tmp_path_factory):
     """``start(place)``: the policy folder of the untouched base model."""
 
-    def write(place: Place) -> Path:
+    def write(ctx: StageContext) -> Path:
         folder = tmp_path_factory.mktemp("start") / "policy"
-        write_base_policy(folder, verify(base_folder), place.recipe.digest, place.recipe.policy)
+        write_base_policy(folder, verify(base_folder), ctx.recipe.digest, ctx.recipe.policy)
         return folder
 
     return write
@@ -92,23 +92,23 @@ def start(base_folder, tmp_path_factory):
 
 @pytest.fixture
 def train(base_folder, start, tmp_path):
-    """``train(place, prompts)``: the whole stage, from folder to folder; ``base`` is what workers ask for the base model."""
+    """``train(ctx, prompts)``: the whole stage, from folder to folder; ``base`` is what workers ask for the base model."""
 
-    def run(place: Place, prompts: list[Prompt], base: Any = None) -> Ran:
-        folder, kept, trained = start(place), Kept(), tmp_path / f"trained-{place.online.placement}"
+    def run(ctx: StageContext, prompts: list[Prompt], base: Any = None) -> Ran:
+        folder, recorder, trained = start(ctx), MetricsRecorder(), tmp_path / f"trained-{ctx.online.placement}"
         write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in prompts], PROMPTS), tmp_path / "prompts.parquet")
         actors = Folders(base or partial(Path, base_folder), partial(Path, folder))
-        record = train_online_folder(place, base_folder, folder, tmp_path / "prompts.parquet", trained, kept, actors=actors)
-        return ran(trained, kept, record)
+        record = train_online_folder(ctx, base_folder, folder, tmp_path / "prompts.parquet", trained, recorder, actors=actors)
+        return ran(trained, recorder, record)
 
     return run
 
 
-def ran(folder: Path, kept: Kept, record: StageRecord) -> Ran:
+def ran(folder: Path, recorder: MetricsRecorder, record: StageRecord) -> Ran:
     verify(folder)
-    kept_metrics = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in kept.metrics]
+    kept_metrics = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in recorder.metrics]
     parameters = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    return Ran(parameters, kept_metrics, kept.metrics[-1]["workers/replaced"], record)
+    return Ran(parameters, kept_metrics, recorder.metrics[-1]["workers/replaced"], record)
 
 
 def assert_same(one: Ran, other: Ran) -> None:
@@ -141,10 +141,10 @@ def rollouts(monkeypatch):
     return seen
 
 
-def test_three_rollout_workers_generate_what_one_does(place_of, train, prompts, rollouts, base_folder, tmp_path):
-    one = train(place_of(), prompts)
+def test_three_rollout_workers_generate_what_one_does(context_of, train, prompts, rollouts, base_folder, tmp_path):
+    one = train(context_of(), prompts)
     workers = {"rollout": {"count": 3, "cores": [0]}}
-    three = train(place_of(workers), prompts, partial(ray_cases.noted, base_folder, tmp_path))
+    three = train(context_of(workers), prompts, partial(ray_cases.noted, base_folder, tmp_path))
     assert_same(one, three)
     assert three.replaced == 0
     here, there = rollouts[:6], rollouts[6:]
@@ -159,31 +159,31 @@ def test_three_rollout_workers_generate_what_one_does(place_of, train, prompts, 
     wait_until_gone(list(noted))
 
 
-def test_dead_workers_are_replaced_and_their_work_is_done_again(place_of, train, prompts, base_folder, tmp_path):
-    alone = train(place_of(mode="one_step_off"), prompts)
-    place = place_of({"rollout": {"count": 2}, "reward": {"count": 2}}, {"dies": str(tmp_path / "judge")}, mode="one_step_off")
+def test_dead_workers_are_replaced_and_their_work_is_done_again(context_of, train, prompts, base_folder, tmp_path):
+    alone = train(context_of(mode="one_step_off"), prompts)
+    ctx = context_of({"rollout": {"count": 2}, "reward": {"count": 2}}, {"dies": str(tmp_path / "judge")}, mode="one_step_off")
     base = partial(ray_cases.with_a_dying_generator, base_folder, tmp_path / "generator")
     with pytest.warns(UserWarning, match="worker died and was replaced; its work is done again") as warned:
-        on_ray = train(place, prompts, base)
+        on_ray = train(ctx, prompts, base)
     assert sorted(str(warning.message).split()[0] for warning in warned) == ["reward", "rollout"]
     assert on_ray.replaced == 2
     assert_same(alone, on_ray)
 
 
-def test_two_ranks_train_together_and_end_together(place_of, train, start, prompts, base_folder, tmp_path):
-    alone, place, flag = train(place_of(), prompts), place_of({"training": {"count": 2}}), tmp_path / "now"
+def test_two_ranks_train_together_and_end_together(context_of, train, start, prompts, base_folder, tmp_path):
+    alone, ctx, flag = train(context_of(), prompts), context_of({"training": {"count": 2}}), tmp_path / "now"
     base = partial(ray_cases.noted, base_folder, tmp_path)
-    folders = Folders(base, partial(ray_cases.with_a_dying_rank, start(place), flag, 1))
-    with closing(RayPlacement(place, folders)) as placement:
-        kept = Kept()
-        record = run_online_stage(place, placement, prompts, kept)
+    folders = Folders(base, partial(ray_cases.with_a_dying_rank, start(ctx), flag, 1))
+    with closing(RayPlacement(ctx, folders)) as placement:
+        recorder = MetricsRecorder()
+        record = run_online_stage(ctx, placement, prompts, recorder)
         placement.write(tmp_path / "trained", "save", record, PromptStatistics())
-        together = ran(tmp_path / "trained", kept, record)
+        together = ran(tmp_path / "trained", recorder, record)
         for worker in placement.hired[2:]:
             worker.stop()  # the next stage hires its own
         flag.touch()
         with pytest.raises(TrainingDied, match=r"training rank 1 of 1.1 online died in step 0 .*Start it again"):
-            run_online_stage(place, placement, prompts, Kept())
+            run_online_stage(ctx, placement, prompts, MetricsRecorder())
     wait_until_gone([int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()])
     for one, other in zip(alone.metrics, together.metrics, strict=True):
         apart = {"grad_variance": 0, "velocity_drift": 0}  # measured on the first pass, which is another one
@@ -192,8 +192,8 @@ def test_two_ranks_train_together_and_end_together(place_of, train, start, promp
         assert torch.allclose(value, together.parameters[name], atol=1e-5)
 
 
-class Flagging(Kept):
-    """A journal that leaves a flag at the end of the step before the last."""
+class Flagging(MetricsRecorder):
+    """A recorder that leaves a flag at the end of the step before the last."""
 
     def __init__(self, flag: Path) -> None:
         super().__init__()
@@ -206,38 +206,38 @@ class Flagging(Kept):
 
 
 @pytest.mark.filterwarnings("error:The given NumPy array is not writable")
-def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(place_of, train, start, prompts, base_folder, tmp_path):
+def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(context_of, train, start, prompts, base_folder, tmp_path):
     """The rank is killed in the last step, after two checkpoints; the next attempt makes that step alone."""
     keys = {"steps": 4, "checkpoints": {"every": 1}, "mode": "one_step_off"}
-    place, table, folder = place_of({}, **keys), tmp_path / "prompts.parquet", tmp_path / "trained"
-    whole = train(place_of(**keys), prompts)
-    dying = Folders(partial(Path, base_folder), partial(ray_cases.with_a_dying_rank, start(place), tmp_path / "flag", 0))
-    checkpoints, kept = Checkpoints(place, tmp_path / "checkpoints"), Flagging(tmp_path / "flag")
+    ctx, table, folder = context_of({}, **keys), tmp_path / "prompts.parquet", tmp_path / "trained"
+    whole = train(context_of(**keys), prompts)
+    dying = Folders(partial(Path, base_folder), partial(ray_cases.with_a_dying_rank, start(ctx), tmp_path / "flag", 0))
+    checkpoints, kept = Checkpoints(ctx, tmp_path / "checkpoints"), Flagging(tmp_path / "flag")
     with pytest.raises(TrainingDied, match="training rank 0 of 1.1 online died in step 3"):
-        train_online_folder(place, base_folder, start(place), table, folder, kept, actors=dying, checkpoints=checkpoints)
+        train_online_folder(ctx, base_folder, start(ctx), table, folder, kept, actors=dying, checkpoints=checkpoints)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00002", "step-00003"]
-    again = Kept()
-    record = train_online_folder(place, base_folder, start(place), table, folder, again, checkpoints=checkpoints)
+    again = MetricsRecorder()
+    record = train_online_folder(ctx, base_folder, start(ctx), table, folder, again, checkpoints=checkpoints)
     assert_same(whole, ran(folder, again, record))
 
 
 # What goes wrong.
 
 
-def test_hanging_rewards_are_replaced_and_in_the_end_masked(place_of, train, prompts, tmp_path):
+def test_hanging_rewards_are_replaced_and_in_the_end_masked(context_of, train, prompts, tmp_path):
     hanging = [replace(prompt, target="HANG") if prompt.prompt_id == 0 else prompt for prompt in prompts[:3]]
-    place = place_of({}, {"hangs": str(tmp_path / "once")}, steps=1, scoring={"timeout": 4, "retries": 1})
-    on_ray = train(place, hanging)
+    ctx = context_of({}, {"hangs": str(tmp_path / "once")}, steps=1, scoring={"timeout": 4, "retries": 1})
+    on_ray = train(ctx, hanging)
     assert on_ray.replaced == 3  # one over the part that hung once, two over the prompt that always does
     assert on_ray.metrics[0]["reward/scored_share"] == pytest.approx(2 / 3)
     assert on_ray.metrics[0]["group/dropped_samples"] == 4
     assert on_ray.record.optimizer_steps == 1
 
 
-def test_damaged_weights_are_not_generated_with(place_of, train, prompts, base_folder, tmp_path, monkeypatch):
+def test_damaged_weights_are_not_generated_with(context_of, train, prompts, base_folder, tmp_path, monkeypatch):
     whole = RayPlacement.publish
 
-    def damaged(placement: RayPlacement, version: int, copy: str | None = None) -> Weights:
+    def damaged(placement: RayPlacement, version: int, copy: str | None = None) -> WeightsVersion:
         weights = whole(placement, version, copy)
         if version == 0:
             return weights
@@ -247,7 +247,7 @@ def test_damaged_weights_are_not_generated_with(place_of, train, prompts, base_f
 
     monkeypatch.setattr(RayPlacement, "publish", damaged)
     with pytest.raises(TransferError, match="the weights of version 1 arrived as"):
-        train(place_of({}), prompts, partial(ray_cases.noted, base_folder, tmp_path))
+        train(context_of({}), prompts, partial(ray_cases.noted, base_folder, tmp_path))
     wait_until_gone([int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()])
 
 
@@ -262,10 +262,10 @@ def test_damaged_weights_are_not_generated_with(place_of, train, prompts, base_f
         ({"training": {"gpus": 0.5}}, r"asks for 0.5 GPU .* and Ray has 0: lower resources.*gpus"),
     ],
 )
-def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(place_of, start, base_folder, workers, words):
-    place = place_of(workers)
+def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(context_of, start, base_folder, workers, words):
+    ctx = context_of(workers)
     with pytest.raises(StageError, match=words):
-        RayPlacement(place, Folders.at(base_folder, start(place)))
+        RayPlacement(ctx, Folders.at(base_folder, start(ctx)))
     wait_until_gone([])
 
 

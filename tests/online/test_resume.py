@@ -12,11 +12,11 @@ from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.online import loop, watch
 from ebbflow.online.loop import train_online_folder
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
-from ebbflow.training.card import write_base_policy
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.limits import Preempted
+from ebbflow.training.policy_metadata import write_base_policy
 
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
@@ -34,13 +34,13 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
     """
     prompts = [*make_prompts(9), *make_prompts(4, "validation")]
     write_prompts(pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), tmp_path / "prompts.parquet")
-    monkeypatch.setattr(loop, "load_scorer", lambda terms, guards: scorer)
+    monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: scorer)
 
     def run(name, kill=None, told=None, policy=None, **online):
         recipe = make_recipe(online={"steps": 6, "checkpoints": {"every": 2}, **online}, policy=policy or {})
-        place, start = Place(recipe, 0, 0), tmp_path / f"start-{name}"
+        ctx, start = StageContext(recipe, 0, 0), tmp_path / f"start-{name}"
         write_base_policy(start, verify(base_folder), recipe.digest, recipe.policy)
-        checkpoints, kept = Checkpoints(place, tmp_path / name), Kept()
+        checkpoints, recorder = Checkpoints(ctx, tmp_path / name), MetricsRecorder()
         with monkeypatch.context() as patch:
             take = loop.Ahead.take
 
@@ -53,8 +53,8 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
 
             patch.setattr(loop.Ahead, "take", die)
             trained = tmp_path / f"trained-{name}"
-            train_online_folder(place, base_folder, start, tmp_path / "prompts.parquet", trained, kept, checkpoints=checkpoints)
-        untimed = [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in kept.metrics]
+            train_online_folder(ctx, base_folder, start, tmp_path / "prompts.parquet", trained, recorder, checkpoints=checkpoints)
+        untimed = [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in recorder.metrics]
         return verify(trained), untimed, sorted(path.name for path in (tmp_path / name).glob("step-*"))
 
     return run
@@ -63,7 +63,7 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
 CASES = {
     "sync": ({}, {}),
     "one-step-off-lora": ({"mode": "one_step_off"}, {"train": "lora", "rank": 2}),
-    "nft-average": ({**NFT, "mode": "one_step_off"}, {"ema": {"slope": 0.5, "most": 0.5}}),
+    "nft-average": ({**NFT, "mode": "one_step_off"}, {"ema": {"slope": 0.5, "max_decay": 0.5}}),
     "async-running": ({"advantages": {"running": True}, "mode": "async", "staleness": 2}, {}),
 }
 

@@ -14,17 +14,17 @@ from ebbflow.flow.windows import plan
 from ebbflow.models import load_model
 from ebbflow.online import ahead, loop
 from ebbflow.online.loop import train_online_folder
-from ebbflow.stage import Kept, Place
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
-from ebbflow.training.card import PolicyCard, Progress, read_card, write_base_policy
-from ebbflow.training.handover import open_policy
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_io import open_policy
+from ebbflow.training.policy_metadata import PolicyMetadata, Progress, read_policy_metadata, write_base_policy
 from tests.parameters import changed, move
 
 
 @pytest.fixture(autouse=True)
 def _free_reward(scorer, monkeypatch):
-    monkeypatch.setattr(loop, "load_scorer", lambda terms, guards: scorer)
+    monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: scorer)
 
 
 @pytest.fixture
@@ -41,22 +41,22 @@ def folders(base_folder, make_prompts, tmp_path):
 
 def test_windows_and_statistics_go_on_in_the_next_stage(make_recipe, base_folder, folders, tmp_path, monkeypatch):
     prompts, start = folders
-    place, seen = Place(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0), []
+    ctx, seen = StageContext(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0), []
 
     def watched(window, denoising_steps, optimisation_step, seed):
         seen.append(optimisation_step)
         return plan(window, denoising_steps, optimisation_step, seed)
 
     monkeypatch.setattr(ahead, "plan", watched)
-    folder, counts = start(place.recipe), []
+    folder, counts = start(ctx.recipe), []
     for name in ("first", "second"):
-        train_online_folder(place, base_folder, folder, prompts, tmp_path / name, Kept())
+        train_online_folder(ctx, base_folder, folder, prompts, tmp_path / name, MetricsRecorder())
         folder = tmp_path / name
         statistics = json.loads((folder / "prompt_statistics.json").read_text())["darkness"]
         counts.append(sum(count for _, count, _, _ in statistics))
     assert seen == [0, 1, 2, 3]
     assert counts == [16, 32]  # two steps of two prompts with four samples, twice
-    assert read_card(folder).progress.steps == 4
+    assert read_policy_metadata(folder).progress.steps == 4
 
 
 def test_a_teacher_comes_from_a_folder_and_is_come_closer_to(make_recipe, base_folder, folders, tmp_path):
@@ -64,32 +64,32 @@ def test_a_teacher_comes_from_a_folder_and_is_come_closer_to(make_recipe, base_f
     # Distillation trains the same steps all the time here, so that its losses can be compared.
     algorithm, window = {"name": "distillation", "teacher": "elsewhere"}, {"kind": "fixed", "size": 2}
     online = {"algorithm": algorithm, "window": window, "optimizer": {"lr": 1e-3}, "steps": 8}
-    place = Place(make_recipe(online=online), 0, 0)
-    teacher = Policy(load_model(base_folder), place.recipe.policy, 0)
+    ctx = StageContext(make_recipe(online=online), 0, 0)
+    teacher = Policy(load_model(base_folder), ctx.recipe.policy, 0)
     move(teacher, 0.01)
-    card = PolicyCard(base_digest=verify(base_folder), recipe_digest="r", config=place.recipe.policy, version=5)
-    teacher.save(tmp_path / "teacher", card)
-    kept = Kept()
-    first = start(place.recipe)
-    train_online_folder(place, base_folder, first, prompts, tmp_path / "trained", kept, tmp_path / "teacher")
-    losses = [metrics["loss"] for metrics in kept.metrics]
+    metadata = PolicyMetadata(base_digest=verify(base_folder), recipe_digest="r", config=ctx.recipe.policy, version=5)
+    teacher.save(tmp_path / "teacher", metadata)
+    recorder = MetricsRecorder()
+    first = start(ctx.recipe)
+    train_online_folder(ctx, base_folder, first, prompts, tmp_path / "trained", recorder, tmp_path / "teacher")
+    losses = [metrics["loss"] for metrics in recorder.metrics]
     assert losses[0] > 1e-6
     assert losses[-1] < 0.5 * losses[0]
-    assert losses == pytest.approx([metrics["kl/teacher"] for metrics in kept.metrics])
-    assert read_card(tmp_path / "trained").copies == ()
+    assert losses == pytest.approx([metrics["kl/teacher"] for metrics in recorder.metrics])
+    assert read_policy_metadata(tmp_path / "trained").copies == ()
 
 
 def test_a_stage_hands_on_the_average_and_what_to_go_on_from(make_recipe, base_folder, folders, tmp_path):
     prompts, start = folders
     online = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
-    place = Place(make_recipe(online=online, policy={"ema": {"slope": 0.5, "most": 0.5}}), 0, 0)
+    ctx = StageContext(make_recipe(online=online, policy={"ema": {"slope": 0.5, "max_decay": 0.5}}), 0, 0)
     trained = tmp_path / "trained"
-    record = train_online_folder(place, base_folder, start(place.recipe), prompts, trained, Kept())
-    card = read_card(trained)
-    assert (card.version, card.copies) == (record.optimizer_steps, ("old", "iterate"))
-    assert card.progress == Progress(algorithm="diffusion_nft", steps=place.online.steps, updates=record.optimizer_steps)
-    policy, _ = open_policy(place, load_model(base_folder), trained)
-    served = Policy(load_model(base_folder), place.recipe.policy, 0)
+    record = train_online_folder(ctx, base_folder, start(ctx.recipe), prompts, trained, MetricsRecorder())
+    metadata = read_policy_metadata(trained)
+    assert (metadata.version, metadata.copies) == (record.optimizer_steps, ("old", "iterate"))
+    assert metadata.progress == Progress(algorithm="diffusion_nft", steps=ctx.online.steps, updates=record.optimizer_steps)
+    policy, _ = open_policy(ctx, load_model(base_folder), trained)
+    served = Policy(load_model(base_folder), ctx.recipe.policy, 0)
     served.load(trained)
     assert all(torch.equal(value, served.parameters[name]) for name, value in policy.copies["ema"].items())
     assert changed(policy, policy.copies["ema"])

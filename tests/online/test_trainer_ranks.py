@@ -26,11 +26,11 @@ from ebbflow.recipe import Recipe
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.rollouts.weights import TransferError
-from ebbflow.stage import Place
-from ebbflow.training.batches import share, shared_passes
+from ebbflow.stage import StageContext
+from ebbflow.training.batches import num_micro_batches, shard_for_rank
 from ebbflow.training.distributed import Ranks, process_group
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.update import PolicyUpdater
 from tests.two_processes import as_two_ranks
 
 # Two processes with FSDP2 on five groups of three samples, of which the last one says nothing: nothing divides by two.
@@ -65,36 +65,36 @@ def recipe_of(case: str) -> Recipe:
     return Recipe.model_validate({"stages": [stage], "policy": policy})
 
 
-def lesson_and_rollouts(base: Path, place: Place, case: str) -> tuple[Lesson, Rollouts]:
+def lesson_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[Lesson, Rollouts]:
     """A step's rollouts by the untouched base model: the same in every process."""
-    model, config = load_model(base), place.online
-    owner = np.arange(5).repeat(3)
-    keys = SampleKeys(place.seed, owner.tolist(), [*range(3)] * 5)
+    model, config = load_model(base), ctx.online
+    sample_index = np.arange(5).repeat(3)
+    keys = SampleKeys(ctx.seed, sample_index.tolist(), [*range(3)] * 5)
     conditioning = model.encode_texts(TEXTS)
-    rows, chosen = conditioning.rows(torch.from_numpy(owner)), Plan((0, 1), (0, 1)) if config.window else None
+    rows, chosen = conditioning.rows(torch.from_numpy(sample_index)), Plan((0, 1), (0, 1)) if config.window else None
     rollouts = generate(model, rows, keys, config.sampler, chosen, 4, config.rollout_precision)
     if case in LEFT:
-        left = [rollouts.trajectory.log_probs[term].clone() for term in LEFT[case]]
+        left = [rollouts.trajectory.log_probs[row].clone() for row in LEFT[case]]
         rollouts.trajectory.log_probs.add_(1)
-        for term, value in zip(LEFT[case], left, strict=True):
-            rollouts.trajectory.log_probs[term] = value
+        for row, value in zip(LEFT[case], left, strict=True):
+            rollouts.trajectory.log_probs[row] = value
     advantages = np.array([2, -1, -1, 1, 0.5, -1.5, -1, -0.5, 1.5, 3, -1, -2, 0, 0, 0], np.float32)
-    return Lesson(0, conditioning, owner, keys, advantages, owner < 4), rollouts
+    return Lesson(0, conditioning, sample_index, keys, advantages, sample_index < 4), rollouts
 
 
-def trainer_of(base: Path, place: Place, ranks: Ranks) -> Trainer:
-    policy = Policy(load_model(base), place.recipe.policy, 0, shard=ranks.world > 1)
-    if place.keeps_old:
+def trainer_of(base: Path, ctx: StageContext, ranks: Ranks) -> Trainer:
+    policy = Policy(load_model(base), ctx.recipe.policy, 0, shard=ranks.world > 1)
+    if ctx.keeps_old:
         policy.ensure("old")
     # Adam's first step is a sign, which turns rounding into full steps.
-    learner = Learner(policy, place.online, optimizer=torch.optim.SGD(policy.parameters.values(), lr=0.05))
-    return Trainer(place, learner, rank=ranks.rank)
+    updater = PolicyUpdater(policy, ctx.online, optimizer=torch.optim.SGD(policy.parameters.values(), lr=0.05))
+    return Trainer(ctx, updater, rank=ranks.rank)
 
 
 def two_steps(base: Path, case: str, file: Path, ranks: Ranks) -> dict[str, Any]:
     """Two steps on the same rollouts, which are stale at the second; rank 0 writes the parameters."""
-    place = Place(recipe_of(case), 0, 0)
-    trainer, (lesson, rollouts) = trainer_of(base, place, ranks), lesson_and_rollouts(base, place, case)
+    ctx = StageContext(recipe_of(case), 0, 0)
+    trainer, (lesson, rollouts) = trainer_of(base, ctx, ranks), lesson_and_rollouts(base, ctx, case)
     first = trainer.publish(0)
     told = [trainer.train(lesson, rollouts) for _ in range(2)]
     last, generates = trainer.publish(2, "current"), trainer.publish(2)
@@ -133,14 +133,14 @@ def test_two_ranks_learn_what_one_learns(base_folder, together, tmp_path, case):
     for one, other in zip(alone["metrics"], first["metrics"], strict=True):
         assert one | of_the_first_part == pytest.approx(other | of_the_first_part, rel=2e-3, abs=1e-6)
     expected, found = load_file(tmp_path / "alone.safetensors"), load_file(folder / f"{case}.safetensors")
-    untouched = trainer_of(base_folder, Place(recipe_of(case), 0, 0), Ranks(0, 1)).learner.policy.parameters
+    untouched = trainer_of(base_folder, StageContext(recipe_of(case), 0, 0), Ranks(0, 1)).updater.policy.parameters
     assert farthest(expected, found) < 1e-6
     assert (farthest(expected, untouched) > 1e-4) == (case != "nothing")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_publish_whole_weights(base_folder, together, case):
-    trainer = trainer_of(base_folder, Place(recipe_of(case), 0, 0), Ranks(0, 1))
+    trainer = trainer_of(base_folder, StageContext(recipe_of(case), 0, 0), Ranks(0, 1))
     alone = trainer.publish(0)
     (first, _), (nothing, _) = [said[case]["published"] for said in together[0]]
     assert first == [alone.digest, alone.size, len(alone.buckets)]
@@ -165,10 +165,10 @@ def test_what_the_cases_are_about_happens(together):
 
 def test_workers_generate_with_the_weights_that_a_trainer_broadcasts(base_folder):
     """Each version until two newer ones came; a worker that was replaced gets the buckets."""
-    place = Place(recipe_of("samples"), 0, 0)
-    trainer, (lesson, rollouts) = trainer_of(base_folder, place, Ranks(0, 1)), lesson_and_rollouts(base_folder, place, "samples")
-    sent_to, replaced = generator_of(base_folder, place, 0), generator_of(base_folder, place, 1)
-    part = Part(0, [], lesson.conditioning, lesson.owner, lesson.keys, place.online.sampler, None)
+    ctx = StageContext(recipe_of("samples"), 0, 0)
+    trainer, (lesson, rollouts) = trainer_of(base_folder, ctx, Ranks(0, 1)), lesson_and_rollouts(base_folder, ctx, "samples")
+    sent_to, replaced = generator_of(base_folder, ctx, 0), generator_of(base_folder, ctx, 1)
+    part = Part(0, [], lesson.conditioning, lesson.sample_index, lesson.keys, ctx.online.sampler, None)
     port, known = trainer.serve("127.0.0.1"), []
 
     def at_once(one: Callable[[], Any], other: Callable[[], Any]) -> Any:
@@ -200,15 +200,15 @@ def test_workers_generate_with_the_weights_that_a_trainer_broadcasts(base_folder
     trainer.leave()
 
 
-def generator_of(base: Path, place: Place, worker: int) -> Generator:
-    return Generator(Diffusers(place, Policy(load_model(base), place.recipe.policy, 0)), worker)
+def generator_of(base: Path, ctx: StageContext, worker: int) -> Generator:
+    return Generator(Diffusers(ctx, Policy(load_model(base), ctx.recipe.policy, 0)), worker)
 
 
 @given(st.integers(1, 20), st.integers(1, 6), st.integers(1, 4), st.integers(1, 9))
 def test_every_rank_has_a_part_of_every_pass(count, world, draws, size):
     units = [np.array([2 * number, 2 * number + 1]) for number in range(count)]
-    shares = [share(units, Ranks(rank, world)) for rank in range(world)]
-    passes = shared_passes(units, world, draws, size)
+    shares = [shard_for_rank(units, Ranks(rank, world)) for rank in range(world)]
+    passes = num_micro_batches(units, world, draws, size)
     assert 1 <= passes <= min(map(len, shares)) * draws
     times = np.unique(np.concatenate([np.concatenate(mine) for mine in shares]), return_counts=True)
     assert times[0].tolist() == list(range(2 * count))

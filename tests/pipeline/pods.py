@@ -105,53 +105,53 @@ class _Engine:
 # ------------------------------------------------------------------------------------------------------------------- nodes
 
 
-def _run_workflow(engine: _Engine, workflow: WorkflowTemplate, inputs: Values, place: str) -> Values:
-    return _bind(workflow.outputs, _run_nodes(engine, workflow.nodes, {"": inputs}, place))
+def _run_workflow(engine: _Engine, workflow: WorkflowTemplate, inputs: Values, path: str) -> Values:
+    return _bind(workflow.outputs, _run_nodes(engine, workflow.nodes, {"": inputs}, path))
 
 
-def _run_nodes(engine: _Engine, nodes: Iterable[Node], outputs: Outputs, place: str) -> Outputs:
+def _run_nodes(engine: _Engine, nodes: Iterable[Node], outputs: Outputs, path: str) -> Outputs:
     """``outputs`` with those of all nodes; each starts when the nodes upstream are done."""
     waiting = {node.id: node for node in nodes}
     while waiting:
         node = next(node for node in waiting.values() if not set(node.upstream_node_ids) & waiting.keys())
-        outputs = outputs | {node.id: _run_node(engine, node, _bind(node.inputs, outputs), f"{place}/{node.id}")}
+        outputs = outputs | {node.id: _run_node(engine, node, _bind(node.inputs, outputs), f"{path}/{node.id}")}
         del waiting[node.id]
     return outputs
 
 
-def _run_node(engine: _Engine, node: Node, inputs: Values, place: str) -> Values:
+def _run_node(engine: _Engine, node: Node, inputs: Values, path: str) -> Values:
     kind = node.WhichOneof("target")
     if kind == "task_node":
-        return _run_task(engine, engine.package.tasks[node.task_node.reference_id.name], inputs, place)
+        return _run_task(engine, engine.package.tasks[node.task_node.reference_id.name], inputs, path)
     if kind == "array_node":
-        return _run_array(engine, node.array_node, inputs, place)
+        return _run_array(engine, node.array_node, inputs, path)
     if kind == "gate_node" and node.gate_node.HasField("approve"):
         if engine.cluster.approves(node.gate_node.approve.signal_id):
             return inputs
-        raise PodFailed(f"{place}: {node.gate_node.approve.signal_id} was not approved")
+        raise PodFailed(f"{path}: {node.gate_node.approve.signal_id} was not approved")
     if kind == "workflow_node" and node.workflow_node.HasField("sub_workflow_ref"):
-        return _run_workflow(engine, engine.package.workflows[node.workflow_node.sub_workflow_ref.name], inputs, place)
-    raise NotImplementedError(f"{place} is a {kind}, which this engine does not run")
+        return _run_workflow(engine, engine.package.workflows[node.workflow_node.sub_workflow_ref.name], inputs, path)
+    raise NotImplementedError(f"{path} is a {kind}, which this engine does not run")
 
 
-def _run_task(engine: _Engine, task: TaskTemplate, inputs: Values, place: str) -> Values:
+def _run_task(engine: _Engine, task: TaskTemplate, inputs: Values, path: str) -> Values:
     """A task's outputs; where it is dynamic, those of the nodes that it compiled in its pod."""
-    prefix = _attempts(engine, task, inputs, place)
+    prefix = _attempts(engine, task, inputs, path)
     futures = _read(engine, f"{prefix}/futures.pb", DynamicJobSpec)
     if futures is None:
         return _outputs(engine, prefix)
     # Its nodes may name nothing but what came along.
     inner = _Engine(engine.cluster, engine.execution, _by_name(futures.tasks, futures.subworkflows))
-    return _bind(futures.outputs, _run_nodes(inner, futures.nodes, {"": inputs}, place))
+    return _bind(futures.outputs, _run_nodes(inner, futures.nodes, {"": inputs}, path))
 
 
-def _run_array(engine: _Engine, array: ArrayNode, inputs: Values, place: str) -> Values:
+def _run_array(engine: _Engine, array: ArrayNode, inputs: Values, path: str) -> Values:
     """A mapped task: every pod gets all inputs and picks its own by the index in its environment."""
     task = engine.package.tasks[array.node.task_node.reference_id.name]
     lengths = {len(value.collection.literals) for name, value in inputs.items() if name not in array.bound_inputs}
     if len(lengths) != 1 or array.is_original_sub_node_interface.value:
-        raise NotImplementedError(f"{place} maps over inputs of lengths {lengths}, or over single inputs")
-    prefixes = [_attempts(engine, task, inputs, f"{place}/{index}", index) for index in range(*lengths)]
+        raise NotImplementedError(f"{path} maps over inputs of lengths {lengths}, or over single inputs")
+    prefixes = [_attempts(engine, task, inputs, f"{path}/{index}", index) for index in range(*lengths)]
     parts = [_outputs(engine, prefix) for prefix in prefixes]
     return {name: Literal(collection=LiteralCollection(literals=[part[name] for part in parts])) for name in parts[0]}
 
@@ -209,15 +209,15 @@ def _read(engine: _Engine, uri: str, kind: type[M]) -> M | None:
 # -------------------------------------------------------------------------------------------------------------------- pods
 
 
-def _attempts(engine: _Engine, task: TaskTemplate, inputs: Values, place: str, index: int | None = None) -> str:
+def _attempts(engine: _Engine, task: TaskTemplate, inputs: Values, path: str, index: int | None = None) -> str:
     """Where the first attempt left its outputs that neither was lost nor failed in a way that Flyte retries."""
     cluster, retries = engine.cluster, task.metadata.retries.retries
-    here = f"{cluster.bucket}/metadata/{engine.execution}{place}"
+    here = f"{cluster.bucket}/metadata/{engine.execution}{path}"
     cluster.store.pipe_file(f"{here}/inputs.pb", LiteralMap(literals=inputs).SerializeToString())
     lost = _module(task) in cluster.lost
     for attempt in range(1 + lost + retries):
-        cluster.pods.append(f"{place}/{attempt} {task.id.name}")
-        said = _run_pod(engine, task, place, attempt, index)
+        cluster.pods.append(f"{path}/{attempt} {task.id.name}")
+        said = _run_pod(engine, task, path, attempt, index)
         document = _read(engine, f"{here}/{attempt}/error.pb", ErrorDocument)
         if document is None and not (lost and attempt == 0):
             return f"{here}/{attempt}"
@@ -226,10 +226,10 @@ def _attempts(engine: _Engine, task: TaskTemplate, inputs: Values, place: str, i
     raise AssertionError("the last attempt returns or raises")
 
 
-def _run_pod(engine: _Engine, task: TaskTemplate, place: str, attempt: int, index: int | None) -> str:
+def _run_pod(engine: _Engine, task: TaskTemplate, path: str, attempt: int, index: int | None) -> str:
     """Run the container of one attempt to its end; what it printed."""
     cluster, container = engine.cluster, _container(task)
-    command = [_filled(argument, engine, place, attempt) for argument in container["args"]]
+    command = [_filled(argument, engine, path, attempt) for argument in container["args"]]
     with tempfile.TemporaryDirectory(dir=cluster.homes) as home:
         environment = (
             {"PATH": f"{PYFLYTE.parent}{os.pathsep}{os.defpath}", "HOME": home, "TMPDIR": home}
@@ -242,7 +242,7 @@ def _run_pod(engine: _Engine, task: TaskTemplate, place: str, attempt: int, inde
     said = (done.stdout + done.stderr)[-5000:]
     if done.returncode:
         raise PodFailed(f"{cluster.pods[-1]} ended with {done.returncode}:\n{said}")
-    _require_no_trace(engine, f"{cluster.bucket}/metadata/{engine.execution}{place}/{attempt}", home)
+    _require_no_trace(engine, f"{cluster.bucket}/metadata/{engine.execution}{path}/{attempt}", home)
     return said
 
 
@@ -253,10 +253,10 @@ def _container(task: TaskTemplate) -> dict[str, Any]:
     return container
 
 
-def _filled(argument: str, engine: _Engine, place: str, attempt: int) -> str:
+def _filled(argument: str, engine: _Engine, path: str, attempt: int) -> str:
     """An argument with the template variables that Flyte fills in when a pod starts."""
-    metadata = f"{engine.cluster.bucket}/metadata/{engine.execution}{place}"
-    raw = f"{engine.cluster.bucket}/raw/{engine.execution}{place}"
+    metadata = f"{engine.cluster.bucket}/metadata/{engine.execution}{path}"
+    raw = f"{engine.cluster.bucket}/raw/{engine.execution}{path}"
     values = {
         "{{.input}}": f"{metadata}/inputs.pb",
         "{{.outputPrefix}}": f"{metadata}/{attempt}",

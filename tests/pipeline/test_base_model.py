@@ -10,7 +10,7 @@ import pytest
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.model import Model
+from ebbflow.recipe.model import ModelConfig
 from ebbflow.storage.artifacts import ArtifactError, verify
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.store import connect
@@ -27,10 +27,10 @@ def test_what_lies_at_the_path_now_is_copied(base_folder: Path, tmp_path: Path, 
     source = shutil.copytree(base_folder, tmp_path / "base")
     for mark in ("manifest.json", "COMMIT"):
         (source / mark).unlink(missing_ok=True)
-    first = verify(Path(copy_base_model(model=Model(path=str(source)), run=run).folder.download()))
+    first = verify(Path(copy_base_model(model=ModelConfig(path=str(source)), run=run).folder.download()))
     index = json.loads((source / "model_index.json").read_text())
     (source / "model_index.json").write_text(json.dumps(index | {"changed": [None, None]}))
-    assert verify(Path(copy_base_model(model=Model(path=str(source)), run=run).folder.download())) != first
+    assert verify(Path(copy_base_model(model=ModelConfig(path=str(source)), run=run).folder.download())) != first
 
 
 def test_a_committed_folder_that_was_damaged_is_refused_and_the_run_fails(
@@ -40,5 +40,5 @@ def test_a_committed_folder_that_was_damaged_is_refused_and_the_run_fails(
     assert (source / "COMMIT").is_file()
     (source / "model_index.json").write_text("{}")
     with pytest.raises(ArtifactError, match=r"does not match its manifest \(model_index.json\)"):
-        copy_base_model(model=Model(path=str(source)), run=run)
+        copy_base_model(model=ModelConfig(path=str(source)), run=run)
     assert connect(run.tracking_uri).get_run(run.run_id).info.status == "FAILED"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from tasks.files import delete_checkpoints, fetch_folder, open_checkpoints
 
 
@@ -19,8 +19,8 @@ def run(request, tmp_path) -> TrackedRun:
 
 
 @pytest.fixture
-def place(make_recipe) -> Place:
-    return Place(make_recipe(online={"checkpoints": {"every": 2}}), 0, 0)
+def ctx(make_recipe) -> StageContext:
+    return StageContext(make_recipe(online={"checkpoints": {"every": 2}}), 0, 0)
 
 
 def save(checkpoints, *steps):
@@ -32,42 +32,42 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def test_the_next_attempt_finds_what_the_last_one_saved(run, place, tmp_path):
+def test_the_next_attempt_finds_what_the_last_one_saved(run, ctx, tmp_path):
     kept = tmp_path / "run" / "checkpoints" / "1.1-online"
-    first = open_checkpoints(run, place)
+    first = open_checkpoints(run, ctx)
     assert first.newest() is None
     save(first, 2, 4, 6)
     assert names(kept) == ["step-00004", "step-00006"]
-    again = open_checkpoints(run, place)
+    again = open_checkpoints(run, ctx)
     folder, state = again.newest()
     assert (folder.name, state, (folder / "part").read_text()) == ("step-00006", {"done": 6}, "weights")
     save(again, 8)
     assert names(kept) == ["step-00006", "step-00008"]
 
 
-def test_an_attempt_that_saved_nothing_hides_nothing(run, place):
-    save(open_checkpoints(run, place), 2)
-    open_checkpoints(run, place)
-    assert open_checkpoints(run, place).newest()[1] == {"done": 2}
+def test_an_attempt_that_saved_nothing_hides_nothing(run, ctx):
+    save(open_checkpoints(run, ctx), 2)
+    open_checkpoints(run, ctx)
+    assert open_checkpoints(run, ctx).newest()[1] == {"done": 2}
 
 
-def test_a_half_uploaded_checkpoint_is_passed_over(run, place, tmp_path):
-    save(open_checkpoints(run, place), 2, 4)
+def test_a_half_uploaded_checkpoint_is_passed_over(run, ctx, tmp_path):
+    save(open_checkpoints(run, ctx), 2, 4)
     (tmp_path / "run" / "checkpoints" / "1.1-online" / "step-00004" / "part").unlink()
     with pytest.warns(UserWarning, match="passed over.*step-00004.*part"):
-        assert open_checkpoints(run, place).newest()[1] == {"done": 2}
+        assert open_checkpoints(run, ctx).newest()[1] == {"done": 2}
 
 
-def test_another_process_of_the_machine_finds_what_the_first_one_brought(run, place):
-    save(open_checkpoints(run, place), 2)
-    first, second = open_checkpoints(run, place), open_checkpoints(run, place, first=False)
+def test_another_process_of_the_machine_finds_what_the_first_one_brought(run, ctx):
+    save(open_checkpoints(run, ctx), 2)
+    first, second = open_checkpoints(run, ctx), open_checkpoints(run, ctx, first=False)
     assert first.folder == second.folder
     assert first.newest() == second.newest()
 
 
-def test_those_of_a_stage_that_is_over_are_removed(run, place, tmp_path):
-    save(open_checkpoints(run, place), 2)
-    following = open_checkpoints(run, Place(place.recipe, 1, 0))
+def test_those_of_a_stage_that_is_over_are_removed(run, ctx, tmp_path):
+    save(open_checkpoints(run, ctx), 2)
+    following = open_checkpoints(run, StageContext(ctx.recipe, 1, 0))
     assert names(tmp_path / "run" / "checkpoints") == []
     save(following, 2)
     assert names(tmp_path / "run" / "checkpoints") == ["2.1-online"]

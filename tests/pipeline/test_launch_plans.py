@@ -21,7 +21,7 @@ from flytekit.models.literals import Literal
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from ebbflow.data.records import Comparison, Evaluation, Registration, TrackedRun, Verdict
+from ebbflow.data.records import Comparison, Evaluation, GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe, load_recipe
 from tasks.promote_policy import promote_policy
 from tasks.register_policy import register_policy
@@ -135,8 +135,8 @@ def inputs(tmp_path: Path) -> dict[str, Any]:
         "history": [evaluated],
         "candidate": evaluated,
         "champion": ChampionPolicy(version="1", evaluated=evaluated),
-        "verdict": Verdict(
-            promote=True, candidate="before", champion="v1", target=TARGET, guards=[], coverage=1.0, reasons=["It won."]
+        "decision": GateDecision(
+            promote=True, candidate="before", champion="v1", target=TARGET, guardrails=[], coverage=1.0, reasons=["It won."]
         ),
     }
 
@@ -185,8 +185,8 @@ def test_nobody_is_asked_when_the_recipe_does_not_say_so(inputs: dict[str, Any])
 
 
 def test_nobody_is_asked_about_what_the_gate_refused(inputs: dict[str, Any]) -> None:
-    refused = inputs["verdict"].model_copy(update={"promote": False})
-    assert _order(_compiled(inputs | {"verdict": refused})) == ["register_policy", "write_report"]
+    refused = inputs["decision"].model_copy(update={"promote": False})
+    assert _order(_compiled(inputs | {"decision": refused})) == ["register_policy", "write_report"]
 
 
 @pytest.fixture

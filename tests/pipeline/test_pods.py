@@ -119,7 +119,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = yaml.safe_load((ROOT / "workflows" / "recipes" / "tiny.yaml").read_text())
     changes = {
         "output": f"{BUCKET}/runs",
-        "rewards": {"terms": [{"name": "similarity"}], "guards": []},
+        "rewards": [{"name": "similarity"}],
+        "guardrails": [],
         "stages": [stage | {"checkpoints": {"every": 1}} for stage in settings["stages"]],
     }
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
@@ -183,8 +184,8 @@ def _recorded(uri: str, downloads: Path) -> Recorded:
     children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert {run.info.status for run in runs} == {"FINISHED"}
     versions = sorted(client.search_model_versions(f"name = '{MODEL}'"), key=lambda version: int(version.version))
-    place = client.get_model_version_download_uri(MODEL, versions[-1].version)
-    mlflow.artifacts.download_artifacts(place, dst_path=str(downloads / "model"), tracking_uri=uri)
+    source = client.get_model_version_download_uri(MODEL, versions[-1].version)
+    mlflow.artifacts.download_artifacts(source, dst_path=str(downloads / "model"), tracking_uri=uri)
     (commit,) = (downloads / "model").rglob("policy/COMMIT")
     summary = Path(client.download_artifacts(parent.info.run_id, "summary.json", str(downloads)))
     return Recorded(

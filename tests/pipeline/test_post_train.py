@@ -150,6 +150,6 @@ def test_lora_trains_too(workplace: Path, first: dict[str, Any]) -> None:
     lora = _finished(workplace, {"policy": {"train": "lora", "rank": 4, "alpha": 8}, "promotion": {"model_name": "tiny-lora"}})
     assert lora["seconds"]["base model"] == 0
     client = _client(workplace)
-    place = client.get_model_version_download_uri("tiny-lora", lora["model_version"])
-    loaded = mlflow.pyfunc.load_model(place)
+    source = client.get_model_version_download_uri("tiny-lora", lora["model_version"])
+    loaded = mlflow.pyfunc.load_model(source)
     assert loaded.predict(pd.DataFrame({"prompt": ["WXYZ"], "seed": [1]}))["image"][0].startswith(b"\x89PNG")

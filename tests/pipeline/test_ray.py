@@ -34,7 +34,7 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """``stage(act)``: the task's body where ``act`` is given the actors' folders instead of training."""
 
     def run(act: Any) -> Any:
-        def train_stage(place: Any, *_: Any, actors: Any) -> Any:
+        def train_stage(ctx: Any, *_: Any, actors: Any) -> Any:
             return act(actors)
 
         monkeypatch.setattr(module, "train_stage", train_stage)

@@ -16,14 +16,14 @@ from PIL import Image
 
 from ebbflow.models import load_model
 from ebbflow.models.tiny import build_tiny
-from ebbflow.recipe.model import Model
+from ebbflow.recipe.model import ModelConfig
 from tests.pipeline.conftest import run_pipeline
 
 PROMPTS = [f'a shop window with a sign that says "NO {number}"' for number in range(12)]
 
 
 def _publish_lora(base: Path, folder: Path) -> None:
-    transformer = load_model(base, Model(family="sd3", path=str(base), height=64, width=64)).transformer
+    transformer = load_model(base, ModelConfig(family="sd3", path=str(base), height=64, width=64)).transformer
     transformer.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=["attn.to_q", "attn.to_v"]))
     for name, parameter in transformer.named_parameters():
         if "lora_B" in name:
@@ -44,7 +44,8 @@ def test_a_published_layout_goes_from_a_lora_to_a_registered_version(workplace: 
     changes = {
         "model": {"family": "sd3", "path": str(base), "height": 64, "width": 64, "guidance": 3.0, "precision": "bfloat16"},
         "prompts": {"source": str(prompts), "validation": 2, "held_out": 4},
-        "rewards": {"terms": ["jpeg_compressibility"], "guards": ["jpeg_incompressibility"]},
+        "rewards": ["jpeg_compressibility"],
+        "guardrails": ["jpeg_incompressibility"],
         "policy": {"train": "lora", "rank": 4, "alpha": 4, "start": {"path": str(lora)}},
         "stages": [online | {"sampler": {"steps": 4}, "window": {"size": 2}}, offline | {"sampler": {"steps": 3}}],
         "promotion": {"model_name": "tiny-sd3"},
@@ -57,6 +58,6 @@ def test_a_published_layout_goes_from_a_lora_to_a_registered_version(workplace: 
 
     uri = f"sqlite:///{workplace}/runs/mlflow.db"
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    place = client.get_model_version_download_uri("tiny-sd3", summary["model_version"])
-    drawn = mlflow.pyfunc.load_model(place).predict(pd.DataFrame({"prompt": PROMPTS[:2]}))
+    source = client.get_model_version_download_uri("tiny-sd3", summary["model_version"])
+    drawn = mlflow.pyfunc.load_model(source).predict(pd.DataFrame({"prompt": PROMPTS[:2]}))
     assert [Image.open(io.BytesIO(image)).size for image in drawn["image"]] == [(64, 64), (64, 64)]

@@ -476,7 +476,7 @@ def test_flyte_builds_the_cpu_image_from_the_same_files(tmp_path: Path, monkeypa
     create_docker_context(cpu_image("localhost:30000"), tmp_path)
     written, base = (tmp_path / "Dockerfile").read_text(), (ROOT / "containers" / "base.Dockerfile").read_text()
     copied = _copied(ROOT / "containers" / "base.Dockerfile")
-    assert all((tmp_path / place).exists() for place in copied if not place.startswith("containers/"))
+    assert all((tmp_path / path).exists() for path in copied if not path.startswith("containers/"))
     assert (ROOT / "containers" / "uv.txt").read_text().strip() in (tmp_path / "requirements_uv.txt").read_text()
     assert all(" --torch-backend cpu --constraints constraints.txt " in text for text in (written, base))
     assert all("tesseract-ocr" in text and "MLFLOW_DISABLE_TELEMETRY=true" in text for text in (written, base))

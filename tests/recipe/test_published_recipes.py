@@ -12,7 +12,7 @@ from ebbflow.data.prompt_files import QUOTED, read_prompt_file
 from ebbflow.flow.windows import plan
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import Model
+from ebbflow.recipe.model import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "workflows" / "recipes").glob("*.yaml"))
@@ -182,9 +182,9 @@ def test_windows_start_where_they_were_published_to(name, trained, starts):
 @pytest.mark.parametrize("name", REWARDS)
 def test_what_is_fetched_is_pinned_and_guards_fetch_nothing(name):
     recipe = recipe_of(name)
-    assert [term.name for term in recipe.rewards.terms] == REWARDS[name]
-    assert all(term.layout == "page" for term in recipe.rewards.terms if term.name == "ocr")
-    assert {guard.name for guard in recipe.rewards.guards} <= {"ocr", "jpeg_incompressibility"}
+    assert [reward.name for reward in recipe.rewards] == REWARDS[name]
+    assert all(reward.layout == "page" for reward in recipe.rewards if reward.name == "ocr")
+    assert {guardrail.name for guardrail in recipe.guardrails} <= {"ocr", "jpeg_incompressibility"}
     assert re.fullmatch("[0-9a-f]{40}", recipe.model.revision)
 
 
@@ -232,6 +232,6 @@ def test_the_pages_name_every_family_key_and_recipe():
     for family in FAMILIES:
         assert f"\n| `{family}` |" in page
         assert f"\n| `{family}` |" in models
-    for key in Model.model_fields.keys() - {"training"}:
+    for key in ModelConfig.model_fields.keys() - {"training"}:
         assert f"`{key}`" in models or f"`model.{key}`" in models, key
     assert all(f"`{path.stem}`" in page for path in RECIPES)

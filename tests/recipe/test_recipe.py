@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
-from tests.nested import places, replaced
+from tests.nested import paths, replaced
 
 SHIPPED = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
 
@@ -46,13 +46,13 @@ def test_the_default_recipe_is_complete():
 
 
 @pytest.mark.parametrize(
-    ("data", "place", "nearest"),
+    ("data", "path", "nearest"),
     [
         ({"sed": 1}, "sed = 1", "seed"),
         ({"polcy": {}}, "polcy", "policy"),
         ({"policy": {"rnk": 4}}, "policy.rnk = 4", "rank"),
         ({"model": {"training": {"heigth": 16}}}, "model.training.heigth = 16", "height"),
-        ({"rewards": {"terms": [{"name": "ocr", "wieght": 2}]}}, "rewards.terms.0.ocr.wieght = 2", "weight"),
+        ({"rewards": [{"name": "ocr", "wieght": 2}]}, "rewards.0.ocr.wieght = 2", "weight"),
         (one_stage(kind="online", step=3), "stages.0.online.step = 3", "steps"),
         (one_stage(kind="offline", epoch=3), "stages.0.offline.epoch = 3", "epochs"),
         (one_stage(kind="online", window={"stryde": 2}), "stages.0.online.window.stryde = 2", "stride"),
@@ -63,9 +63,9 @@ def test_the_default_recipe_is_complete():
         ),
     ],
 )
-def test_an_unknown_key_is_named_with_the_nearest_known_one(data, place, nearest):
+def test_an_unknown_key_is_named_with_the_nearest_known_one(data, path, nearest):
     text = problem(data)
-    assert place in text
+    assert path in text
     assert f"unknown key; did you mean {nearest!r}?" in text
     assert nearest in text.split("Known keys here:")[1]
 
@@ -85,9 +85,9 @@ def test_every_problem_is_named_at_once():
     ("data", "explanation"),
     [
         ({"prompts": {"count": 10, "validation": 4, "held_out": 6}}, "validation + held_out = 10 leaves nothing of count = 10"),
-        ({"rewards": {"terms": [{"name": "ocr"}, {"name": "ocr"}]}}, "each reward may be named once"),
-        ({"rewards": {"terms": [{"name": "tesseract"}]}}, "['tesseract'] cannot be trained on and be a guard"),
-        ({"rewards": {"terms": []}}, "rewards.terms"),
+        ({"rewards": [{"name": "ocr"}, {"name": "ocr"}]}, "each reward may be named once"),
+        ({"rewards": [{"name": "tesseract"}]}, "['tesseract'] cannot be trained on and be a guardrail"),
+        ({"rewards": []}, "rewards"),
         ({"stages": []}, "stages"),
         (
             one_stage(kind="online", sampler={"name": "cps", "steps": 4}, window={"kind": "fixed", "start": 2, "size": 2}),
@@ -112,7 +112,7 @@ def test_each_rule_explains_itself(data, explanation):
     [
         {"prompts": {"count": 11, "validation": 4, "held_out": 6}},
         {"prompts": {"source": "prompts.txt", "count": 10, "validation": 4, "held_out": 6}},
-        {"rewards": {"terms": [{"name": "tesseract"}], "guards": ["ocr"]}},
+        {"rewards": [{"name": "tesseract"}], "guardrails": ["ocr"]},
         one_stage(kind="online", sampler={"name": "cps", "steps": 5}, window={"kind": "fixed", "start": 2, "size": 2}),
         one_stage(kind="online", sampler={"name": "cps", "steps": 2}, window={"kind": "all"}),
         one_stage(kind="offline", prompts=3, shards=3),
@@ -125,7 +125,7 @@ def test_what_keeps_to_the_rules_is_a_recipe(data):
 @pytest.mark.parametrize("number", [".nan", ".inf", "-.inf"])
 @pytest.mark.parametrize(
     "key",
-    ["stop.min_delta", "promotion.guard_tolerance", "model.training.lr", "rewards.max_failed_share", "evaluation.confidence"],
+    ["stop.min_delta", "promotion.guardrail_tolerance", "model.training.lr", "max_failed_share", "evaluation.confidence"],
 )
 def test_numbers_that_are_not_finite_are_refused(key, number):
     data = yaml.safe_load(number)
@@ -136,7 +136,7 @@ def test_numbers_that_are_not_finite_are_refused(key, number):
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_stages_and_rewards_take_only_finite_numbers(number):
-    problem({"rewards": {"terms": [{"name": "ocr", "weight": number}]}})
+    problem({"rewards": [{"name": "ocr", "weight": number}]})
     problem(one_stage(kind="online", optimizer={"weight_decay": number}))
     problem(one_stage(kind="online", optimizer={"max_grad_norm": number}))
     problem(one_stage(kind="online", advantages={"clip": number}))
@@ -158,7 +158,8 @@ WRITTEN = {
     "name": "x",
     "seed": 4,
     "stages": [{"kind": "online", "steps": 3, "optimizer": {"lr": 1e-4, "weight_decay": 0.1}}, {"kind": "offline"}],
-    "rewards": {"terms": [{"name": "ocr", "weight": 2}, {"name": "similarity"}], "guards": []},
+    "rewards": [{"name": "ocr", "weight": 2}, {"name": "similarity"}],
+    "guardrails": [],
 }
 
 
@@ -247,15 +248,15 @@ def test_any_mapping_is_a_recipe_or_explained(data):
 COMPLETE = Recipe.model_validate(WRITTEN).model_dump(mode="json")
 
 
-@given(st.sampled_from([place for place in places(COMPLETE) if place]), anything)
-def test_a_recipe_with_anything_in_one_place_is_a_recipe_or_explained(place, new):
-    assert recipe_or_explanation(replaced(COMPLETE, place, new))
+@given(st.sampled_from([path for path in paths(COMPLETE) if path]), anything)
+def test_a_recipe_with_anything_in_one_place_is_a_recipe_or_explained(path, new):
+    assert recipe_or_explanation(replaced(COMPLETE, path, new))
 
 
-@given(st.sampled_from([place for place in places(COMPLETE) if place]), st.text(max_size=8), anything)
-def test_a_recipe_with_a_further_key_is_explained(place, key, new):
+@given(st.sampled_from([path for path in paths(COMPLETE) if path]), st.text(max_size=8), anything)
+def test_a_recipe_with_a_further_key_is_explained(path, key, new):
     inside = COMPLETE
-    for part in place:
+    for part in path:
         inside = inside[part]
     if isinstance(inside, dict) and key not in inside:
-        assert "unknown key" in problem(replaced(COMPLETE, place, inside | {key: new}))
+        assert "unknown key" in problem(replaced(COMPLETE, path, inside | {key: new}))

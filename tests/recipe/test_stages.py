@@ -6,12 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.algorithms import units
+from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.algorithms import BUILT_IN, Following, ForwardConfig, TrajectoryConfig, import_path
-from ebbflow.recipe.choices import WINDOW_KEYS, Advantages, Correction, Optimizer, Reference, Sampler, Window
-from ebbflow.recipe.stages import OfflineStage, OnlineStage
+from ebbflow.recipe.algorithms import BUILT_IN, EmaScheduleConfig, ForwardConfig, TrajectoryConfig, import_path
+from ebbflow.recipe.choices import (
+    WINDOW_KEYS,
+    AdvantagesConfig,
+    CorrectionConfig,
+    OptimizerConfig,
+    ReferenceConfig,
+    SamplerConfig,
+    WindowConfig,
+)
+from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
 
 CONFIGS = {config.model_fields["name"].default: config for config in BUILT_IN}
 TRAJECTORY = [name for name, config in CONFIGS.items() if config.kind == "trajectory"]
@@ -132,12 +140,12 @@ def test_an_algorithm_sets_what_the_recipe_leaves_open(name):
     """Down to single keys, and nothing beyond what it declares."""
     stage, declared = resolved(online(name)), CONFIGS[name].stage_defaults
     trajectory = name in TRAJECTORY
-    assert stage.sampler == Sampler(**declared.get("sampler", {}))
-    assert stage.window == (Window(**declared["window"]) if trajectory else None)
-    assert stage.advantages == Advantages(**declared.get("advantages", {}))
-    assert stage.reference == Reference(**{"penalty": "kl" if trajectory else "velocity", **declared.get("reference", {})})
+    assert stage.sampler == SamplerConfig(**declared.get("sampler", {}))
+    assert stage.window == (WindowConfig(**declared["window"]) if trajectory else None)
+    assert stage.advantages == AdvantagesConfig(**declared.get("advantages", {}))
+    assert stage.reference == ReferenceConfig(**{"penalty": "kl" if trajectory else "velocity", **declared.get("reference", {})})
     assert stage.correction is None
-    assert stage.optimizer == Optimizer()
+    assert stage.optimizer == OptimizerConfig()
 
 
 @pytest.mark.parametrize(
@@ -165,18 +173,18 @@ def test_the_published_choices(name, sampler, window, std, weight, penalty):
 @pytest.mark.parametrize(
     ("stage", "expected"),
     [
-        (online("dance_grpo", sampler={"steps": 9}), {"sampler": Sampler(name="dance_sde", steps=9)}),
-        (online("dance_grpo", window={"share": 0.2}), {"window": Window(kind="share", share=0.2)}),
-        (online("dance_grpo", window={"kind": "share"}), {"window": Window(kind="share", share=0.6)}),
-        (online("dance_grpo", sampler={"name": "dance_sde", "eta": 1}), {"sampler": Sampler(name="dance_sde", eta=1)}),
-        (online("dance_grpo", advantages={"clip": 2}), {"advantages": Advantages(std="group", clip=2)}),
-        (online("dance_grpo", advantages={"std": "none"}), {"advantages": Advantages(std="none")}),
-        (online("flow_grpo_fast", window={"start": 1}), {"window": Window(kind="random", size=2, start=1)}),
-        (online("flow_grpo", reference={"penalty": "velocity"}), {"reference": Reference(weight=0.02, penalty="velocity")}),
-        (online("flow_grpo", reference={"weight": 0}), {"reference": Reference(weight=0, penalty="kl")}),
-        (online("crd", reference={"weight": 0.5}), {"reference": Reference(weight=0.5, penalty="velocity")}),
-        (online("mix_grpo", window={"tail": 0.4}), {"window": Window(kind="progressive", tail=0.4)}),
-        (offline("awm", sampler={"steps": 9}), {"sampler": Sampler(name="ode", steps=9)}),
+        (online("dance_grpo", sampler={"steps": 9}), {"sampler": SamplerConfig(name="dance_sde", steps=9)}),
+        (online("dance_grpo", window={"share": 0.2}), {"window": WindowConfig(kind="share", share=0.2)}),
+        (online("dance_grpo", window={"kind": "share"}), {"window": WindowConfig(kind="share", share=0.6)}),
+        (online("dance_grpo", sampler={"name": "dance_sde", "eta": 1}), {"sampler": SamplerConfig(name="dance_sde", eta=1)}),
+        (online("dance_grpo", advantages={"clip": 2}), {"advantages": AdvantagesConfig(std="group", clip=2)}),
+        (online("dance_grpo", advantages={"std": "none"}), {"advantages": AdvantagesConfig(std="none")}),
+        (online("flow_grpo_fast", window={"start": 1}), {"window": WindowConfig(kind="random", size=2, start=1)}),
+        (online("flow_grpo", reference={"penalty": "velocity"}), {"reference": ReferenceConfig(weight=0.02, penalty="velocity")}),
+        (online("flow_grpo", reference={"weight": 0}), {"reference": ReferenceConfig(weight=0, penalty="kl")}),
+        (online("crd", reference={"weight": 0.5}), {"reference": ReferenceConfig(weight=0.5, penalty="velocity")}),
+        (online("mix_grpo", window={"tail": 0.4}), {"window": WindowConfig(kind="progressive", tail=0.4)}),
+        (offline("awm", sampler={"steps": 9}), {"sampler": SamplerConfig(name="ode", steps=9)}),
     ],
 )  # fmt: skip
 def test_a_single_given_key_keeps_the_rest_of_the_defaults(stage, expected):
@@ -190,9 +198,9 @@ def test_another_kind_of_window_has_its_own_defaults(name, kind):
     declared = CONFIGS[name].stage_defaults["window"]
     own = declared if declared["kind"] == kind else {"kind": kind}
     stage = resolved(online(name, window={"kind": kind}))
-    assert stage.window == Window(**own)
+    assert stage.window == WindowConfig(**own)
     assert resolved(stage.model_dump(mode="json")) == stage
-    assert OnlineStage(algorithm=keys_of(name), window=Window(kind=kind)).window == Window(**own)
+    assert OnlineStageConfig(algorithm=keys_of(name), window=WindowConfig(kind=kind)).window == WindowConfig(**own)
 
 
 OTHER_VALUES = {
@@ -204,7 +212,7 @@ OTHER_VALUES = {
 @pytest.mark.parametrize("key", OTHER_VALUES)
 @pytest.mark.parametrize("kind", WINDOW_KEYS)
 def test_a_kind_of_window_takes_the_keys_that_it_uses_and_no_others(kind, key):
-    assert OTHER_VALUES.keys() == Window.model_fields.keys() - {"kind"}
+    assert OTHER_VALUES.keys() == WindowConfig.model_fields.keys() - {"kind"}
     stage = online(window={"kind": kind, key: OTHER_VALUES[key]})
     if key in WINDOW_KEYS[kind]:
         assert getattr(resolved(stage).window, key) == OTHER_VALUES[key]
@@ -213,14 +221,14 @@ def test_a_kind_of_window_takes_the_keys_that_it_uses_and_no_others(kind, key):
 
 
 def test_parts_of_a_stage_may_be_given_as_objects():
-    given_as_objects = OnlineStage(
-        algorithm=CONFIGS["dance_grpo"](clip_range=0.01), sampler=Sampler(steps=9), advantages=Advantages(clip=2)
+    given_as_objects = OnlineStageConfig(
+        algorithm=CONFIGS["dance_grpo"](clip_range=0.01), sampler=SamplerConfig(steps=9), advantages=AdvantagesConfig(clip=2)
     )
     as_keys = online(
         "dance_grpo", algorithm={"name": "dance_grpo", "clip_range": 0.01}, sampler={"steps": 9}, advantages={"clip": 2}
     )
     assert given_as_objects == resolved(as_keys)
-    assert OfflineStage(algorithm=CONFIGS["crd"]()) == resolved(offline("crd"))
+    assert OfflineStageConfig(algorithm=CONFIGS["crd"]()) == resolved(offline("crd"))
 
 
 @pytest.mark.parametrize("kind", ["online", "offline"])
@@ -316,17 +324,17 @@ def test_weights_follow_the_mode_unless_given(mode, weights):
     ],
 )
 def test_thresholds_follow_the_unit_unless_given(given_keys, low, high, reject_above):
-    correction = Correction(**given_keys)
+    correction = CorrectionConfig(**given_keys)
     assert (correction.low, correction.high, correction.reject_above) == (low, high, reject_above)
     assert resolved(online(correction=given_keys)).correction == correction
-    assert Correction.model_validate(correction.model_dump()) == correction
+    assert CorrectionConfig.model_validate(correction.model_dump()) == correction
 
 
 @pytest.mark.parametrize("unit", ["mean", "sum"])
 @pytest.mark.parametrize("squared", ["k2", "k3"])
 def test_the_default_thresholds_agree_with_each_other(unit, squared):
     """k2 and k3 of a difference are about its square over 2."""
-    plain, square = (Correction(unit=unit, reject=reject).reject_above for reject in ("k1", squared))
+    plain, square = (CorrectionConfig(unit=unit, reject=reject).reject_above for reject in ("k1", squared))
     assert square == pytest.approx(plain**2 / 2, rel=0.05)
 
 
@@ -335,7 +343,7 @@ def test_the_default_thresholds_agree_with_each_other(unit, squared):
 
 @given(st.integers(0, 10), st.floats(0, 1), st.floats(0, 0.99), st.integers(1, 40))
 def test_a_following_copy_lags_ever_more_up_to_a_limit(flat, slope, most, step):
-    following = Following(flat=flat, slope=slope, most=most)
+    following = EmaScheduleConfig(warmup=flat, slope=slope, max_decay=most)
     assert 0 <= following.decay(step) <= following.decay(step + 1) <= most
     if step <= flat:
         assert following.decay(step) == 0
@@ -344,13 +352,13 @@ def test_a_following_copy_lags_ever_more_up_to_a_limit(flat, slope, most, step):
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"most": 0}, {1: 0, 50: 0}),
-        ({"slope": 0.001, "most": 0.5}, {1: 0.001, 100: 0.1, 500: 0.5, 900: 0.5}),
-        ({"flat": 75, "slope": 0.0075, "most": 0.999}, {75: 0, 76: 0.0075, 175: 0.75, 300: 0.999}),
+        ({"max_decay": 0}, {1: 0, 50: 0}),
+        ({"slope": 0.001, "max_decay": 0.5}, {1: 0.001, 100: 0.1, 500: 0.5, 900: 0.5}),
+        ({"warmup": 75, "slope": 0.0075, "max_decay": 0.999}, {75: 0, 76: 0.0075, 175: 0.75, 300: 0.999}),
     ],
 )
 def test_the_published_schedules(keys, expected):
-    assert {step: Following(**keys).decay(step) for step in expected} == pytest.approx(expected)
+    assert {step: EmaScheduleConfig(**keys).decay(step) for step in expected} == pytest.approx(expected)
 
 
 # A user's own algorithm.
@@ -399,14 +407,14 @@ class Defaults(TrajectoryConfig):
     stage_defaults = {"sampler": {"name": "flow_sde", "steps": 9}, "window": {"size": 2}}
 
 
-FORWARD_ONE = Algorithm(OwnForward, lambda terms, config: (None, {}), select=units.groups)
-TRAJECTORY_ONE = Algorithm(OwnTrajectory, lambda terms, config: (None, {}))
-EVERYWHERE = Algorithm(Everywhere, lambda terms, config: (None, {}))
-OF_DENSITIES = Algorithm(OfDensities, lambda terms, config: (None, {}))
-TAUGHT = Algorithm(Taught, lambda terms, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
-TAUGHT_FORWARD = Algorithm(TaughtForward, lambda terms, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
-UNTAUGHT = Algorithm(OwnTrajectory, lambda terms, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
-DEFAULTS = Algorithm(Defaults, lambda terms, config: (None, {}))
+FORWARD_ONE = Algorithm(OwnForward, lambda rows, config: (None, {}), select=grouping.groups)
+TRAJECTORY_ONE = Algorithm(OwnTrajectory, lambda rows, config: (None, {}))
+EVERYWHERE = Algorithm(Everywhere, lambda rows, config: (None, {}))
+OF_DENSITIES = Algorithm(OfDensities, lambda rows, config: (None, {}))
+TAUGHT = Algorithm(Taught, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
+TAUGHT_FORWARD = Algorithm(TaughtForward, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
+UNTAUGHT = Algorithm(OwnTrajectory, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
+DEFAULTS = Algorithm(Defaults, lambda rows, config: (None, {}))
 HERE = __name__
 
 
@@ -421,7 +429,7 @@ def test_a_users_own_algorithm_is_as_good_as_a_built_in_one():
     assert stage.algorithm_name == f"{HERE}:FORWARD_ONE"
     on_trajectories = resolved({"kind": "online", "algorithm": own("TRAJECTORY_ONE"), "window": {"size": 2}})
     assert on_trajectories.sampler.name == "cps"
-    assert on_trajectories.window == Window(kind="random", size=2)
+    assert on_trajectories.window == WindowConfig(kind="random", size=2)
     assert on_trajectories.reference.penalty == "kl"
     for found in (stage, on_trajectories):
         assert resolved(found.model_dump(mode="json")) == found
@@ -432,8 +440,8 @@ def test_its_defaults_are_for_its_own_sampler_and_kind_of_window():
         resolved(online(algorithm=own("DEFAULTS"), **keys))
         for keys in ({}, {"sampler": {"name": "dance_sde"}, "window": {"kind": "share"}})
     )
-    assert (plain.sampler, plain.window) == (Sampler(name="flow_sde", steps=9), Window(kind="progressive", size=2))
-    assert (other.sampler, other.window) == (Sampler(name="dance_sde"), Window(kind="share"))
+    assert (plain.sampler, plain.window) == (SamplerConfig(name="flow_sde", steps=9), WindowConfig(kind="progressive", size=2))
+    assert (other.sampler, other.window) == (SamplerConfig(name="dance_sde"), WindowConfig(kind="share"))
 
 
 def test_a_sampler_without_densities_is_refused_to_those_that_need_them():

@@ -118,7 +118,7 @@ def test_every_reward_of_the_recipe_has_its_code():
 def test_scores_are_called_by_the_label():
     scorer = load_scorer([reward("similarity", label="letters", weight=2.0)], [reward("similarity")])
     assert list(scorer(IMAGES, PROMPTS).metrics) == ["letters", "similarity"]
-    assert scorer.weights == {"letters": 2.0}
+    assert scorer.reward_weights == {"letters": 2.0}
 
 
 def test_a_path_leads_to_a_reward_of_ones_own():
@@ -127,11 +127,11 @@ def test_a_path_leads_to_a_reward_of_ones_own():
     table = scorer(images, PROMPTS)
     assert table.reward == pytest.approx([0, 3, 0.6])
     assert list(table.metrics) == ["Brightness", "similarity"]
-    assert scorer.weights == {"Brightness": 3.0}
+    assert scorer.reward_weights == {"Brightness": 3.0}
 
 
 def test_a_path_to_a_guard_that_cannot_run_here_leaves_it_out():
-    with pytest.warns(UserWarning, match="guards left out of this run: Absent: not on this machine"):
+    with pytest.warns(UserWarning, match="guardrails left out of this run: Absent: not on this machine"):
         scorer = load_scorer([reward("ocr")], [reward("reward_cases:Absent")])
     assert scorer.left_out == {"Absent": "not on this machine"}
     with pytest.raises(RewardError, match="'Absent' is trained on and cannot run here: not on this machine"):
@@ -226,11 +226,11 @@ def test_a_frame_that_failed_fails_its_video_and_is_named():
     greys[1, 4] = 0  # the third of the frames 0, 2, 4, ... 14
     greys[2, [4, 14]] = 0
     greys[0, 3] = 0  # not looked at
-    table = Scorer(((Watched(), 1.0),), (Fixed("guard", np.arange(24.0)),))(as_videos(greys), PROMPTS)
+    table = Scorer(((Watched(), 1.0),), (Fixed("guardrail", np.arange(24.0)),))(as_videos(greys), PROMPTS)
     text = f"black, {PROMPTS[1].prompt}"
     assert np.array_equal(table.reward, [9, np.nan, np.nan], equal_nan=True)
     assert np.array_equal(table.metrics["squared"], [81, np.nan, np.nan], equal_nan=True)
-    assert table.metrics["guard"] == pytest.approx([3.5, 11.5, 19.5])
+    assert table.metrics["guardrail"] == pytest.approx([3.5, 11.5, 19.5])
     assert table.failures == [None, f"grey: frame 4: {text}", f"grey: frame 4: {text} (and 1 more of 8 frames)"]
     require_scored(table, limit=0.67)
     with pytest.raises(RewardError, match=r"2 of 3 images .*frame 4: black"):

@@ -12,7 +12,7 @@ import torch
 from network_cases import TEXTS, as_prompts, make_reward, some_images
 
 from ebbflow.models.hub import HubError
-from ebbflow.recipe.rewards import PretrainedReward, reward
+from ebbflow.recipe.rewards import PretrainedRewardConfig, reward
 from ebbflow.rewards import network
 from ebbflow.rewards.combine import RewardError, load_reward, load_scorer
 from ebbflow.rewards.network import read_weights
@@ -27,7 +27,7 @@ IMAGES, PROMPTS = some_images(), as_prompts(*TEXTS)
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def config(request, tmp_path_factory) -> PretrainedReward:
+def config(request, tmp_path_factory) -> PretrainedRewardConfig:
     """A tiny reward of each kind. Never write into its folder."""
     return make_reward(request.param, tmp_path_factory.mktemp(request.param), batch=2)
 

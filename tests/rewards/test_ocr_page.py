@@ -144,4 +144,4 @@ def test_threads_wait_without_spinning_as_those_of_the_line_reader():
     ocr.read_pages(np.full((1, 64, 64, 3), 255, np.uint8))
     options = reader.text_det.session.session.get_session_options()
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
-    assert options.intra_op_num_threads <= ocr.MOST_THREADS
+    assert options.intra_op_num_threads <= ocr.MAX_THREADS

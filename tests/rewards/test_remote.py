@@ -91,7 +91,7 @@ def test_prompts_failures_and_metrics_travel(client):
     assert result.failures == {1: "no target"}
 
 
-HUGE = '{"scores": [0.25, 0.5' + " " * http.MOST_BYTES + "]}"
+HUGE = '{"scores": [0.25, 0.5' + " " * http.MAX_BYTES + "]}"
 ANSWERS = {
     "too few scores": (says({"scores": [1.0]}), "1 scores for 2 images"),
     "not a number": (says('{"scores": [0.5, NaN]}'), "scores.1"),
@@ -106,7 +106,7 @@ ANSWERS = {
     "HTML": (says("<html>\x1b[2J\n<h1>Welcome</h1>"), '"<html>\\x1b[2J\\n<h1>Welcome</h1>"'),
     "nothing": (says(""), 'answered ""'),
     "no text": (says("\x00\x01"), r'"\x00\x01"'),
-    "huge": (says(HUGE), f"more than {http.MOST_BYTES} bytes"),
+    "huge": (says(HUGE), f"more than {http.MAX_BYTES} bytes"),
     "nested too deeply": (says("[" * 100_000), "no ScoreAnswer"),
     "bad request": (says({"detail": "images.0 is broken"}, 422), 'answered 422: {"detail": "images.0 is broken"}'),
     "unauthorised": (says("who are you?", 401), "who are you?; name a token with token_variable"),

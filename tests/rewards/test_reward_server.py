@@ -107,7 +107,7 @@ def test_what_cannot_be_scored_is_refused_with_the_reason(url, body, status, rea
 
 @pytest.mark.parametrize("headers", [{}, {"Transfer-Encoding": "chunked"}])
 def test_a_body_that_is_too_large_is_refused(url, monkeypatch, headers):
-    monkeypatch.setattr(server, "MOST_BYTES", 1000)
+    monkeypatch.setattr(server, "MAX_BYTES", 1000)
     body = b" " * 1001
     if headers:
         body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)

@@ -27,17 +27,17 @@ def test_every_reward_has_its_row(name):
 
 
 def test_every_reward_has_an_example():
-    parts = [Recipe.model_validate(recipe).rewards for recipe in RECIPES]
-    assert {config.name for rewards in parts for config in (*rewards.terms, *rewards.guards)} >= set(REWARD_NAMES) - {
+    parts = [Recipe.model_validate(recipe) for recipe in RECIPES]
+    assert {config.name for recipe in parts for config in (*recipe.rewards, *recipe.guardrails)} >= set(REWARD_NAMES) - {
         "similarity"
     }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_example_is_a_recipe(recipe):
-    assert recipe.keys() == {"rewards"}
-    resolved = Recipe.model_validate(recipe).rewards
-    assert [config.name for config in resolved.terms] == [term["name"] for term in recipe["rewards"]["terms"]]
+    assert recipe.keys() <= {"rewards", "guardrails", "max_failed_share"}
+    resolved = Recipe.model_validate(recipe)
+    assert [config.name for config in resolved.rewards] == [reward["name"] for reward in recipe["rewards"]]
 
 
 def test_the_messages_are_those_of_the_protocol():
@@ -57,7 +57,7 @@ def test_every_key_of_its_own_is_on_the_page(config):
 
 
 def test_the_limits_are_those_of_the_server():
-    assert f"{server.MOST_BYTES >> 20} MiB, {server.MOST_IMAGES}\nimages, {server.MOST_PIXELS >> 20} Mi pixels" in TEXT
+    assert f"{server.MAX_BYTES >> 20} MiB, {server.MAX_IMAGES}\nimages, {server.MAX_PIXELS >> 20} Mi pixels" in TEXT
     assert http.HOSTS in TEXT
     assert f"at most {http.SHOWN} characters" in TEXT
 

@@ -13,11 +13,11 @@ from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.flow.transition import log_prob, sample, transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning
-from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate
 
 TEXTS = ["ABCD", "ABCD", "WXYZ", "WXYZ", "QQQQ", "QQQQ", "MNOP"]
-ODE, SDE = Sampler(name="ode", steps=5), Sampler(name="flow_sde", steps=5)
+ODE, SDE = SamplerConfig(name="ode", steps=5), SamplerConfig(name="flow_sde", steps=5)
 STOCHASTIC = ["flow_sde", "dance_sde", "cps"]
 RECORDS = ["latents", "next_latents", "means", "log_probs"]
 DATA_MEAN, DATA_STD = 1.5, 0.5
@@ -68,7 +68,7 @@ def euler(x, velocity, sigmas, steps):
 def test_the_ode_is_the_pipeline_of_diffusers(base_folder, open_pipeline, model, make_keys):
     conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
     for steps in (4, 10):
-        ours = generate(model, conditioning, keys, Sampler(name="ode", steps=steps), micro_batch=3).latents
+        ours = generate(model, conditioning, keys, SamplerConfig(name="ode", steps=steps), micro_batch=3).latents
         theirs = open_pipeline(base_folder)(
             prompt_embeds=conditioning["embeds"],
             pooled_prompt_embeds=conditioning["pooled"],
@@ -114,16 +114,16 @@ def test_the_same_call_gives_the_same_bits_and_another_seed_other_ones(model, ma
     "plan", [window(0), window(1, 2, 3), window(0, 1, 2, 3), window(1, 3), Plan((0, 1, 2, 3), (1, 3))], ids=str
 )
 def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, name, plan):
-    sampler = Sampler(name=name, steps=5)
+    sampler = SamplerConfig(name=name, steps=5)
     conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
     rollouts = generate(model, conditioning, keys, sampler, plan)
     record, sigmas = rollouts.trajectory, model.sigmas(5)
     assert record.steps.tolist() == list(plan.trained)
     assert torch.equal(record.sigmas, sigmas)
     assert record.log_probs.shape == (7, len(plan.trained))
-    for place in RECORDS[:3]:
-        assert getattr(record, place).shape == (7, len(plan.trained), *model.latent_shape)
-    assert all(getattr(record, place).dtype == torch.float32 for place in RECORDS)
+    for index in RECORDS[:3]:
+        assert getattr(record, index).shape == (7, len(plan.trained), *model.latent_shape)
+    assert all(getattr(record, index).dtype == torch.float32 for index in RECORDS)
 
     latents = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples)
     for step in range(5):
@@ -133,18 +133,18 @@ def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, n
         z = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1)
         after = sample(move, z)
         if step in plan.trained:
-            place = plan.trained.index(step)
-            assert torch.equal(record.latents[:, place], latents)
-            assert torch.equal(record.means[:, place], move.mean)
-            assert torch.equal(record.next_latents[:, place], after)
-            assert torch.equal(record.log_probs[:, place], log_prob(move, after))
+            index = plan.trained.index(step)
+            assert torch.equal(record.latents[:, index], latents)
+            assert torch.equal(record.means[:, index], move.mean)
+            assert torch.equal(record.next_latents[:, index], after)
+            assert torch.equal(record.log_probs[:, index], log_prob(move, after))
         latents = after
     assert torch.equal(rollouts.latents, latents)
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_without_a_plan_all_steps_but_the_last_are_stochastic_and_nothing_is_recorded(model, make_keys, name):
-    conditioning, sampler = model.encode_texts(TEXTS), Sampler(name=name, steps=5)
+    conditioning, sampler = model.encode_texts(TEXTS), SamplerConfig(name=name, steps=5)
     rollouts = generate(model, conditioning, make_keys(7), sampler)
     assert rollouts.trajectory is None
     assert torch.equal(rollouts.latents, generate(model, conditioning, make_keys(7), sampler, window(0, 1, 2, 3)).latents)
@@ -155,14 +155,14 @@ def test_little_noise_is_nearly_the_ode(model, make_keys):
     conditioning = model.encode_texts(TEXTS)
     ode = generate(model, conditioning, make_keys(7), ODE).latents
     for name in STOCHASTIC:
-        sampler = Sampler(name=name, steps=5, eta=1e-5)
+        sampler = SamplerConfig(name=name, steps=5, eta=1e-5)
         assert torch.allclose(generate(model, conditioning, make_keys(7), sampler).latents, ode, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["ode", "dpm_solver"])
 def test_a_plan_for_a_deterministic_sampler_is_an_error(model, make_keys, name):
     with pytest.raises(ValueError, match=f"{name}' has no log-probability"):
-        generate(model, model.encode_texts(TEXTS), make_keys(7), Sampler(name=name, steps=5), window(1))
+        generate(model, model.encode_texts(TEXTS), make_keys(7), SamplerConfig(name=name, steps=5), window(1))
 
 
 def test_nothing_needs_a_gradient(model, make_keys):
@@ -174,7 +174,7 @@ def test_nothing_needs_a_gradient(model, make_keys):
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_images_of_the_whole_path_have_the_exact_moments_on_gaussian_data(name):
-    count, model, sampler = 1500, GaussianModel(), Sampler(name=name, steps=6)
+    count, model, sampler = 1500, GaussianModel(), SamplerConfig(name=name, steps=6)
     keys = SampleKeys(3, list(range(count)), [0] * count)
     images = generate(model, nothing(count), keys, sampler, micro_batch=500).latents
     # The mean follows the data's under every sampler; the variance by x' = slope x + b z + offset.
@@ -190,7 +190,7 @@ def test_images_of_the_whole_path_have_the_exact_moments_on_gaussian_data(name):
 
 def test_dpm_solver_takes_every_step_and_needs_no_noise(model, make_keys):
     conditioning, keys, sigmas = model.encode_texts(TEXTS), make_keys(7), model.sigmas(6)
-    rollouts = generate(model, conditioning, keys, Sampler(name="dpm_solver", steps=6))
+    rollouts = generate(model, conditioning, keys, SamplerConfig(name="dpm_solver", steps=6))
     assert rollouts.trajectory is None
     latents, clean = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples), None
     for step in range(6):
@@ -206,7 +206,7 @@ def test_dpm_solver_ends_nearer_to_the_exact_flow_than_the_ode_with_as_many_eval
 
     def error(name):
         model = GaussianModel()
-        images = generate(model, nothing(40), keys, Sampler(name=name, steps=10)).latents
+        images = generate(model, nothing(40), keys, SamplerConfig(name=name, steps=10)).latents
         assert len(model.evaluated_at) == 10
         return (images - exact).pow(2).mean().sqrt()
 
@@ -225,7 +225,7 @@ def test_dpm_solver_ends_nearer_to_the_exact_flow_than_the_ode_with_as_many_eval
     ids=str,
 )
 def test_a_tail_is_shorter_and_leaves_the_window_as_it_is(make_keys, plan, tail_steps):
-    sampler, keys, end = Sampler(name="flow_sde", steps=25), make_keys(6), plan.stochastic[-1] + 1
+    sampler, keys, end = SamplerConfig(name="flow_sde", steps=25), make_keys(6), plan.stochastic[-1] + 1
     slow, fast = GaussianModel(), GaussianModel()
     full = generate(slow, nothing(6), keys, sampler, window(*plan.trained))
     short = generate(fast, nothing(6), keys, sampler, plan)
@@ -241,7 +241,7 @@ def test_a_tail_is_shorter_and_leaves_the_window_as_it_is(make_keys, plan, tail_
 
 def test_after_the_window_the_tail_is_dpm_solver_from_its_first_order(model, make_keys):
     conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
-    rollouts = generate(model, conditioning, keys, Sampler(name="cps", steps=12), window(1, 2, tail=0.5))
+    rollouts = generate(model, conditioning, keys, SamplerConfig(name="cps", steps=12), window(1, 2, tail=0.5))
     sigmas = rollouts.trajectory.sigmas
     latents, clean = rollouts.trajectory.next_latents[:, -1], None
     for step in range(3, len(sigmas) - 1):
@@ -253,7 +253,7 @@ def test_after_the_window_the_tail_is_dpm_solver_from_its_first_order(model, mak
 
 @pytest.mark.parametrize("tail", [0.4, 0.2])
 def test_a_tail_ends_close_to_where_all_the_steps_end(make_keys, tail):
-    sampler, keys, model = Sampler(name="flow_sde", steps=25), make_keys(40), GaussianModel()
+    sampler, keys, model = SamplerConfig(name="flow_sde", steps=25), make_keys(40), GaussianModel()
     full = generate(model, nothing(40), keys, sampler, window(0, 1, 2, 3)).latents
     short = generate(model, nothing(40), keys, sampler, window(0, 1, 2, 3, tail=tail))
     sigmas, entry = short.trajectory.sigmas, short.trajectory.next_latents[:, -1]
@@ -268,7 +268,7 @@ def test_a_tail_ends_close_to_where_all_the_steps_end(make_keys, tail):
 
 
 def test_a_tail_changes_the_images_of_the_network_little(model, make_keys):
-    sampler, conditioning, keys = Sampler(name="flow_sde", steps=25), model.encode_texts(TEXTS), make_keys(7)
+    sampler, conditioning, keys = SamplerConfig(name="flow_sde", steps=25), model.encode_texts(TEXTS), make_keys(7)
     full = generate(model, conditioning, keys, sampler, window(0, 1, 2, 3)).latents
     short = generate(model, conditioning, keys, sampler, window(0, 1, 2, 3, tail=0.4)).latents
     assert 0 < (short - full).abs().max() < 0.1 * full.std()
@@ -281,24 +281,24 @@ def test_bfloat16_is_the_networks_alone_and_moves_log_probs_a_little(model, make
     assert rollouts.latents.dtype == torch.float32
     assert all(getattr(record, name).dtype == torch.float32 for name in RECORDS)
     assert all(weight.dtype == torch.float32 for weight in model.transformer.parameters())
-    for place, step in enumerate(record.steps.tolist()):
-        before, after = record.latents[:, place], record.next_latents[:, place]
+    for index, step in enumerate(record.steps.tolist()):
+        before, after = record.latents[:, index], record.next_latents[:, index]
         with torch.no_grad():
             velocity = model.velocity(before, sigmas[step].expand(7), conditioning)
         move = transition("flow_sde", before, velocity, sigmas, step)
         # The record is consistent in itself: its log-prob is the density of its own mean, not of the float32 one.
         z = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1)
-        assert torch.equal(record.means[:, place] + move.std * z, after)
-        own = torch.distributions.Normal(record.means[:, place], move.std).log_prob(after).flatten(1).mean(1)
-        assert torch.allclose(record.log_probs[:, place], own, rtol=0, atol=1e-5)
-        assert 0 < (record.means[:, place] - move.mean).abs().max() < 0.02
-        difference = (record.log_probs[:, place] - log_prob(move, after)).abs()
+        assert torch.equal(record.means[:, index] + move.std * z, after)
+        own = torch.distributions.Normal(record.means[:, index], move.std).log_prob(after).flatten(1).mean(1)
+        assert torch.allclose(record.log_probs[:, index], own, rtol=0, atol=1e-5)
+        assert 0 < (record.means[:, index] - move.mean).abs().max() < 0.02
+        difference = (record.log_probs[:, index] - log_prob(move, after)).abs()
         assert 0 < difference.max() < 2e-3
 
 
 def test_bfloat16_images_are_close_to_those_of_float32(model, make_keys):
     conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
-    for sampler in (ODE, SDE, Sampler(name="dpm_solver", steps=5)):
+    for sampler in (ODE, SDE, SamplerConfig(name="dpm_solver", steps=5)):
         full, low = (generate(model, conditioning, keys, sampler, precision=name).latents for name in ("float32", "bfloat16"))
         assert 0 < (full - low).abs().max() < 0.05
 

@@ -10,16 +10,16 @@ import torch
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
-from ebbflow.recipe.choices import Sampler
-from ebbflow.recipe.online import Parity
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.online import ParityConfig
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.training.policy import Policy
 
 TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"]
-SAMPLERS = [Sampler(name=name, steps=5) for name in ("flow_sde", "dance_sde", "cps", "ode", "dpm_solver")]
-PARITY = Parity(samples=4, bar=1e-6)
+SAMPLERS = [SamplerConfig(name=name, steps=5) for name in ("flow_sde", "dance_sde", "cps", "ode", "dpm_solver")]
+PARITY = ParityConfig(samples=4, bar=1e-6)
 
 
 class Other:
@@ -82,7 +82,7 @@ def test_other_weights_are_refused_with_the_numbers(ask, policy, other):
     with torch.no_grad():
         for parameter in other.transformer.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
-    found = ask(Other(other), policy, parity=Parity(samples=4, bar=1.0))
+    found = ask(Other(other), policy, parity=ParityConfig(samples=4, bar=1.0))
     assert found["parity/log_prob_max"] > 1e-5
     with pytest.raises(ParityError) as error:
         ask(Other(other), policy)
@@ -98,7 +98,7 @@ def test_the_numbers_are_those_of_the_difference(ask, policy, other):
         moved[2, 1] -= 0.25
         return moved
 
-    found = ask(Other(other, changed(log_probs=at_one_place)), policy, parity=Parity(samples=4, bar=0.3))
+    found = ask(Other(other, changed(log_probs=at_one_place)), policy, parity=ParityConfig(samples=4, bar=0.3))
     assert found["parity/log_prob_max"] == pytest.approx(0.25, abs=1e-5)
     assert found["parity/log_prob_mean"] == pytest.approx(0.25 / 16, abs=1e-5)
     assert found["parity/worst_step"] == 1
@@ -107,7 +107,7 @@ def test_the_numbers_are_those_of_the_difference(ask, policy, other):
 
 
 def test_the_shift_of_the_means_is_in_standard_deviations(ask, policy, other):
-    sampler = Sampler(name="dance_sde", steps=5, eta=0.5)
+    sampler = SamplerConfig(name="dance_sde", steps=5, eta=0.5)
     sigmas = policy.model.sigmas(5)
     std = 0.5 * (sigmas[:-2] - sigmas[1:-1]).sqrt()
 

@@ -21,19 +21,19 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
-from ebbflow.recipe.choices import Sampler
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.model import ModelConfig
 from ebbflow.rollouts import vllm_omni
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.vllm_omni import VARIABLE, EngineError, VllmOmni
 from ebbflow.rollouts.weights import checksum
 from ebbflow.rollouts.wire import Task, pack_rollouts, serve
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 
 TEXTS = ["two cats", "a red bicycle", "snow", "a boat", "the sea"]
-SDE = Sampler(name="flow_sde", steps=4)
+SDE = SamplerConfig(name="flow_sde", steps=4)
 
 # Plain Python, for torch takes seconds to import: it follows the protocol as far as it is told to.
 STAND_IN = """
@@ -89,11 +89,11 @@ def other(monkeypatch):
 
 
 @pytest.fixture
-def place(tiny_recipe):
+def ctx(tiny_recipe):
     def make(model=None, **rest):
         stage = {"kind": "online", "algorithm": {"name": "flow_grpo"}, "sampler": SDE.model_dump(), "micro_batch": 2}
         model = {"guidance": 3.0, "max_tokens": 16} | (model or {})
-        return Place(tiny_recipe("sd3", model, stages=[stage], **rest), 0, 0)
+        return StageContext(tiny_recipe("sd3", model, stages=[stage], **rest), 0, 0)
 
     return make
 
@@ -113,8 +113,8 @@ def stand_in(monkeypatch, tmp_path):
     return write
 
 
-def open_engine(place):
-    return VllmOmni(place, vllm_omni.Path(place.recipe.model.path))
+def open_engine(ctx):
+    return VllmOmni(ctx, vllm_omni.Path(ctx.recipe.model.path))
 
 
 def prompts(texts):
@@ -122,11 +122,11 @@ def prompts(texts):
 
 
 @pytest.mark.parametrize("plan", [Plan((0, 1), (0, 1)), Plan((1,), (1,), 0.5), None], ids=str)
-def test_a_request_is_cut_and_comes_back_as_from_the_reference(other, place, plan):
-    place = place()
-    engine = open_engine(place)
-    model = load_model(vllm_omni.Path(place.recipe.model.path), place.recipe.model)
-    reference = Diffusers(place, Policy(model, place.recipe.policy, 0))
+def test_a_request_is_cut_and_comes_back_as_from_the_reference(other, ctx, plan):
+    ctx = ctx()
+    engine = open_engine(ctx)
+    model = load_model(vllm_omni.Path(ctx.recipe.model.path), ctx.recipe.model)
+    reference = Diffusers(ctx, Policy(model, ctx.recipe.policy, 0))
     conditioning, keys = model.encode(prompts(TEXTS)), SampleKeys(3, [4, 5, 6, 7, 8], [1, 1, 1, 1, 2])
     assert conditioning.negative is not None
     found, images = engine.generate(conditioning, keys, SDE, plan)
@@ -141,20 +141,20 @@ def test_a_request_is_cut_and_comes_back_as_from_the_reference(other, place, pla
         assert found.trajectory is None
 
 
-def test_the_engine_draws_as_the_recipe_says_in_the_precision_of_rollouts(other, place):
-    rough = place({"precision": "bfloat16"})
+def test_the_engine_draws_as_the_recipe_says_in_the_precision_of_rollouts(other, ctx):
+    rough = ctx({"precision": "bfloat16"})
     open_engine(rough)
     assert other.header["model"]["precision"] == "bfloat16"
     assert (other.header["model"]["height"], other.header["model"]["guidance"]) == (64, 3.0)
     assert other.header["threads"] == rough.recipe.threads
-    fine = place()
+    fine = ctx()
     stage = fine.config.model_copy(update={"rollout_precision": "bfloat16"})
     open_engine(replace(fine, recipe=fine.recipe.model_copy(update={"stages": [stage]})))
     assert other.header["model"]["precision"] == "bfloat16"
 
 
-def test_lora_is_one_file_with_its_rank_and_alpha_and_does_not_stay(other, place):
-    engine = open_engine(place(policy={"train": "lora", "rank": 4, "alpha": 12}))
+def test_lora_is_one_file_with_its_rank_and_alpha_and_does_not_stay(other, ctx):
+    engine = open_engine(ctx(policy={"train": "lora", "rank": 4, "alpha": 12}))
     weights = {"blocks.0.to_q.lora_A.default.weight": torch.randn(4, 6), "blocks.0.to_q.lora_B.default.weight": torch.zeros(6, 4)}
     engine.load(weights)
     (call,), (file,) = other.calls, other.files
@@ -164,22 +164,22 @@ def test_lora_is_one_file_with_its_rank_and_alpha_and_does_not_stay(other, place
     assert not vllm_omni.Path(call["file"]).exists()
 
 
-def test_full_weights_go_in_buckets_and_the_last_one_says_so(other, place, monkeypatch):
-    monkeypatch.setattr(vllm_omni, "in_buckets", lambda weights: [{name: values} for name, values in weights.items()])
-    engine = open_engine(place(policy={"train": "full"}))
+def test_full_weights_go_in_buckets_and_the_last_one_says_so(other, ctx, monkeypatch):
+    monkeypatch.setattr(vllm_omni, "bucketize", lambda weights: [{name: values} for name, values in weights.items()])
+    engine = open_engine(ctx(policy={"train": "full"}))
     weights = {name: torch.randn(3) for name in "abc"}
     engine.load(weights)
     assert [(call["call"], call["last"]) for call in other.calls] == [("load_weights", last) for last in (False, False, True)]
     assert all(torch.equal(file[name], weights[name]) for name, file in zip("abc", other.files, strict=True))
 
 
-def test_what_was_changed_on_the_way_is_never_generated_with(other, place, monkeypatch):
+def test_what_was_changed_on_the_way_is_never_generated_with(other, ctx, monkeypatch):
     def spoil(weights, file):
         save(weights | {"b": weights["b"] * (1 + 1e-7)}, file)
 
     save = vllm_omni.save_file
-    place = place(policy={"train": "full"})
-    engine = open_engine(place)
+    ctx = ctx(policy={"train": "full"})
+    engine = open_engine(ctx)
     weights = {"a": torch.ones(3), "b": torch.ones(3)}
     engine.load(weights)
     monkeypatch.setattr(vllm_omni, "save_file", spoil)
@@ -191,7 +191,7 @@ def test_what_was_changed_on_the_way_is_never_generated_with(other, place, monke
         engine.generate(nothing(), SampleKeys(0, [0], [0]), SDE)
 
 
-def test_an_interrupted_push_leaves_no_engine_with_half_of_the_weights(other, place, monkeypatch):
+def test_an_interrupted_push_leaves_no_engine_with_half_of_the_weights(other, ctx, monkeypatch):
     def interrupt(weights, file):
         if "b" in weights:
             raise OSError("no space left on device")
@@ -199,8 +199,8 @@ def test_an_interrupted_push_leaves_no_engine_with_half_of_the_weights(other, pl
 
     save = vllm_omni.save_file
     monkeypatch.setattr(vllm_omni, "save_file", interrupt)
-    monkeypatch.setattr(vllm_omni, "in_buckets", lambda weights: [{name: values} for name, values in weights.items()])
-    engine = open_engine(place(policy={"train": "full"}))
+    monkeypatch.setattr(vllm_omni, "bucketize", lambda weights: [{name: values} for name, values in weights.items()])
+    engine = open_engine(ctx(policy={"train": "full"}))
     with pytest.raises(OSError, match="no space"):
         engine.load({"a": torch.ones(3), "b": torch.ones(3)})
     assert len(other.files) == 1
@@ -208,12 +208,12 @@ def test_an_interrupted_push_leaves_no_engine_with_half_of_the_weights(other, pl
         engine.generate(nothing(), SampleKeys(0, [0], [0]), SDE)
 
 
-def test_an_interrupted_call_does_not_leave_its_answer_to_the_next_one(stand_in, place, monkeypatch):
+def test_an_interrupted_call_does_not_leave_its_answer_to_the_next_one(stand_in, ctx, monkeypatch):
     def interrupt(connection):
         raise KeyboardInterrupt
 
     stand_in("take(); give({}); take(); give({})")
-    engine = open_engine(place())
+    engine = open_engine(ctx())
     with monkeypatch.context() as patch:
         patch.setattr(vllm_omni, "receive", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -226,59 +226,59 @@ def nothing():
     return vllm_omni.Conditioning({"embeds": torch.zeros(1, 2, 3)})
 
 
-def test_a_process_that_dies_while_it_starts_shows_its_last_lines(stand_in, place):
+def test_a_process_that_dies_while_it_starts_shows_its_last_lines(stand_in, ctx):
     stand_in("print('there is no such file: model', file=sys.stderr); sys.exit(3)")
     with pytest.raises(EngineError, match=r"open: .*exit code 3(.|\n)*a stand-in begins\nthere is no such file: model"):
-        open_engine(place())
+        open_engine(ctx())
 
 
-def test_a_process_that_dies_at_work_is_told_and_stays_closed(stand_in, place):
+def test_a_process_that_dies_at_work_is_told_and_stays_closed(stand_in, ctx):
     stand_in("take(); give({}); take(); print('out of memory', flush=True); os.kill(os.getpid(), 9)")
-    engine = open_engine(place())
+    engine = open_engine(ctx())
     with pytest.raises(EngineError, match=r"generate: .*exit code -9(.|\n)*out of memory"):
         engine.generate(nothing(), SampleKeys(0, [0], [0]), SDE)
     with pytest.raises(EngineError, match="load_weights: the engine was closed"):
         engine.load({"a": torch.ones(1)})
 
 
-def test_an_error_of_the_other_side_names_the_call(stand_in, place):
+def test_an_error_of_the_other_side_names_the_call(stand_in, ctx):
     stand_in("take(); give({}); print('trace', flush=True); take(); give({'error': 'ValueError: no such layer'}); take()")
-    engine = open_engine(place())
+    engine = open_engine(ctx())
     with pytest.raises(EngineError, match=r"load_weights: .*ValueError: no such layer(.|\n)*trace"):
         engine.load({"a": torch.ones(1)})
     assert engine._process.poll() is not None
 
 
 @pytest.mark.parametrize("obeys", [True, False])
-def test_closing_ends_the_process(stand_in, place, obeys, monkeypatch):
+def test_closing_ends_the_process(stand_in, ctx, obeys, monkeypatch):
     monkeypatch.setattr(vllm_omni, "SECONDS_TO_END", 10 if obeys else 0.2)
     stand_in("take(); give({}); " + ("read.read(); sys.exit(7)" if obeys else "import time; time.sleep(60)"))
-    engine = open_engine(place())
+    engine = open_engine(ctx())
     engine.close()
     assert engine._process.returncode == (7 if obeys else -9)
     engine.close()
 
 
-def test_it_does_not_join_the_trainers_process_group_and_stays_offline(stand_in, place, monkeypatch):
+def test_it_does_not_join_the_trainers_process_group_and_stays_offline(stand_in, ctx, monkeypatch):
     for name in vllm_omni.GROUP:
         monkeypatch.setenv(name, "1")
     stand_in(
         "take(); give({'error': json.dumps({name: os.environ.get(name) for name in ('RANK', 'MASTER_PORT', 'HF_HUB_OFFLINE')})})"
     )
     with pytest.raises(EngineError, match='"RANK": null, "MASTER_PORT": null, "HF_HUB_OFFLINE": "1"'):
-        open_engine(place())
+        open_engine(ctx())
 
 
-def test_without_its_environment_it_says_what_to_set(place, monkeypatch):
+def test_without_its_environment_it_says_what_to_set(ctx, monkeypatch):
     monkeypatch.setenv(VARIABLE, "/no/such/python")
     with pytest.raises(EngineError, match=f"{VARIABLE} = '/no/such/python'.*engine: diffusers"):
-        open_engine(place())
+        open_engine(ctx())
 
 
 def test_other_families_are_refused(tiny_recipe):
     stage = {"kind": "online", "algorithm": {"name": "flow_grpo"}}
     with pytest.raises(EngineError, match="model.family = 'flux'.*sd3 and qwen_image"):
-        open_engine(Place(tiny_recipe("flux", stages=[stage]), 0, 0))
+        open_engine(StageContext(tiny_recipe("flux", stages=[stage]), 0, 0))
 
 
 def test_every_environment_has_the_engine_that_its_package_was_written_for():

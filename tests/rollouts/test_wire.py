@@ -13,7 +13,7 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning
-from ebbflow.recipe.choices import Sampler
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.wire import LENGTHS, Task, pack_rollouts, receive, send, serve, unpack_rollouts
 
@@ -58,7 +58,7 @@ def same(first, second):
 def test_a_task_arrives_as_it_was(pair, negative, plan):
     conditioning = encoded(3, 4.5, encoded(3) if negative else None)
     keys = SampleKeys(2**62 + 1, np.array([7, 8, 9]), [np.int64(4), 5, 2**40])
-    sampler = Sampler(name="cps", steps=7, eta=0.3)
+    sampler = SamplerConfig(name="cps", steps=7, eta=0.3)
     task = Task.unpack(*through(pair, *Task(conditioning, keys, sampler, plan).pack()))
     same(task.conditioning, conditioning)
     assert (task.keys.seed, task.keys.prompt_ids, task.keys.samples) == (2**62 + 1, [7, 8, 9], [4, 5, 2**40])

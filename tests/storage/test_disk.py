@@ -19,15 +19,15 @@ import pytest
 
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from ebbflow.storage import artifacts
 from ebbflow.storage.artifacts import new_folder, verify
 from ebbflow.storage.disk import DiskFullError, write_text
 from ebbflow.storage.tables import read_table_metadata, row_count, write_table
-from ebbflow.training.card import PolicyCard
 from ebbflow.training.checkpoint import write_part
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.policy_metadata import PolicyMetadata
+from ebbflow.training.update import PolicyUpdater
 
 
 @contextmanager
@@ -41,14 +41,14 @@ def no_file_above(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def require_refused_then_written(place: Path, write: Callable[[], None], size: int) -> None:
+def require_refused_then_written(path: Path, write: Callable[[], None], size: int) -> None:
     """``write`` finds no room and says so, leaves what was there before, and succeeds once there is room."""
-    before = sorted(place.parent.rglob("*"))
-    with no_file_above(size), pytest.raises(DiskFullError, match=f"^{place} could not be written: the disk is full.*MiB free"):
+    before = sorted(path.parent.rglob("*"))
+    with no_file_above(size), pytest.raises(DiskFullError, match=f"^{path} could not be written: the disk is full.*MiB free"):
         write()
-    assert sorted(place.parent.rglob("*")) == before
+    assert sorted(path.parent.rglob("*")) == before
     write()
-    assert place.exists()
+    assert path.exists()
 
 
 @pytest.mark.parametrize("train", ["full", "lora"])
@@ -56,35 +56,35 @@ def test_a_policy_folder(model, make_recipe, tmp_path, train):
     recipe = make_recipe(policy={"train": train})
     policy = Policy(model, recipe.policy, 0)
     policy.ensure("old")
-    card = PolicyCard(base_digest="b", recipe_digest="r", config=recipe.policy, version=1, copies=("old",))
+    metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=recipe.policy, version=1, copies=("old",))
     folder = tmp_path / "policy"
-    require_refused_then_written(folder, partial(policy.save, folder, card), size=40_000)
+    require_refused_then_written(folder, partial(policy.save, folder, metadata), size=40_000)
     digest = verify(folder)
-    require_refused_then_written(folder, partial(policy.save, folder, card.model_copy(update={"version": 2})), size=40_000)
+    require_refused_then_written(folder, partial(policy.save, folder, metadata.model_copy(update={"version": 2})), size=40_000)
     assert verify(folder) != digest
 
 
 def test_a_checkpoint(model, make_recipe, tmp_path):
     recipe = make_recipe()
-    learner = Learner(Policy(model, recipe.policy, 0), recipe.stages[0])
+    updater = PolicyUpdater(Policy(model, recipe.policy, 0), recipe.stages[0])
     folder = tmp_path / "step-00002"
 
     def write() -> None:
         with new_folder(folder) as partial:
-            write_part(partial, learner)
+            write_part(partial, updater)
 
     require_refused_then_written(folder, write, size=40_000)
     verify(folder)
 
 
 def test_rollouts_and_scores(model, make_recipe, make_prompts, scorer, tmp_path):
-    place, prompts = Place(make_recipe(), 0, 1), make_prompts(4)
-    policy = Policy(model, place.recipe.policy, 0)
+    ctx, prompts = StageContext(make_recipe(), 0, 1), make_prompts(4)
+    policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
     rollouts, scores = tmp_path / "rollouts.parquet", tmp_path / "scores.parquet"
-    generate = partial(generate_shard, place, model, policy, 0, prompts, 0, rollouts)
+    generate = partial(generate_shard, ctx, model, policy, 0, prompts, 0, rollouts)
     require_refused_then_written(rollouts, generate, size=4_000)
-    require_refused_then_written(scores, partial(score_shard, place, scorer, prompts, rollouts, scores), size=500)
+    require_refused_then_written(scores, partial(score_shard, ctx, scorer, prompts, rollouts, scores), size=500)
     assert row_count(scores) == row_count(rollouts) == 8
 
 

@@ -53,7 +53,7 @@ def test_inputs_of_ones_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in ("__init__", "used", "helper"):
         (package / f"{name}.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    recipe = Recipe.model_validate({"rewards": {"terms": ["own_rewards.used:Reward"]}})
+    recipe = Recipe.model_validate({"rewards": ["own_rewards.used:Reward"]})
     before = inputs_digest(recipe)
     (package / "helper.py").write_text("changed = True")
     assert inputs_digest(recipe) != before
@@ -64,7 +64,7 @@ def test_inputs_of_ones_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_a_text_that_only_looks_like_a_name(text: str) -> None:
     reward = {"name": "json:loads", "options": {"question": text}}
-    recipe = Recipe.model_validate({"rewards": {"terms": [reward]}})
+    recipe = Recipe.model_validate({"rewards": [reward]})
     assert inputs_digest(recipe) == inputs_digest(recipe)
 
 

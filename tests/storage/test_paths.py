@@ -22,9 +22,9 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.models import ModelError
 from ebbflow.models.prepare import download_base
 from ebbflow.recipe.base import RecipeError
-from ebbflow.recipe.pretrained import Pretrained
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.recipe import Recipe
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import ArtifactError, commit, new_folder, verify
 from ebbflow.storage.disk import PathError, safe_join
 from ebbflow.tracking import pending
@@ -109,7 +109,7 @@ def test_a_repository_whose_index_names_a_part_elsewhere(tiny_recipe, tmp_path, 
 def test_what_is_no_repository(path):
     with pytest.raises(RecipeError, match="is no owner/name"):
         Recipe.model_validate({"model": {"family": "sd3", "path": path, "revision": "0" * 40}})
-    assert Pretrained(path="owner/na.me-1", revision="0" * 40).on_hub
+    assert PretrainedSourceConfig(path="owner/na.me-1", revision="0" * 40).on_hub
 
 
 def test_images_of_prompts_and_pairs(tmp_path):
@@ -137,13 +137,13 @@ def test_files_of_a_run(path, tmp_path):
 @example("../../x")
 @example("1.1 online rollout 0")
 def test_the_names_of_nodes_stay_in_their_folder(node):
-    place = Path(pending._uri("/run", node))
-    assert place.parent == Path("/run") / pending.FOLDER
-    assert place.name.endswith(".jsonl")
+    path = Path(pending._uri("/run", node))
+    assert path.parent == Path("/run") / pending.FOLDER
+    assert path.name.endswith(".jsonl")
 
 
 def test_folders_of_stages_have_plain_names(make_recipe):
-    assert {Place(make_recipe(), 0, stage).label for stage in range(2)} == {"1.1 online", "1.2 offline"}
+    assert {StageContext(make_recipe(), 0, stage).label for stage in range(2)} == {"1.1 online", "1.2 offline"}
 
 
 class Liar(BaseHTTPRequestHandler):

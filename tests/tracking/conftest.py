@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import new_folder
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.training.card import PolicyCard
+from ebbflow.training.policy_metadata import PolicyMetadata
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +35,8 @@ def recipe(store: Path) -> Recipe:
 def policy(tmp_path: Path) -> Path:
     """A committed policy folder, with weights that nobody loads."""
     folder = tmp_path / "some-policy"
-    card = PolicyCard(base_digest="b" * 64, recipe_digest="r" * 64, config=PolicyConfig(), version=7)
+    metadata = PolicyMetadata(base_digest="b" * 64, recipe_digest="r" * 64, config=PolicyConfig(), version=7)
     with new_folder(folder) as unfinished:
-        (unfinished / "policy.json").write_text(card.model_dump_json())
+        (unfinished / "policy.json").write_text(metadata.model_dump_json())
         (unfinished / "weights.safetensors").write_bytes(b"\0" * 64)
     return folder

@@ -18,17 +18,17 @@ import mlflow.artifacts
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from ebbflow.data.records import Comparison, Registration, TrackedRun, Verdict
+from ebbflow.data.records import Comparison, GateDecision, Registration, TrackedRun
 from ebbflow.tracking import claim, registry
 from ebbflow.tracking.claim import CLAIM, ClaimError
 from ebbflow.tracking.registry import RegistryError
 
-WON = Verdict(
+WON = GateDecision(
     promote=True,
     candidate="1.1 online",
     champion="before",
     target=Comparison(metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128),
-    guards=[],
+    guardrails=[],
     coverage=1.0,
     reasons=["It won."],
 )

@@ -18,10 +18,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.data.records import Comparison, TrackedRun, Verdict
+from ebbflow.data.records import Comparison, GateDecision, TrackedRun
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import ArtifactError, verify
 from ebbflow.tracking import registry
 from ebbflow.tracking.parent_run import start_run
@@ -36,19 +36,19 @@ from ebbflow.tracking.registry import (
     served_folder,
 )
 from ebbflow.tracking.store import connect
-from ebbflow.training.card import ITERATE, STATISTICS, PolicyCard, read_card
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import ITERATE, STATISTICS, PolicyMetadata, read_policy_metadata
 
 TARGET = Comparison(metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128)
 
 
-def verdict(promote: bool, reasons: list[str] | None = None) -> Verdict:
-    return Verdict(
+def decision(promote: bool, reasons: list[str] | None = None) -> GateDecision:
+    return GateDecision(
         promote=promote,
         candidate="1.2 offline",
         champion="before",
         target=TARGET,
-        guards=[],
+        guardrails=[],
         coverage=1.0,
         reasons=reasons or ["It won."],
     )
@@ -90,7 +90,7 @@ def crown(
     expected_champion: str | None,
 ) -> Registration:
     """Registered and made champion, as after a yes of the gate."""
-    made = register(tracked, policy, base, verdict(True), lineage, model_name=model_name, expected_champion=expected_champion)
+    made = register(tracked, policy, base, decision(True), lineage, model_name=model_name, expected_champion=expected_champion)
     return promote(tracked, made, {"promoted_in": "an execution"}, expected_champion=expected_champion)
 
 
@@ -112,11 +112,11 @@ def test_the_first_policy_becomes_champion_with_its_lineage(
     tags = client.get_model_version(name, "1").tags
     assert tags["flyte.execution_id"].startswith("execution-")
     assert tags["ebbflow.promoted_in"] == "an execution"
-    assert Verdict.model_validate_json(tags["ebbflow.verdict"]) == verdict(True)
+    assert GateDecision.model_validate_json(tags["ebbflow.decision"]) == decision(True)
 
 
 def test_registering_does_not_promote(recipe: Recipe, name: str, policy: Path, client: MlflowClient) -> None:
-    made = register(new_run(recipe), policy, None, verdict(True), {}, model_name=name, expected_champion=None)
+    made = register(new_run(recipe), policy, None, decision(True), {}, model_name=name, expected_champion=None)
     assert made == Registration(model_name=name, version="1", champion=False, previous=None)
     assert aliases(client, name) == {"challenger": "1"}
 
@@ -125,7 +125,7 @@ def test_promotion_moves_the_aliases_and_keeps_the_old_champion(
     recipe: Recipe, name: str, policy: Path, client: MlflowClient
 ) -> None:
     crown(new_run(recipe), policy, None, {}, model_name=name, expected_champion=None)
-    refused = register(new_run(recipe), policy, None, verdict(False), {}, model_name=name, expected_champion="1")
+    refused = register(new_run(recipe), policy, None, decision(False), {}, model_name=name, expected_champion="1")
     assert refused == Registration(model_name=name, version="2", champion=False, previous=None)
     assert aliases(client, name) == {"champion": "1", "challenger": "2"}
     third = crown(new_run(recipe), policy, None, {}, model_name=name, expected_champion="1")
@@ -146,9 +146,9 @@ def test_a_late_retry_does_not_take_the_challenger_alias_back(
     recipe: Recipe, name: str, policy: Path, client: MlflowClient
 ) -> None:
     early = new_run(recipe)
-    register(early, policy, None, verdict(False), {}, model_name=name, expected_champion=None)
-    register(new_run(recipe), policy, None, verdict(False), {}, model_name=name, expected_champion=None)
-    register(early, policy, None, verdict(False), {}, model_name=name, expected_champion=None)
+    register(early, policy, None, decision(False), {}, model_name=name, expected_champion=None)
+    register(new_run(recipe), policy, None, decision(False), {}, model_name=name, expected_champion=None)
+    register(early, policy, None, decision(False), {}, model_name=name, expected_champion=None)
     assert aliases(client, name) == {"challenger": "2"}
 
 
@@ -200,9 +200,9 @@ def test_a_folder_without_policy_is_refused(recipe: Recipe, name: str, tmp_path:
 
 
 def test_a_long_verdict_still_fits_a_tag(recipe: Recipe, name: str, policy: Path, client: MlflowClient) -> None:
-    long = verdict(False, reasons=["x" * 9000])
+    long = decision(False, reasons=["x" * 9000])
     register(new_run(recipe), policy, None, long, {}, model_name=name, expected_champion=None)
-    assert '"promote":false' in client.get_model_version(name, "1").tags["ebbflow.verdict"]
+    assert '"promote":false' in client.get_model_version(name, "1").tags["ebbflow.decision"]
 
 
 @pytest.mark.parametrize("create", ["create_logged_model", "create_model_version"])
@@ -218,9 +218,9 @@ def test_a_creation_that_was_not_answered_is_not_there_twice(
         return once(self, *arguments, **named)
 
     monkeypatch.setattr(MlflowClient, create, twice)
-    first = register(tracked, policy, None, verdict(False), {}, model_name=name, expected_champion=None)
+    first = register(tracked, policy, None, decision(False), {}, model_name=name, expected_champion=None)
     monkeypatch.undo()
-    assert register(tracked, policy, None, verdict(False), {}, model_name=name, expected_champion=None) == first
+    assert register(tracked, policy, None, decision(False), {}, model_name=name, expected_champion=None) == first
     client = connect(tracked.tracking_uri)
     assert first.version == "1"
     assert [int(version.version) for version in client.search_model_versions(f"name = '{name}'")] == [1]
@@ -267,8 +267,8 @@ def in_training(base_folder: Path, folder: Path, config: PolicyConfig) -> Path:
         with torch.no_grad():
             for value in policy.parameters.values():
                 value += 0.01
-    card = PolicyCard(base_digest="b" * 64, recipe_digest="r" * 64, config=config, version=3, copies=("old", ITERATE))
-    policy.save(folder, card, statistics={"of": "prompts"})
+    metadata = PolicyMetadata(base_digest="b" * 64, recipe_digest="r" * 64, config=config, version=3, copies=("old", ITERATE))
+    policy.save(folder, metadata, statistics={"of": "prompts"})
     return folder
 
 
@@ -284,7 +284,7 @@ def test_what_only_training_reads_is_not_registered(
     assert champion is not None
     served = download_champion(champion, tmp_path / "champion") / "policy"
     verify(served)
-    assert read_card(served) == read_card(trained).model_copy(update={"copies": ()})
+    assert read_policy_metadata(served) == read_policy_metadata(trained).model_copy(update={"copies": ()})
     found = contents(served)
     dropped = {STATISTICS, "old/parameters.safetensors", f"{ITERATE}/parameters.safetensors"}
     assert found.keys() == before.keys() - dropped
@@ -301,9 +301,9 @@ def test_what_only_training_reads_is_not_registered(
 
 
 def test_the_same_policy_is_served_with_the_same_commit(base_folder: Path, tmp_path: Path) -> None:
-    for place in ("one", "other"):
-        trained = in_training(base_folder, tmp_path / place, CONFIGS["full"])
-        served_folder(trained, tmp_path / f"{place}-served")
+    for name in ("one", "other"):
+        trained = in_training(base_folder, tmp_path / name, CONFIGS["full"])
+        served_folder(trained, tmp_path / f"{name}-served")
     assert verify(tmp_path / "one-served") == verify(tmp_path / "other-served")
 
 

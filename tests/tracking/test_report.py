@@ -125,7 +125,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> ReportInputs:
                 curves(16, False),
             ),
         ],
-        verdict=decide(recipe, evaluations[2][0], evaluations[0][0], tables[2], tables[0]),
+        decision=decide(recipe, evaluations[2][0], evaluations[0][0], tables[2], tables[0]),
         registration=Registration(model_name="ebbflow-glyph", version="1", champion=True, previous=None),
         base_seconds=74.3,
     )
@@ -181,7 +181,7 @@ def test_the_page_tells_the_run(inputs: ReportInputs, tmp_path: Path) -> None:
     page = written(inputs, tmp_path / "report.html")
     text = re.sub(r"\s+", " ", page)
     assert "✓ Champion: ebbflow-glyph v1" in text
-    for reason in inputs.verdict.reasons:
+    for reason in inputs.decision.reasons:
         assert reason in text
     for known in (inputs.tracked.run_id, inputs.recipe.digest, "Where the time went", "flow_grpo"):
         assert known in text
@@ -195,10 +195,12 @@ def test_the_same_run_gives_the_same_bytes(inputs: ReportInputs, tmp_path: Path)
 
 def test_a_run_that_was_not_promoted_says_so(inputs: ReportInputs, tmp_path: Path) -> None:
     registration = Registration(model_name="ebbflow-glyph", version="2", champion=False, previous=None)
-    verdict = inputs.verdict.model_copy(update={"promote": False, "reasons": ("Refused: Guard x fell.", "Coverage is full.")})
-    page = written(replace(inputs, registration=registration, verdict=verdict), tmp_path / "report.html")
+    decision = inputs.decision.model_copy(
+        update={"promote": False, "reasons": ("Refused: Guardrail x fell.", "Coverage is full.")}
+    )
+    page = written(replace(inputs, registration=registration, decision=decision), tmp_path / "report.html")
     assert "v2 stays challenger" in page
-    assert '<li class="bad">Refused: Guard x fell.</li><li class="good">Coverage is full.</li>' in page
+    assert '<li class="bad">Refused: Guardrail x fell.</li><li class="good">Coverage is full.</li>' in page
     assert "Not registered" in written(replace(inputs, registration=None), tmp_path / "report.html")
 
 
@@ -220,7 +222,7 @@ def test_many_rounds_and_large_pictures_stay_small(inputs: ReportInputs, tmp_pat
     record, metrics = inputs.stages[0]
     stages = [(record.model_copy(update={"label": label}), metrics * 20) for label in labels]
     many = replace(
-        inputs, evaluations=evaluations, stages=stages, verdict=inputs.verdict.model_copy(update={"candidate": labels[7]})
+        inputs, evaluations=evaluations, stages=stages, decision=inputs.decision.model_copy(update={"candidate": labels[7]})
     )
     page = written(many, tmp_path / "report.html")
     assert len(page) < 3_000_000
@@ -268,7 +270,7 @@ def test_an_unmeasured_guard_and_a_missing_metric_do_not_break_the_page(inputs: 
 
 def test_the_verdict_must_be_about_one_of_the_evaluations(inputs: ReportInputs) -> None:
     with pytest.raises(ValueError, match=r"about '9\.9 online', but the evaluations are \['before'"):
-        replace(inputs, verdict=inputs.verdict.model_copy(update={"candidate": "9.9 online"}))
+        replace(inputs, decision=inputs.decision.model_copy(update={"candidate": "9.9 online"}))
 
 
 def test_the_summary_has_the_promised_keys(inputs: ReportInputs, tmp_path: Path) -> None:

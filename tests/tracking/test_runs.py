@@ -61,7 +61,7 @@ def test_a_remote_output_needs_a_server() -> None:
 def test_the_parent_run_carries_the_recipe(recipe: Recipe, tracked: TrackedRun, client: MlflowClient) -> None:
     run = client.get_run(tracked.run_id)
     assert run.data.params["stages.1.algorithm.name"] == "diffusion_nft"
-    assert run.data.params["rewards.guards.0.name"] == "tesseract"
+    assert run.data.params["guardrails.0.name"] == "tesseract"
     assert run.data.tags["ebbflow.recipe_digest"] == recipe.digest == tracked.recipe_digest
     assert "online mix_grpo" in run.data.tags["mlflow.note.content"]
     [logged] = Path(recipe.output, "mlartifacts").rglob(f"{tracked.run_id}/artifacts/recipe.yaml")
@@ -90,12 +90,12 @@ def test_one_execution_cannot_change_its_recipe(recipe: Recipe, tracked: Tracked
 
 def test_a_child_is_resumed_and_ends_as_its_body_ends(tracked: TrackedRun, client: MlflowClient) -> None:
     def attempt(fails: bool) -> str:
-        with node_run(tracked, "train") as node:
-            assert node.run_id is not None
-            assert client.get_run(node.run_id).info.status == "RUNNING"
+        with node_run(tracked, "train") as run_logger:
+            assert run_logger.run_id is not None
+            assert client.get_run(run_logger.run_id).info.status == "RUNNING"
             if fails:
                 raise RuntimeError("preempted")
-        return node.run_id
+        return run_logger.run_id
 
     with pytest.raises(RuntimeError, match="preempted"):
         attempt(fails=True)
@@ -106,24 +106,24 @@ def test_a_child_is_resumed_and_ends_as_its_body_ends(tracked: TrackedRun, clien
 
 
 def test_steps_that_a_resumed_run_already_holds_are_not_logged_twice(tracked: TrackedRun, client: MlflowClient) -> None:
-    with node_run(tracked, "train") as node:
+    with node_run(tracked, "train") as run_logger:
         for step in range(1, 6):
-            node.log_metrics({"reward/mean": step / 10}, step)
-    with node_run(tracked, "train") as node:
+            run_logger.log_metrics({"reward/mean": step / 10}, step)
+    with node_run(tracked, "train") as run_logger:
         for step in range(4, 9):  # its checkpoint was two steps behind
-            node.log_metrics({"reward/mean": step / 10, "kl": 0.0}, step)
-    assert steps(client, node.run_id, "reward/mean") == list(range(1, 9))
-    assert steps(client, node.run_id, "kl") == list(range(4, 9)), "a metric that is new after the resume is not held back"
+            run_logger.log_metrics({"reward/mean": step / 10, "kl": 0.0}, step)
+    assert steps(client, run_logger.run_id, "reward/mean") == list(range(1, 9))
+    assert steps(client, run_logger.run_id, "kl") == list(range(4, 9)), "a metric that is new after the resume is not held back"
 
 
 def test_non_finite_values_are_counted_and_not_sent(
     tracked: TrackedRun, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as node:
+    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as run_logger:
         for step, value in enumerate([1.0, float("nan"), float("inf"), 2.0]):
-            node.log_metrics({"kl": value}, step)
-    assert steps(client, node.run_id, "kl") == [0, 3]
-    assert json.loads(client.get_run(node.run_id).data.tags["ebbflow.non_finite_metrics"]) == {"kl": 2}
+            run_logger.log_metrics({"kl": value}, step)
+    assert steps(client, run_logger.run_id, "kl") == [0, 3]
+    assert json.loads(client.get_run(run_logger.run_id).data.tags["ebbflow.non_finite_metrics"]) == {"kl": 2}
     assert sum("kl is nan" in message for message in caplog.messages) == 1
 
 
@@ -136,9 +136,9 @@ def test_metrics_travel_in_batches(tracked: TrackedRun, monkeypatch: pytest.Monk
         return send(self, run_id, metrics=metrics, **rest)
 
     monkeypatch.setattr(MlflowClient, "log_batch", counted)
-    with node_run(tracked, "train") as node:
+    with node_run(tracked, "train") as run_logger:
         for step in range(300):
-            node.log_metrics({"a": 1.0, "b": 2.0}, step)
+            run_logger.log_metrics({"a": 1.0, "b": 2.0}, step)
     assert sum(sizes) == 600
     assert len(sizes) <= 4
 
@@ -149,20 +149,20 @@ def test_a_store_that_goes_away_stops_nothing_and_gets_everything_later(
     def away(*_: object, **__: object) -> None:
         raise ConnectionError("connection refused")
 
-    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as node:
+    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as run_logger:
         with monkeypatch.context() as outage:
             for method in ("log_batch", "log_image", "search_runs", "get_metric_history"):
                 outage.setattr(MlflowClient, method, away)
             for step in range(600):
-                node.log_metrics({"reward/mean": 0.5}, step)
-            node.log_image("samples", Image.new("RGB", (8, 8)), step=5)
-            assert not node.flush()
-            assert steps_before_recovery(client, node.run_id) == 0
-        assert node.flush()
-        assert steps(client, node.run_id, "reward/mean") == list(range(600))
-        assert any(entry.path.startswith("images/samples+step+5") for entry in client.list_artifacts(node.run_id, "images"))
+                run_logger.log_metrics({"reward/mean": 0.5}, step)
+            run_logger.log_image("samples", Image.new("RGB", (8, 8)), step=5)
+            assert not run_logger.flush()
+            assert steps_before_recovery(client, run_logger.run_id) == 0
+        assert run_logger.flush()
+        assert steps(client, run_logger.run_id, "reward/mean") == list(range(600))
+        assert any(entry.path.startswith("images/samples+step+5") for entry in client.list_artifacts(run_logger.run_id, "images"))
     assert sum("is away" in message for message in caplog.messages) == 1
-    assert client.get_run(node.run_id).info.status == "FINISHED"
+    assert client.get_run(run_logger.run_id).info.status == "FINISHED"
 
 
 def steps_before_recovery(client: MlflowClient, run_id: str) -> int:
@@ -185,10 +185,10 @@ def test_what_is_too_much_to_keep_is_reported_as_lost(
 ) -> None:
     monkeypatch.setattr("ebbflow.tracking.pending.MAX_METRICS", 3)
     monkeypatch.setattr(MlflowClient, "search_runs", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("refused")))
-    with caplog.at_level(logging.WARNING), node_run(tracked, "lost") as node:
+    with caplog.at_level(logging.WARNING), node_run(tracked, "lost") as run_logger:
         for step in range(5):
-            node.log_metrics({"loss": 1.0}, step)
-    assert node.pending.lost == 2
+            run_logger.log_metrics({"loss": 1.0}, step)
+    assert run_logger.pending.lost == 2
     assert "3 metrics and 0 other records wait in" in caplog.text
     assert "2 metrics are lost" in caplog.text
 
@@ -196,33 +196,33 @@ def test_what_is_too_much_to_keep_is_reported_as_lost(
 def test_what_mlflow_refuses_does_not_block_the_rest(
     tracked: TrackedRun, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as node:
-        node.log_params({"lr": 0.1})
-        node.log_params({"lr": 0.2})  # parameters are immutable
-        node.log_metrics({"loss": 1.0}, 1)
+    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as run_logger:
+        run_logger.log_params({"lr": 0.1})
+        run_logger.log_params({"lr": 0.2})  # parameters are immutable
+        run_logger.log_metrics({"loss": 1.0}, 1)
     assert "refuses params" in caplog.text
-    assert client.get_run(node.run_id).data.params == {"lr": "0.1"}
-    assert steps(client, node.run_id, "loss") == [1]
+    assert client.get_run(run_logger.run_id).data.params == {"lr": "0.1"}
+    assert steps(client, run_logger.run_id, "loss") == [1]
     assert deliver_saved(tracked) == ["train: MLflow refused params (1); the run lacks them"]
 
 
 def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(
     tracked: TrackedRun, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as node:
+    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as run_logger:
         for step in range(3):
-            node.log_metrics({"loss": 1.0, "score/P(yes)": 0.5}, step)
-            node.flush()
-    assert steps(client, node.run_id, "loss") == [0, 1, 2]
+            run_logger.log_metrics({"loss": 1.0, "score/P(yes)": 0.5}, step)
+            run_logger.flush()
+    assert steps(client, run_logger.run_id, "loss") == [0, 1, 2]
     assert sum("refuses metric score/P(yes)" in message for message in caplog.messages) == 1
     assert deliver_saved(tracked) == ["train: MLflow refused metric score/P(yes) (3); the run lacks them"]
 
 
 def test_what_was_refused_adds_up_and_fits_into_a_tag(tracked: TrackedRun, client: MlflowClient) -> None:
     for _ in range(2):
-        with node_run(tracked, "train") as node:
-            node.log_metrics({f"P({index}) {'x' * 300}": 0.5 for index in range(60)}, 0)
-    told = json.loads(client.get_run(node.run_id).data.tags["ebbflow.refused"])
+        with node_run(tracked, "train") as run_logger:
+            run_logger.log_metrics({f"P({index}) {'x' * 300}": 0.5 for index in range(60)}, 0)
+    told = json.loads(client.get_run(run_logger.run_id).data.tags["ebbflow.refused"])
     assert sum(told.values()) == 120
     assert told.pop("others") == 120 - 40 * 2
     assert set(told.values()) == {2}
@@ -244,13 +244,13 @@ def test_a_server_without_its_database_is_away(
     def closed(*_: object, **__: object) -> None:
         raise MlflowException("connection already closed", error_code=BAD_REQUEST)
 
-    with node_run(tracked, "train") as node, monkeypatch.context() as outage:
+    with node_run(tracked, "train") as run_logger, monkeypatch.context() as outage:
         for method in ("log_batch", "set_tag"):
             outage.setattr(MlflowClient, method, closed)
-        node.log_metrics({"loss": 1.0}, 0)
-        assert not node.flush()
-    assert steps(client, node.run_id, "loss") == [0]
-    assert not node.sender.refused
+        run_logger.log_metrics({"loss": 1.0}, 0)
+        assert not run_logger.flush()
+    assert steps(client, run_logger.run_id, "loss") == [0]
+    assert not run_logger.sender.refused
 
 
 @pytest.mark.parametrize("node", [None, "train"], ids=["parent", "child"])
@@ -293,29 +293,29 @@ def test_pictures_tables_datasets_and_files_survive_a_retry_once(
     table = pa.table({"prompt_id": [1, 2], "prompt": ["AB", "CD"], "image": pa.array([b"x", b"y"], pa.binary())})
     (tmp_path / "note.txt").write_text("hello")
     for _ in range(2):
-        with node_run(tracked, "evaluate") as node:
+        with node_run(tracked, "evaluate") as run_logger:
             for key in ("grid", "grid/noise"):
-                node.log_image(key, Image.new("RGB", (8, 8)), step=3)
-            node.log_table("rewards/held_out", table)
-            node.log_dataset("held-out prompts", table, context="evaluation", source=str(tmp_path))
-            node.log_artifact(tmp_path / "note.txt", "notes")
-            node.log_file("dumps/step-00000/bytes.bin", b"\x00\xff")
-            node.log_file("timeline.json", b"{}")
-    images = [entry.path for entry in client.list_artifacts(node.run_id, "images") if entry.path.endswith(".png")]
+                run_logger.log_image(key, Image.new("RGB", (8, 8)), step=3)
+            run_logger.log_table("rewards/held_out", table)
+            run_logger.log_dataset("held-out prompts", table, context="evaluation", source=str(tmp_path))
+            run_logger.log_artifact(tmp_path / "note.txt", "notes")
+            run_logger.log_file("dumps/step-00000/bytes.bin", b"\x00\xff")
+            run_logger.log_file("timeline.json", b"{}")
+    images = [entry.path for entry in client.list_artifacts(run_logger.run_id, "images") if entry.path.endswith(".png")]
     assert len(images) == 2
-    logged = json.loads(Path(client.download_artifacts(node.run_id, "rewards/held_out.json")).read_text())
+    logged = json.loads(Path(client.download_artifacts(run_logger.run_id, "rewards/held_out.json")).read_text())
     assert logged["columns"] == ["prompt_id", "prompt"]
     assert logged["data"] == [[1, "AB"], [2, "CD"]]
-    inputs = client.get_run(node.run_id).inputs.dataset_inputs
+    inputs = client.get_run(run_logger.run_id).inputs.dataset_inputs
     assert [(entry.dataset.name, entry.tags[0].value) for entry in inputs] == [("held-out prompts", "evaluation")]
-    assert Path(client.download_artifacts(node.run_id, "notes/note.txt")).read_text() == "hello"
-    assert Path(client.download_artifacts(node.run_id, "dumps/step-00000/bytes.bin")).read_bytes() == b"\x00\xff"
-    assert Path(client.download_artifacts(node.run_id, "timeline.json")).read_bytes() == b"{}"
+    assert Path(client.download_artifacts(run_logger.run_id, "notes/note.txt")).read_text() == "hello"
+    assert Path(client.download_artifacts(run_logger.run_id, "dumps/step-00000/bytes.bin")).read_bytes() == b"\x00\xff"
+    assert Path(client.download_artifacts(run_logger.run_id, "timeline.json")).read_bytes() == b"{}"
 
 
 def test_a_file_that_is_not_there_is_the_callers_error(tracked: TrackedRun, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no file at"), node_run(tracked, "files") as node:
-        node.log_artifact(tmp_path / "missing.txt")
+    with pytest.raises(FileNotFoundError, match="no file at"), node_run(tracked, "files") as run_logger:
+        run_logger.log_artifact(tmp_path / "missing.txt")
 
 
 def test_a_server_that_is_down_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,8 +373,8 @@ def test_a_deleted_experiment_is_named(store: Path) -> None:
 
 def test_params_are_flat_and_short_enough(tracked: TrackedRun, client: MlflowClient) -> None:
     assert flatten({"a": {"b": [1, {"c": None}]}, "d": []}) == {"a.b.0": "1", "a.b.1.c": "None", "d": "[]"}
-    with node_run(tracked, "long") as node:
-        node.log_params({"text": "x" * 10_000})
-    value = client.get_run(node.run_id).data.params["text"]
+    with node_run(tracked, "long") as run_logger:
+        run_logger.log_params({"text": "x" * 10_000})
+    value = client.get_run(run_logger.run_id).data.params["text"]
     assert len(value) == MAX_PARAM_LENGTH
     assert value.endswith("(10000 characters)")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_cases import ALONE, GROUPS, PAIRS, TEXTS, forward_terms, rollout, samples, stage_of, trajectory_terms
+from training_cases import ALONE, GROUPS, PAIRS, TEXTS, forward_rows, rollout, samples, stage_of, trajectory_rows
 
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.training.batches import Corrected, forward_batch, micro_batches, parts, passes, trajectory_batch
+from ebbflow.training.batches import CorrectedRollout, forward_batch, micro_batches, parts, passes, trajectory_batch
 
 STAGE = stage_of("mix_grpo", sampler={"steps": 5})
 
@@ -22,7 +22,7 @@ def test_a_window_becomes_a_term_for_each_sample_and_step(model):
     trajectory, conditioning, keys = rollout(model, STAGE.sampler, (0, 2))
     chosen = torch.tensor([2, 0])
     batch = trajectory_batch(
-        Corrected.nothing(trajectory).take(chosen),
+        CorrectedRollout.nothing(trajectory).take(chosen),
         conditioning.rows(chosen),
         torch.tensor([3.0, 1.0]),
         keys.take(chosen.numpy()),
@@ -31,14 +31,14 @@ def test_a_window_becomes_a_term_for_each_sample_and_step(model):
     assert batch.advantage.tolist() == [3, 3, 1, 1]
     assert batch.steps.tolist() == [0, 2, 0, 2]
     assert batch.weight.tolist() == [1, 1, 1, 1]
-    assert batch.unit.tolist() == [0, 1, 2, 3]
-    assert torch.equal(batch.points.sigma, model.sigmas(5)[[0, 2, 0, 2]])
-    for term, (sample, place) in enumerate([(2, 0), (2, 1), (0, 0), (0, 1)]):
-        assert torch.equal(batch.points.latents[term], trajectory.latents[sample, place])
-        assert torch.equal(batch.next_latents[term], trajectory.next_latents[sample, place])
-        assert torch.equal(batch.old_mean[term], trajectory.means[sample, place])
-        assert torch.equal(batch.old_log_prob[term], trajectory.log_probs[sample, place])
-        assert torch.equal(batch.points.at(slice(term, term + 1))[2]["embeds"][0], conditioning["embeds"][sample])
+    assert batch.group_index.tolist() == [0, 1, 2, 3]
+    assert torch.equal(batch.inputs.sigma, model.sigmas(5)[[0, 2, 0, 2]])
+    for row, (sample, index) in enumerate([(2, 0), (2, 1), (0, 0), (0, 1)]):
+        assert torch.equal(batch.inputs.latents[row], trajectory.latents[sample, index])
+        assert torch.equal(batch.next_latents[row], trajectory.next_latents[sample, index])
+        assert torch.equal(batch.old_mean[row], trajectory.means[sample, index])
+        assert torch.equal(batch.old_log_prob[row], trajectory.log_probs[sample, index])
+        assert torch.equal(batch.inputs.at(slice(row, row + 1))[2]["embeds"][0], conditioning["embeds"][sample])
     assert batch.describe(1) == f"prompt 2, sample 7, denoising step 2 (sigma {model.sigmas(5)[2].item():.4f})"
 
 
@@ -46,46 +46,46 @@ def test_terms_that_the_correction_rejects_are_not_there(model):
     trajectory, conditioning, keys = rollout(model, STAGE.sampler, (0, 2))
     keep = torch.tensor([[1, 1], [0, 1], [1, 1], [0, 0], [1, 0], [1, 1]]).bool()
     weight = torch.arange(12.0).view(6, 2)
-    corrected = dataclasses.replace(Corrected.nothing(trajectory), keep=keep, weight=weight)
+    apply_rollout_correction = dataclasses.replace(CorrectedRollout.nothing(trajectory), keep=keep, weight=weight)
     advantage = torch.arange(6.0)
-    batch = trajectory_batch(corrected, conditioning, advantage, keys, STAGE.sampler)
+    batch = trajectory_batch(apply_rollout_correction, conditioning, advantage, keys, STAGE.sampler)
     assert batch.weight.tolist() == [0, 1, 3, 4, 5, 8, 10, 11]
     assert batch.advantage.tolist() == [0, 0, 1, 2, 2, 4, 5, 5]
     assert list(batch.keys.prompt_ids) == [0, 0, 1, 2, 2, 4, 5, 5]
     assert batch.steps.tolist() == [0, 2, 2, 0, 2, 0, 0, 2]
-    assert torch.equal(batch.points.latents, trajectory.latents.flatten(0, 1)[keep.flatten()])
-    assert torch.equal(batch.points.sigma, trajectory.sigmas[batch.steps])
+    assert torch.equal(batch.inputs.latents, trajectory.latents.flatten(0, 1)[keep.flatten()])
+    assert torch.equal(batch.inputs.sigma, trajectory.sigmas[batch.steps])
 
 
 def test_the_terms_of_a_part_are_those_rows_of_the_whole(model):
     """With the rollout's own velocities the mean is the recorded one, at every step."""
-    batch = trajectory_terms(model, STAGE)
+    batch = trajectory_rows(model, STAGE)
     with torch.no_grad():
-        velocity = model.velocity(*batch.points.at(slice(None)))
+        velocity = model.velocity(*batch.inputs.at(slice(None)))
     part = slice(4, 9)
-    terms = batch.terms(part, velocity[part], {"teacher": velocity[part]})
-    assert (terms.transition.mean - batch.old_mean[part]).abs().max() < 1e-5
-    assert (terms.log_prob - batch.old_log_prob[part]).abs().max() < 1e-6
-    assert torch.equal(terms.copies["teacher"].mean, terms.transition.mean)
-    assert terms.transition.std.shape == terms.transition.dt.shape == (5,)
+    rows = batch.rows(part, velocity[part], {"teacher": velocity[part]})
+    assert (rows.transition.mean - batch.old_mean[part]).abs().max() < 1e-5
+    assert (rows.log_prob - batch.old_log_prob[part]).abs().max() < 1e-6
+    assert torch.equal(rows.copies["teacher"].mean, rows.transition.mean)
+    assert rows.transition.std.shape == rows.transition.dt.shape == (5,)
 
 
 def test_forward_terms_are_stratified_and_belong_to_their_sample(model):
     clean, conditioning, _, keys = samples(model)
     advantage, stage = torch.arange(6.0), stage_of({"name": "sft", "noise_levels": 3})
     batch = forward_batch(clean, conditioning, advantage, keys, ALONE, stage.hyper, visit=0)
-    sigma = batch.points.sigma.view(6, 3)  # the draws of a sample are adjacent
+    sigma = batch.inputs.sigma.view(6, 3)  # the draws of a sample are adjacent
     for draw in range(3):
         assert ((sigma[:, draw] >= draw / 3) & (sigma[:, draw] <= (draw + 1) / 3)).all()
-    share = batch.points.sigma.view(-1, 1, 1, 1)
-    assert torch.allclose(batch.points.latents, (1 - share) * batch.clean + share * batch.noise)
+    share = batch.inputs.sigma.view(-1, 1, 1, 1)
+    assert torch.allclose(batch.inputs.latents, (1 - share) * batch.clean + share * batch.noise)
     for row in range(18):
         assert torch.equal(batch.clean[row], clean[row // 3])
         assert batch.advantage[row] == row // 3
         assert batch.keys.prompt_ids[row] == row // 3
-        assert torch.equal(batch.points.at(slice(row, row + 1))[2]["pooled"][0], conditioning["pooled"][row // 3])
+        assert torch.equal(batch.inputs.at(slice(row, row + 1))[2]["pooled"][0], conditioning["pooled"][row // 3])
     assert len({tuple(row.flatten()[:4].tolist()) for row in batch.noise}) == 18
-    assert batch.unit.tolist() == list(range(18))
+    assert batch.group_index.tolist() == list(range(18))
     assert batch.weight.tolist() == [1.0] * 18
     later = forward_batch(clean, conditioning, advantage, keys, ALONE, stage.hyper, visit=1)
     assert not (later.noise == batch.noise).flatten(1).all(1).any()
@@ -93,36 +93,36 @@ def test_forward_terms_are_stratified_and_belong_to_their_sample(model):
     alone = forward_batch(*(of[4:5] for of in (clean,)), conditioning.rows(slice(4, 5)), advantage[4:5],
                           keys.rows(slice(4, 5)), ALONE[:1], stage.hyper, visit=0)  # fmt: skip
     assert torch.equal(alone.noise, batch.noise[12:15])
-    assert torch.equal(alone.points.sigma, batch.points.sigma[12:15])
-    assert batch.describe(13) == f"prompt 4, sample 7, noised to sigma {batch.points.sigma[13].item():.4f}"
+    assert torch.equal(alone.inputs.sigma, batch.inputs.sigma[12:15])
+    assert batch.describe(13) == f"prompt 4, sample 7, noised to sigma {batch.inputs.sigma[13].item():.4f}"
 
 
-@pytest.mark.parametrize("unit", [PAIRS, GROUPS], ids=["pairs", "groups"])
-def test_a_unit_shares_sigma_and_noise_and_stays_together(model, unit):
-    batch = forward_terms(model, stage_of({"name": "dgpo", "noise_levels": 2}), unit)
-    assert len(batch.unit) == 12
-    assert (batch.unit.diff() >= 0).all()
-    assert len(batch.unit.unique()) == 2 * len(set(unit))
-    for number in batch.unit.unique():
-        members = (batch.unit == number).nonzero().flatten()
-        assert len({batch.points.sigma[row].item() for row in members}) == 1
+@pytest.mark.parametrize("group_index", [PAIRS, GROUPS], ids=["pairs", "groups"])
+def test_a_unit_shares_sigma_and_noise_and_stays_together(model, group_index):
+    batch = forward_rows(model, stage_of({"name": "dgpo", "noise_levels": 2}), group_index)
+    assert len(batch.group_index) == 12
+    assert (batch.group_index.diff() >= 0).all()
+    assert len(batch.group_index.unique()) == 2 * len(set(group_index))
+    for number in batch.group_index.unique():
+        members = (batch.group_index == number).nonzero().flatten()
+        assert len({batch.inputs.sigma[row].item() for row in members}) == 1
         assert all(torch.equal(batch.noise[row], batch.noise[members[0]]) for row in members)
-        assert len({unit[batch.keys.prompt_ids[row]] for row in members}) == 1
+        assert len({group_index[batch.keys.prompt_ids[row]] for row in members}) == 1
         assert (
             len({batch.keys.prompt_ids[row] for row in members})
             == len(members)
-            == (unit == unit[batch.keys.prompt_ids[members[0]]]).sum()
+            == (group_index == group_index[batch.keys.prompt_ids[members[0]]]).sum()
         )
-    starts = batch.unit.unique(return_counts=True)[1].cumsum(0) - 1
+    starts = batch.group_index.unique(return_counts=True)[1].cumsum(0) - 1
     assert len({tuple(batch.noise[row].flatten()[:4].tolist()) for row in starts}) == len(starts)
 
 
 def test_a_unit_draws_the_same_alone(model):
     stage = stage_of({"name": "dgpo", "noise_levels": 2})
-    whole, last = forward_terms(model, stage, GROUPS), forward_terms(model, stage, GROUPS, 3, 6)
+    whole, last = forward_rows(model, stage, GROUPS), forward_rows(model, stage, GROUPS, 3, 6)
     rows = [row for row in range(12) if whole.keys.prompt_ids[row] >= 3]
     assert torch.equal(last.noise, whole.noise[rows])
-    assert torch.equal(last.points.sigma, whole.points.sigma[rows])
+    assert torch.equal(last.inputs.sigma, whole.inputs.sigma[rows])
 
 
 def test_logit_normal_sigmas_are_stratified_in_their_own_distribution(model):
@@ -131,7 +131,7 @@ def test_logit_normal_sigmas_are_stratified_in_their_own_distribution(model):
     keys = SampleKeys(1, list(range(count)), [0] * count)
     clean, conditioning = torch.zeros(count, 1, 1, 1), model.encode_texts(TEXTS[:1]).rows(torch.zeros(count, dtype=torch.long))
     batch = forward_batch(clean, conditioning, torch.zeros(count), keys, np.arange(count), stage.hyper, visit=0)
-    logit = torch.logit(batch.points.sigma.double())
+    logit = torch.logit(batch.inputs.sigma.double())
     quantile = torch.special.ndtr(logit).view(count, draws)
     for draw in range(draws):
         assert ((quantile[:, draw] >= draw / draws - 1e-5) & (quantile[:, draw] <= (draw + 1) / draws + 1e-5)).all()
@@ -141,33 +141,33 @@ def test_logit_normal_sigmas_are_stratified_in_their_own_distribution(model):
     assert logit.median().item() == pytest.approx(NormalDist().inv_cdf(0.5), abs=0.05)
 
 
-units = st.lists(st.integers(1, 5), min_size=1, max_size=12)
+groups = st.lists(st.integers(1, 5), min_size=1, max_size=12)
 
 
 def as_units(sizes):
     return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
 
 
-@given(units, st.data())
+@given(groups, st.data())
 def test_parts_cover_every_row_once_and_tear_no_unit(sizes, data):
     count = data.draw(st.integers(1, len(sizes)))
-    unit = as_units(sizes)
-    found = parts(unit, count)
+    group_index = as_units(sizes)
+    found = parts(group_index, count)
     assert len(found) == count
-    assert [row for part in found for row in range(len(unit))[part]] == list(range(len(unit)))
-    units_of = [set(unit[part].tolist()) for part in found]
+    assert [row for part in found for row in range(len(group_index))[part]] == list(range(len(group_index)))
+    units_of = [set(group_index[part].tolist()) for part in found]
     assert all(units_of)
     assert sum(map(len, units_of)) == len(sizes)
     assert max(map(len, units_of)) - min(map(len, units_of)) <= 1
 
 
-@given(units, st.integers(1, 30))
+@given(groups, st.integers(1, 30))
 def test_micro_batches_hold_at_most_their_size(sizes, size):
-    unit = as_units(sizes)
-    count = micro_batches(unit, size)
+    group_index = as_units(sizes)
+    count = micro_batches(group_index, size)
     assert 1 <= count <= len(sizes)
     assert count == passes(len(sizes), max(sizes), size)
-    assert all(len(range(len(unit))[part]) <= max(size, *sizes) for part in parts(unit, count))
+    assert all(len(range(len(group_index))[part]) <= max(size, *sizes) for part in parts(group_index, count))
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1, 6), (4, 2), (6, 1), (100, 1)])

@@ -8,49 +8,49 @@ import pytest
 import torch
 
 from ebbflow.models import load_model
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, write_part
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.update import PolicyUpdater
 
 
 @pytest.fixture
 def start(make_recipe, base_folder):
-    """``start(policy={...}, **online)``: a learner at the start of a stage, the same each time."""
+    """``start(policy={...}, **online)``: an updater at the start of a stage, the same each time."""
 
-    def learner(policy=None, **online):
-        place = Place(make_recipe(online=online, policy=policy or {}), 0, 0)
-        trained = Policy(load_model(base_folder), place.recipe.policy, 0)
+    def updater(policy=None, **online):
+        ctx = StageContext(make_recipe(online=online, policy=policy or {}), 0, 0)
+        trained = Policy(load_model(base_folder), ctx.recipe.policy, 0)
         for name in ("old", "ema"):
             trained.ensure(name)
-        return Learner(trained, place.online)
+        return PolicyUpdater(trained, ctx.online)
 
-    return learner
+    return updater
 
 
 @pytest.fixture
 def checkpoints(make_recipe, tmp_path):
     """``checkpoints(**online)``: those of a stage, in the same folder each time."""
-    return lambda **online: Checkpoints(Place(make_recipe(online=online), 0, 0), tmp_path / "kept")
+    return lambda **online: Checkpoints(StageContext(make_recipe(online=online), 0, 0), tmp_path / "kept")
 
 
-def push(learner, count, seed):
+def push(updater, count, seed):
     """Optimiser steps on made-up gradients."""
     draws = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        for parameter in learner.policy.parameters.values():
+        for parameter in updater.policy.parameters.values():
             parameter.grad = torch.randn(parameter.shape, generator=draws)
-        learner.optimizer.step()
-        learner.updates += 1
+        updater.optimizer.step()
+        updater.updates += 1
         for name, decay in (("old", 0.5), ("ema", 0.9)):
-            learner.policy.blend(name, decay)
+            updater.policy.blend(name, decay)
 
 
-def everything(learner):
-    values = {"parameters": learner.policy.parameters, **learner.policy.copies}
+def everything(updater):
+    values = {"parameters": updater.policy.parameters, **updater.policy.copies}
     tensors = {f"{name}/{key}": value for name, copy in values.items() for key, value in copy.items()}
-    for name, parameter in learner.policy.parameters.items():
-        tensors |= {f"{name}/{key}": value for key, value in learner.optimizer.state[parameter].items()}
+    for name, parameter in updater.policy.parameters.items():
+        tensors |= {f"{name}/{key}": value for key, value in updater.optimizer.state[parameter].items()}
     return tensors
 
 
@@ -60,13 +60,13 @@ def test_everything_comes_back_to_the_bit_and_goes_on_alike(start, checkpoints, 
     push(through, 3, seed=1)
     push(first, 3, seed=1)
     first.steps, first.alarms, first.drifted = 2, ["velocity drift"], True
-    checkpoints().save(2, partial(write_part, learner=first), {"samples": 16})
+    checkpoints().save(2, partial(write_part, updater=first), {"samples": 16})
     folder, state = checkpoints().newest()
     assert state == {"samples": 16}
     restore(folder, second)
     assert (second.updates, second.steps, second.alarms, second.drifted) == (3, 2, ["velocity drift"], True)
-    for learner in (through, second):
-        push(learner, 2, seed=2)
+    for updater in (through, second):
+        push(updater, 2, seed=2)
     expected, found = everything(through), everything(second)
     assert expected.keys() == found.keys()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())

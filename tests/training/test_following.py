@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training_cases import FULL, GROUPS, LORA, PAIRS, farthest, forward_terms, learner_of, sgd, stage_of
+from training_cases import FULL, GROUPS, LORA, PAIRS, farthest, forward_rows, sgd, stage_of, updater_of
 
 from ebbflow.data.records import StageRecord
 from ebbflow.models import load_model
-from ebbflow.recipe.algorithms import Following
-from ebbflow.recipe.model import Model as ModelConfig
-from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.stage import Place
+from ebbflow.recipe.algorithms import EmaScheduleConfig
+from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import verify
-from ebbflow.training.card import PolicyCard, PolicyError, Progress, read_card, write_base_policy
-from ebbflow.training.handover import open_policy, save_policy
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.policy_io import open_policy, save_policy
+from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, Progress, read_policy_metadata, write_base_policy
+from ebbflow.training.update import PolicyUpdater
 from tests.parameters import move, same, values
 
-AVERAGED = Following(slope=0.25, most=0.8)
+AVERAGED = EmaScheduleConfig(slope=0.25, max_decay=0.8)
 BOTH = pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
 
 
@@ -27,14 +27,14 @@ def averaged(config):
     return PolicyConfig(**{**config.model_dump(), "ema": AVERAGED})
 
 
-def take_steps(learner, count, unit=None):
+def take_steps(updater, count, group_index=None):
     """The parameters after each of some steps of one update on the same samples."""
-    batch = forward_terms(learner.policy.model, learner.stage, *(() if unit is None else (unit,)))
+    batch = forward_rows(updater.policy.model, updater.stage, *(() if group_index is None else (group_index,)))
     seen = []
     for _ in range(count):
-        learner.update(batch, 2)
-        learner.finish_step()
-        seen.append(values(learner.policy))
+        updater.update(batch, 2)
+        updater.finish_step()
+        seen.append(values(updater.policy))
     return seen
 
 
@@ -48,59 +48,59 @@ def followed(start, seen, decays):
 
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "awm", "crd"])
 def test_the_old_copy_follows_by_its_schedule(model, algorithm):
-    keys = {"name": algorithm, "old": {"flat": 1, "slope": 0.4, "most": 0.5}}
-    learner = learner_of(model, keys, lr=0.05)
-    start = values(learner.policy)
-    seen = take_steps(learner, 4, GROUPS)
+    keys = {"name": algorithm, "old": {"warmup": 1, "slope": 0.4, "max_decay": 0.5}}
+    updater = updater_of(model, keys, lr=0.05)
+    start = values(updater.policy)
+    seen = take_steps(updater, 4, GROUPS)
     assert farthest(start, seen[-1]) > 1e-4
-    assert farthest(learner.policy.copies["old"], followed(start, seen, [0, 0.4, 0.5, 0.5])) < 1e-6
-    assert same(learner.policy.copies["reference"], start)
+    assert farthest(updater.policy.copies["old"], followed(start, seen, [0, 0.4, 0.5, 0.5])) < 1e-6
+    assert same(updater.policy.copies["reference"], start)
 
 
 @pytest.mark.parametrize(("algorithm", "stays"), [("diffusion_nft", True), ("crd", True), ("awm", False)])
 def test_an_old_copy_that_generates_stays_until_its_rollouts_are_learnt_from(model, algorithm, stays):
-    learner = learner_of(model, {"name": algorithm, "old": {"most": 0}})
-    start, batch = values(learner.policy), forward_terms(model, learner.stage, GROUPS)
+    updater = updater_of(model, {"name": algorithm, "old": {"max_decay": 0}})
+    start, batch = values(updater.policy), forward_rows(model, updater.stage, GROUPS)
     for _ in range(2):
-        learner.update(batch, 1)
-        assert same(learner.policy.copies["old"], start) == stays
-    learner.finish_step()
-    assert same(learner.policy.copies["old"], values(learner.policy))
-    assert not same(values(learner.policy), start)
+        updater.update(batch, 1)
+        assert same(updater.policy.copies["old"], start) == stays
+    updater.finish_step()
+    assert same(updater.policy.copies["old"], values(updater.policy))
+    assert not same(values(updater.policy), start)
 
 
 def test_the_reference_of_pairs_is_refreshed_every_so_often(model):
-    learner = learner_of(model, {"name": "diffusion_dpo", "refresh_every": 2}, lr=1e-3)
-    start = values(learner.policy)
-    (after_one,) = take_steps(learner, 1, PAIRS)
-    assert same(learner.policy.copies["old"], start)
-    after_two, after_three, after_four = take_steps(learner, 1, PAIRS)[0], *take_steps(learner, 2, PAIRS)
+    updater = updater_of(model, {"name": "diffusion_dpo", "refresh_every": 2}, lr=1e-3)
+    start = values(updater.policy)
+    (after_one,) = take_steps(updater, 1, PAIRS)
+    assert same(updater.policy.copies["old"], start)
+    after_two, after_three, after_four = take_steps(updater, 1, PAIRS)[0], *take_steps(updater, 2, PAIRS)
     assert not same(after_three, after_two)
-    assert same(learner.policy.copies["old"], after_four)
-    assert same(learner.policy.copies["reference"], start)
-    take_steps(learner, 1, PAIRS)
-    assert same(learner.policy.copies["old"], after_four)
-    assert not same(values(learner.policy), after_four)
+    assert same(updater.policy.copies["old"], after_four)
+    assert same(updater.policy.copies["reference"], start)
+    take_steps(updater, 1, PAIRS)
+    assert same(updater.policy.copies["old"], after_four)
+    assert not same(values(updater.policy), after_four)
 
 
 def test_pairs_that_are_just_refreshed_have_no_margin(model):
-    learner = learner_of(model, {"name": "diffusion_dpo", "refresh_every": 1}, lr=1e-3)
-    batch = forward_terms(model, learner.stage, PAIRS)
+    updater = updater_of(model, {"name": "diffusion_dpo", "refresh_every": 1}, lr=1e-3)
+    batch = forward_rows(model, updater.stage, PAIRS)
     for _ in range(3):
-        assert learner.update(batch, 1)["dpo/margin"] == pytest.approx(0, abs=1e-5)
-    base = learner_of_same_policy(learner, {"name": "diffusion_dpo"})
+        assert updater.update(batch, 1)["dpo/margin"] == pytest.approx(0, abs=1e-5)
+    base = updater_of_same_policy(updater, {"name": "diffusion_dpo"})
     assert abs(base.update(batch, 1)["dpo/margin"]) > 1e-4
 
 
-def learner_of_same_policy(learner, algorithm):
-    return Learner(learner.policy, stage_of(algorithm), optimizer=sgd(learner.policy, 0))
+def updater_of_same_policy(updater, algorithm):
+    return PolicyUpdater(updater.policy, stage_of(algorithm), optimizer=sgd(updater.policy, 0))
 
 
 def test_an_algorithm_without_an_old_copy_leaves_it_alone(model):
-    learner = learner_of(model, "sft")
-    start = values(learner.policy)
-    take_steps(learner, 2)
-    assert same(learner.policy.copies["old"], start)
+    updater = updater_of(model, "sft")
+    start = values(updater.policy)
+    take_steps(updater, 2)
+    assert same(updater.policy.copies["old"], start)
 
 
 # The average.
@@ -110,19 +110,21 @@ def test_an_algorithm_without_an_old_copy_leaves_it_alone(model):
 @pytest.mark.parametrize("version", [0, 2])
 def test_the_average_follows_every_update_of_the_policy(model, config, version):
     """Its schedule counts the updates since the base model, over all stages."""
-    learner = learner_of(model, "sft", averaged(config), lr=0.5, version=version)
-    start = values(learner.policy)
-    seen = take_steps(learner, 4)
+    updater = updater_of(model, "sft", averaged(config), lr=0.5, version=version)
+    start = values(updater.policy)
+    seen = take_steps(updater, 4)
     decays = {0: [0.25, 0.5, 0.75, 0.8], 2: [0.75, 0.8, 0.8, 0.8]}[version]
     assert farthest(start, seen[-1]) > 1e-3
-    assert farthest(learner.policy.copies["ema"], followed(start, seen, decays)) < 1e-6
-    assert farthest(learner.policy.copies["ema"], seen[-1]) > 1e-5
+    assert farthest(updater.policy.copies["ema"], followed(start, seen, decays)) < 1e-6
+    assert farthest(updater.policy.copies["ema"], seen[-1]) > 1e-5
 
 
 @pytest.fixture
-def place(make_recipe):
+def ctx(make_recipe):
     def of(config=FULL, online=None, **rest):
-        return Place(make_recipe(online=online or {"algorithm": {"name": "sft"}}, policy=config.model_dump(), **rest), 0, 0)
+        return StageContext(
+            make_recipe(online=online or {"algorithm": {"name": "sft"}}, policy=config.model_dump(), **rest), 0, 0
+        )
 
     return of
 
@@ -138,87 +140,87 @@ def start(base_folder, tmp_path):
     return of
 
 
-def train(place, base_folder, folder, trained, updates):
+def train(ctx, base_folder, folder, trained, updates):
     """Train a policy folder into another with plain gradient descent; returns (parameters, average) as they were left."""
     model = load_model(base_folder)
-    policy, card = open_policy(place, model, folder)
-    learner = Learner(policy, place.online, card, sgd(policy, 0.5))
-    take_steps(learner, updates)
-    record = StageRecord(label="x", algorithm="sft", samples=0, optimizer_steps=learner.updates, seconds={})
-    save_policy(place, learner, card, record, trained)
+    policy, metadata = open_policy(ctx, model, folder)
+    updater = PolicyUpdater(policy, ctx.online, metadata, sgd(policy, 0.5))
+    take_steps(updater, updates)
+    record = StageRecord(label="x", algorithm="sft", samples=0, optimizer_steps=updater.updates, seconds={})
+    save_policy(ctx, updater, metadata, record, trained)
     return values(policy), policy.copies.get("ema")
 
 
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"name": "diffusion_nft", "old": {"flat": 1, "slope": 0.3, "most": 0.8}},
-        {"name": "awm", "old": {"slope": 0.2, "most": 0.9}},
+        {"name": "diffusion_nft", "old": {"warmup": 1, "slope": 0.3, "max_decay": 0.8}},
+        {"name": "awm", "old": {"slope": 0.2, "max_decay": 0.9}},
         {"name": "diffusion_dpo", "refresh_every": 2},
     ],
     ids=lambda algorithm: algorithm["name"],
 )
-def test_a_schedule_goes_on_in_the_next_stage_of_the_algorithm(base_folder, start, place, tmp_path, algorithm):
+def test_a_schedule_goes_on_in_the_next_stage_of_the_algorithm(base_folder, start, ctx, tmp_path, algorithm):
     """Three steps in one stage, or one and two in two: the old copy is the same, so its schedule did not start again."""
-    place, olds = place(online={"algorithm": algorithm}), []
+    ctx, olds = ctx(online={"algorithm": algorithm}), []
     for stages in ((3,), (1, 2)):
         folder = start(FULL)
         for number, steps in enumerate(stages):
-            policy, card = open_policy(place, load_model(base_folder), folder)
-            learner = Learner(policy, place.online, card, sgd(policy, 1e-3))
-            take_steps(learner, steps, PAIRS)
+            policy, metadata = open_policy(ctx, load_model(base_folder), folder)
+            updater = PolicyUpdater(policy, ctx.online, metadata, sgd(policy, 1e-3))
+            take_steps(updater, steps, PAIRS)
             folder = tmp_path / f"{len(stages)}-{number}"
             record = StageRecord(label="x", algorithm="x", samples=0, optimizer_steps=steps, seconds={})
-            save_policy(place, learner, card, record, folder)
+            save_policy(ctx, updater, metadata, record, folder)
         olds.append(policy.copies["old"])
-        assert read_card(folder).progress == Progress(algorithm=algorithm["name"], steps=3, updates=3)
+        assert read_policy_metadata(folder).progress == Progress(algorithm=algorithm["name"], steps=3, updates=3)
         assert farthest(policy.copies["old"], values(policy)) > 1e-7
     assert farthest(*olds) < 1e-7
 
 
 @BOTH
-def test_two_stages_of_one_update_are_one_stage_of_two(base_folder, start, place, tmp_path, config):
+def test_two_stages_of_one_update_are_one_stage_of_two(base_folder, start, ctx, tmp_path, config):
     """Through a folder in between: training goes on from the parameters themselves, and the average where it was."""
     config = averaged(config)
-    place, first = place(config), start(config)
-    whole = train(place, base_folder, first, tmp_path / "whole", 2)
-    train(place, base_folder, first, tmp_path / "half", 1)
-    halves = train(place, base_folder, tmp_path / "half", tmp_path / "halves", 1)
+    ctx, first = ctx(config), start(config)
+    whole = train(ctx, base_folder, first, tmp_path / "whole", 2)
+    train(ctx, base_folder, first, tmp_path / "half", 1)
+    halves = train(ctx, base_folder, tmp_path / "half", tmp_path / "halves", 1)
     for one, other in zip(whole, halves, strict=True):
         assert farthest(one, other) < 1e-7
     assert farthest(*whole) > 1e-6
-    assert read_card(tmp_path / "halves").version == 2
-    assert read_card(tmp_path / "halves").copies == ("iterate",)
+    assert read_policy_metadata(tmp_path / "halves").version == 2
+    assert read_policy_metadata(tmp_path / "halves").copies == ("iterate",)
 
 
 @BOTH
-def test_what_is_served_is_the_average(base_folder, start, place, tmp_path, config):
+def test_what_is_served_is_the_average(base_folder, start, ctx, tmp_path, config):
     config = averaged(config)
-    parameters, average = train(place(config), base_folder, start(config), tmp_path / "trained", 3)
+    parameters, average = train(ctx(config), base_folder, start(config), tmp_path / "trained", 3)
     served = Policy(load_model(base_folder), config, 0)
-    card = served.load(tmp_path / "trained")
+    metadata = served.load(tmp_path / "trained")
     assert same(values(served), average)
     assert served.copies.keys() == {"reference"}
     going_on = Policy(load_model(base_folder), config, 0)
-    assert going_on.load(tmp_path / "trained", to_train=True) == card
+    assert going_on.load(tmp_path / "trained", to_train=True) == metadata
     assert same(values(going_on), parameters)
     assert same(going_on.copies["ema"], average)
     assert going_on.copies.keys() == {"reference", "ema"}
 
 
-def test_a_policy_without_an_average_serves_its_parameters(base_folder, start, place, tmp_path):
-    parameters, average = train(place(), base_folder, start(FULL), tmp_path / "trained", 2)
+def test_a_policy_without_an_average_serves_its_parameters(base_folder, start, ctx, tmp_path):
+    parameters, average = train(ctx(), base_folder, start(FULL), tmp_path / "trained", 2)
     assert average is None
     served = Policy(load_model(base_folder), FULL, 0)
     assert served.load(tmp_path / "trained").copies == ()
     assert same(values(served), parameters)
 
 
-def test_an_average_of_a_stage_that_learnt_nothing_is_the_base(base_folder, start, place, tmp_path):
+def test_an_average_of_a_stage_that_learnt_nothing_is_the_base(base_folder, start, ctx, tmp_path):
     config = averaged(FULL)
-    train(place(config), base_folder, start(config), tmp_path / "trained", 0)
-    policy, card = open_policy(place(config), load_model(base_folder), tmp_path / "trained")
-    assert card.version == 0
+    train(ctx(config), base_folder, start(config), tmp_path / "trained", 0)
+    policy, metadata = open_policy(ctx(config), load_model(base_folder), tmp_path / "trained")
+    assert metadata.version == 0
     assert same(values(policy), policy.copies["reference"])
     assert same(policy.copies["ema"], policy.copies["reference"])
 
@@ -232,27 +234,27 @@ def save_with_old(folder, model, algorithm, config=FULL):
     policy.snapshot("old")
     move(policy)
     old = dict(policy.copies["old"])
-    card = PolicyCard(base_digest="b", recipe_digest="r", config=config, version=3,
+    metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=3,
                       progress=Progress(algorithm=algorithm), copies=("old",))  # fmt: skip
-    policy.save(folder, card)
+    policy.save(folder, metadata)
     return values(policy), old
 
 
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "awm", "crd"])
-def test_the_old_copy_of_the_same_algorithm_goes_on(base_folder, model, place, tmp_path, algorithm):
+def test_the_old_copy_of_the_same_algorithm_goes_on(base_folder, model, ctx, tmp_path, algorithm):
     parameters, old = save_with_old(tmp_path / "policy", model, algorithm)
-    policy, _ = open_policy(place(online={"algorithm": {"name": algorithm}}), load_model(base_folder), tmp_path / "policy")
+    policy, _ = open_policy(ctx(online={"algorithm": {"name": algorithm}}), load_model(base_folder), tmp_path / "policy")
     assert same(values(policy), parameters)
     assert same(policy.copies["old"], old)
 
 
 @pytest.mark.parametrize("before", ["awm", "mix_grpo", ""])
-def test_the_old_copy_of_another_algorithm_is_dropped(base_folder, model, place, tmp_path, before):
+def test_the_old_copy_of_another_algorithm_is_dropped(base_folder, model, ctx, tmp_path, before):
     parameters, old = save_with_old(tmp_path / "policy", model, before)
-    policy, _ = open_policy(place(online={"algorithm": {"name": "diffusion_nft"}}), load_model(base_folder), tmp_path / "policy")
+    policy, _ = open_policy(ctx(online={"algorithm": {"name": "diffusion_nft"}}), load_model(base_folder), tmp_path / "policy")
     assert same(policy.copies["old"], parameters)
     assert not same(policy.copies["old"], old)
-    without, _ = open_policy(place(online={"algorithm": {"name": "sft"}}), load_model(base_folder), tmp_path / "policy")
+    without, _ = open_policy(ctx(online={"algorithm": {"name": "sft"}}), load_model(base_folder), tmp_path / "policy")
     assert "old" not in without.copies
 
 
@@ -270,14 +272,14 @@ def test_the_old_copy_of_another_algorithm_is_dropped(base_folder, model, place,
     ],
     ids=str,
 )
-def test_a_stage_hands_on_the_old_copy_that_its_algorithm_keeps(base_folder, start, place, tmp_path, algorithm, kept):
-    stage = place(online={"algorithm": algorithm})
-    policy, card = open_policy(stage, load_model(base_folder), start(FULL))
+def test_a_stage_hands_on_the_old_copy_that_its_algorithm_keeps(base_folder, start, ctx, tmp_path, algorithm, kept):
+    stage = ctx(online={"algorithm": algorithm})
+    policy, metadata = open_policy(stage, load_model(base_folder), start(FULL))
     record = StageRecord(label="1.1 online", algorithm="x", samples=0, optimizer_steps=4, seconds={})
-    learner = Learner(policy, stage.online, card)
-    learner.updates, learner.steps = 4, 2
-    save_policy(stage, learner, card, record, tmp_path / "trained")
-    written = read_card(tmp_path / "trained")
+    updater = PolicyUpdater(policy, stage.online, metadata)
+    updater.updates, updater.steps = 4, 2
+    save_policy(stage, updater, metadata, record, tmp_path / "trained")
+    written = read_policy_metadata(tmp_path / "trained")
     assert (written.copies, written.version) == (kept, 4)
     assert written.progress == Progress(algorithm=algorithm["name"], steps=2, updates=4)
     assert written.stages == ("1.1 online",)
@@ -287,15 +289,15 @@ def test_a_stage_hands_on_the_old_copy_that_its_algorithm_keeps(base_folder, sta
 
 
 @BOTH
-def test_a_teacher_is_what_its_folder_serves(base_folder, model, start, place, tmp_path, config):
+def test_a_teacher_is_what_its_folder_serves(base_folder, model, start, ctx, tmp_path, config):
     teacher = Policy(model, averaged(config), 0)
     move(teacher)
     teacher.snapshot("ema")
     move(teacher, seed=1)
     base = verify(base_folder)
-    card = PolicyCard(base_digest=base, recipe_digest="r", config=averaged(config), version=9, copies=("iterate",))
-    teacher.save(tmp_path / "teacher", card)
-    stage = place(averaged(config), online={"algorithm": {"name": "distillation", "teacher": "x"}})
+    metadata = PolicyMetadata(base_digest=base, recipe_digest="r", config=averaged(config), version=9, copies=("iterate",))
+    teacher.save(tmp_path / "teacher", metadata)
+    stage = ctx(averaged(config), online={"algorithm": {"name": "distillation", "teacher": "x"}})
     policy, _ = open_policy(stage, load_model(base_folder), start(averaged(config)), teacher=tmp_path / "teacher")
     assert same(policy.copies["teacher"], teacher.copies["ema"])
     assert same(values(policy), policy.copies["reference"])
@@ -303,10 +305,10 @@ def test_a_teacher_is_what_its_folder_serves(base_folder, model, start, place, t
 
 
 @pytest.mark.parametrize("other", [{"base_digest": "another"}, {"model": ModelConfig(family="mine.models:load", path="base")}])
-def test_a_teacher_of_another_base_is_refused(base_folder, model, start, place, tmp_path, other):
+def test_a_teacher_of_another_base_is_refused(base_folder, model, start, ctx, tmp_path, other):
     mine = {"base_digest": verify(base_folder), "recipe_digest": "r", "config": FULL, "version": 1}
-    Policy(model, FULL, 0).save(tmp_path / "teacher", PolicyCard(**(mine | other)))
-    stage = place(online={"algorithm": {"name": "distillation", "teacher": "x"}})
+    Policy(model, FULL, 0).save(tmp_path / "teacher", PolicyMetadata(**(mine | other)))
+    stage = ctx(online={"algorithm": {"name": "distillation", "teacher": "x"}})
     named = other.get("base_digest", "mine.models:load")
     with pytest.raises(PolicyError, match=f"teacher in .*{named}.* take a teacher of the same base"):
         open_policy(stage, load_model(base_folder), start(FULL), teacher=tmp_path / "teacher")

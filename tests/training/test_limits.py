@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ebbflow.recipe.stages import OnlineStage
+from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.training import limits
 from ebbflow.training.distributed import process_group
-from ebbflow.training.limits import EXPIRES, Limits, Preempted, Stop, listening
+from ebbflow.training.limits import EXPIRES, Preempted, Stop, StopConditions, handle_sigterm
 from ebbflow.training.update import TrainingError
 from tests.two_processes import as_two_ranks
 
@@ -45,25 +45,28 @@ def after_steps(limit, clock, *seconds):
 
 
 def test_without_limits_it_goes_on(clock):
-    assert after_steps(Limits(OnlineStage(), gpus=0), clock, 1, 1e6) == [Stop.NO, Stop.NO]
+    assert after_steps(StopConditions(OnlineStageConfig(), gpus=0), clock, 1, 1e6) == [Stop.NO, Stop.NO]
 
 
 def test_no_step_is_begun_that_the_budget_would_not_see_the_end_of(clock):
-    limit = Limits(OnlineStage(max_hours=1), gpus=0)
+    limit = StopConditions(OnlineStageConfig(max_hours=1), gpus=0)
     assert after_steps(limit, clock, 1000, 1600, 1) == [Stop.NO, Stop.SPENT, Stop.SPENT]
-    assert limit.epitaph(2, 9) == "ended after 2 of 9 steps: max_hours = 1"
+    assert limit.budget_message(2, 9) == "ended after 2 of 9 steps: max_hours = 1"
 
 
 def test_the_hours_of_earlier_attempts_and_of_every_gpu_count(clock):
-    assert after_steps(Limits(OnlineStage(max_hours=1), gpus=0, spent=3000), clock, 100, 300) == [Stop.NO, Stop.SPENT]
-    limit = Limits(OnlineStage(max_gpu_hours=4), gpus=8)
+    assert after_steps(StopConditions(OnlineStageConfig(max_hours=1), gpus=0, spent=3000), clock, 100, 300) == [
+        Stop.NO,
+        Stop.SPENT,
+    ]
+    limit = StopConditions(OnlineStageConfig(max_gpu_hours=4), gpus=8)
     assert after_steps(limit, clock, 800, 300) == [Stop.NO, Stop.SPENT]
     assert limit.reason == "max_gpu_hours = 4"
 
 
 def test_gpu_hours_need_gpus():
     with pytest.raises(TrainingError, match=r"max_gpu_hours = 2 and the stage has no GPU; use max_hours"):
-        Limits(OnlineStage(max_gpu_hours=2), gpus=0)
+        StopConditions(OnlineStageConfig(max_gpu_hours=2), gpus=0)
 
 
 def expire(monkeypatch, clock, seconds, zone=UTC):
@@ -72,37 +75,37 @@ def expire(monkeypatch, clock, seconds, zone=UTC):
 
 def test_a_machine_is_left_while_there_is_time_for_a_step_and_to_save(clock, monkeypatch):
     expire(monkeypatch, clock, 1000, timezone(timedelta(hours=-7)))
-    limit = Limits(OnlineStage(), gpus=0)
+    limit = StopConditions(OnlineStageConfig(), gpus=0)
     assert after_steps(limit, clock, 200, 200, 250) == [Stop.NO, Stop.NO, Stop.LEAVE]
-    assert EXPIRES in limit.farewell("1.1 online", 3, 9, saved=True)
+    assert EXPIRES in limit.preemption_message("1.1 online", 3, 9, saved=True)
     expire(monkeypatch, clock, 100)
-    assert after_steps(Limits(OnlineStage(), gpus=0), clock, 1, 40) == [Stop.NO, Stop.LEAVE]
+    assert after_steps(StopConditions(OnlineStageConfig(), gpus=0), clock, 1, 40) == [Stop.NO, Stop.LEAVE]
 
 
 def test_who_is_ahead_waits_for_what_is_under_way(clock, monkeypatch):
     expire(monkeypatch, clock, 1000)
-    assert after_steps(Limits(OnlineStage(), gpus=0, lead=2), clock, 200, 1) == [Stop.NO, Stop.LEAVE]
+    assert after_steps(StopConditions(OnlineStageConfig(), gpus=0, lead=2), clock, 200, 1) == [Stop.NO, Stop.LEAVE]
 
 
 @pytest.mark.parametrize(("text", "says"), [("tomorrow", "no time with a zone"), ("2026-01-31T18:00:00", "with a zone")])
 def test_a_time_of_expiry_that_is_none(monkeypatch, text, says):
     monkeypatch.setenv(EXPIRES, text)
     with pytest.raises(TrainingError, match=rf"{EXPIRES} = '{text}' .*{says}"):
-        Limits(OnlineStage(), gpus=0)
+        StopConditions(OnlineStageConfig(), gpus=0)
 
 
 def test_a_machine_that_has_expired_is_not_begun_on(clock, monkeypatch):
     expire(monkeypatch, clock, -1)
     with pytest.raises(TrainingError, match="is past"):
-        Limits(OnlineStage(), gpus=0)
+        StopConditions(OnlineStageConfig(), gpus=0)
 
 
 def test_the_first_sigterm_is_a_word_and_what_was_there_before_comes_back():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        limit = Limits(OnlineStage(), gpus=0)
-        with listening(), listening():
+        limit = StopConditions(OnlineStageConfig(), gpus=0)
+        with handle_sigterm(), handle_sigterm():
             assert limit.after_step() is Stop.NO
             os.kill(os.getpid(), signal.SIGTERM)
             assert limit.after_step() is Stop.LEAVE
@@ -110,8 +113,8 @@ def test_the_first_sigterm_is_a_word_and_what_was_there_before_comes_back():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0)
             assert heard == [signal.SIGTERM]
-        assert "(SIGTERM) and has done 3 of 9 steps" in limit.farewell("1.1 online", 3, 9, saved=True)
-        assert "lost" in limit.farewell("1.1 online", 3, 9, saved=False)
+        assert "(SIGTERM) and has done 3 of 9 steps" in limit.preemption_message("1.1 online", 3, 9, saved=True)
+        assert "lost" in limit.preemption_message("1.1 online", 3, 9, saved=False)
     finally:
         signal.signal(signal.SIGTERM, before)
         limits._TOLD.clear()
@@ -119,11 +122,11 @@ def test_the_first_sigterm_is_a_word_and_what_was_there_before_comes_back():
 
 def test_a_word_that_came_too_late_for_one_stage_is_for_the_next():
     before = signal.getsignal(signal.SIGTERM)
-    with listening():
+    with handle_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
-    limit = Limits(OnlineStage(), gpus=0)
+    limit = StopConditions(OnlineStageConfig(), gpus=0)
     said = limit.after_step()
-    with pytest.raises(Preempted), listening():
+    with pytest.raises(Preempted), handle_sigterm():
         raise Preempted
     assert (said, limit.after_step()) == (Stop.LEAVE, Stop.NO)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -132,12 +135,12 @@ def test_a_word_that_came_too_late_for_one_stage_is_for_the_next():
 def heard_by_one(folder: Path) -> None:
     """Rank 1 alone hears; both say what they then do."""
     with process_group() as ranks:
-        limit = Limits(OnlineStage(), gpus=0)
+        limit = StopConditions(OnlineStageConfig(), gpus=0)
         first = limit.after_step()
         if ranks.rank == 1:
             limits._TOLD.set()
         second = limit.after_step()
-        (folder / f"{ranks.rank}").write_text(f"{first.name} {second.name} {limit.farewell('s', 1, 2, saved=True)}")
+        (folder / f"{ranks.rank}").write_text(f"{first.name} {second.name} {limit.preemption_message('s', 1, 2, saved=True)}")
 
 
 def test_all_processes_leave_when_one_hears(tmp_path):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.models import load_model
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import ArtifactError, verify
-from ebbflow.training.card import PolicyCard, PolicyError, read_card, write_base_policy
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, read_policy_metadata, write_base_policy
 from tests.parameters import move, same, values
 
 FULL, LORA = PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4, alpha=12)
@@ -33,8 +33,8 @@ def predict(model):
     return velocity
 
 
-def card(config, **rest):
-    return PolicyCard(base_digest="base", recipe_digest="recipe", config=config, version=3, **rest)
+def metadata_of(config, **rest):
+    return PolicyMetadata(base_digest="base", recipe_digest="recipe", config=config, version=3, **rest)
 
 
 @BOTH
@@ -153,14 +153,14 @@ def test_a_saved_policy_comes_back_exactly(base_folder, model, predict, tmp_path
     move(policy)
     policy.blend("old", 0.3)
     trained, old = values(policy), dict(policy.copies["old"])
-    written = card(config, copies=("old",), stages=("1.1 online",))
+    written = metadata_of(config, copies=("old",), stages=("1.1 online",))
     policy.save(tmp_path / "policy", written)
     verify(tmp_path / "policy")
 
     again = load_model(base_folder)
     loaded = Policy(again, config, seed=99)
     reference = values(loaded)
-    assert loaded.load(tmp_path / "policy", to_train=True) == written == read_card(tmp_path / "policy")
+    assert loaded.load(tmp_path / "policy", to_train=True) == written == read_policy_metadata(tmp_path / "policy")
     assert same(values(loaded), trained)
     assert same(loaded.copies["old"], old)
     assert torch.equal(predict(again), predict(model))
@@ -183,13 +183,13 @@ def test_the_same_policy_is_saved_as_the_same_bytes(model, tmp_path, config):
     policy = Policy(model, config, 0)
     move(policy)
     for number in range(6):
-        policy.save(tmp_path / str(number), card(config))
+        policy.save(tmp_path / str(number), metadata_of(config))
     assert len({verify(tmp_path / str(number)) for number in range(6)}) == 1
 
 
 @BOTH
 def test_ranks_that_do_not_write_leave_nothing(model, tmp_path, config):
-    Policy(model, config, 0).save(tmp_path / "policy", card(config), write=False)
+    Policy(model, config, 0).save(tmp_path / "policy", metadata_of(config), write=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -220,7 +220,7 @@ def test_adapters_add_alpha_over_rank_times_the_product_of_their_factors(base_fo
 def test_diffusers_loads_the_adapters_with_their_alpha(base_folder, open_pipeline, model, predict, tmp_path):
     policy = Policy(model, LORA, 0)
     move(policy, 0.05)
-    policy.save(tmp_path / "policy", card(LORA, copies=()))
+    policy.save(tmp_path / "policy", metadata_of(LORA, copies=()))
     pipeline = open_pipeline(base_folder)
     peer = load_model(base_folder)
     before = predict(peer)
@@ -233,7 +233,7 @@ def test_diffusers_loads_the_adapters_with_their_alpha(base_folder, open_pipelin
 def test_diffusers_loads_the_full_weights(model, predict, base_folder, tmp_path):
     policy = Policy(model, FULL, 0)
     move(policy)
-    policy.save(tmp_path / "policy", card(FULL))
+    policy.save(tmp_path / "policy", metadata_of(FULL))
     peer = load_model(base_folder)
     peer.transformer = SD3Transformer2DModel.from_pretrained(tmp_path / "policy" / "transformer").eval()
     assert torch.equal(predict(peer), predict(model))
@@ -241,7 +241,7 @@ def test_diffusers_loads_the_full_weights(model, predict, base_folder, tmp_path)
 
 @BOTH
 def test_another_kind_of_policy_is_refused(base_folder, model, tmp_path, config):
-    Policy(model, config, 0).save(tmp_path / "policy", card(config))
+    Policy(model, config, 0).save(tmp_path / "policy", metadata_of(config))
     for other in (LORA if config is FULL else FULL, PolicyConfig(train=config.train, rank=5, alpha=12)):
         policy = Policy(load_model(base_folder), other, 0)
         before = values(policy)
@@ -263,7 +263,7 @@ def test_a_damaged_or_unfinished_folder_is_refused(model, base_folder, tmp_path)
         assert same(values(fresh), before)
 
     refused(ArtifactError, "no COMMIT")
-    policy.save(folder, card(LORA))
+    policy.save(folder, metadata_of(LORA))
     weights = next(folder.glob("*.safetensors"))
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -279,7 +279,7 @@ def test_a_folder_of_something_else_is_no_policy(base_folder, model):
 
 
 def test_the_card_is_strict(tmp_path):
-    text = json.loads(card(FULL).model_dump_json())
-    assert PolicyCard.model_validate(text) == card(FULL)
+    text = json.loads(metadata_of(FULL).model_dump_json())
+    assert PolicyMetadata.model_validate(text) == metadata_of(FULL)
     with pytest.raises(ValueError, match="extra"):
-        PolicyCard.model_validate({**text, "extra": 1})
+        PolicyMetadata.model_validate({**text, "extra": 1})

@@ -16,21 +16,21 @@ from training_cases import (
     LORA,
     NFT,
     farthest,
-    forward_terms,
-    learner_of,
+    forward_rows,
     sgd,
     spoilt,
     stage_of,
+    updater_of,
 )
 
 from ebbflow.algorithms import diffusion_nft
 from ebbflow.models import load_model
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import verify
-from ebbflow.training.card import PolicyCard
 from ebbflow.training.distributed import Ranks, process_group
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner, TrainingError
+from ebbflow.training.policy_metadata import PolicyMetadata
+from ebbflow.training.update import PolicyUpdater, TrainingError
 from tests.two_processes import as_two_ranks
 
 # Two processes with FSDP2. What they are dealt is uneven: four samples and two, two groups and one; what comes out is what one
@@ -41,18 +41,18 @@ CASES = {"full": (NFT, FULL, ALONE, 4), "lora": (NFT, LORA, ALONE, 4), "groups":
 
 def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[str, float]]:
     """Two steps on this rank's share, and with them the copies; rank 0 writes the policy."""
-    algorithm, config, unit, first = CASES[case]
-    config = config.model_copy(update={"ema": PolicyConfig(ema={"most": 0.5}).ema})
+    algorithm, config, group_index, first = CASES[case]
+    config = config.model_copy(update={"ema": PolicyConfig(ema={"max_decay": 0.5}).ema})
     model = load_model(base)
     policy = Policy(model, config, 0, shard=ranks.world > 1)
     policy.ensure("old")
     policy.ensure("ema")
     stage = stage_of(algorithm, reference={"weight": 0.1}, optimizer={"max_grad_norm": 0.01})
-    learner = Learner(policy, stage, optimizer=sgd(policy, lr=0.5))
+    updater = PolicyUpdater(policy, stage, optimizer=sgd(policy, lr=0.5))
     start, stop = (0, 6) if ranks.world == 1 else [(0, first), (first, 6)][ranks.rank]
-    metrics = [learner.update(forward_terms(model, stage, unit, start, stop), passes=2) for _ in range(2)]
-    card = PolicyCard(base_digest="b", recipe_digest="r", config=config, version=2, copies=("old", "iterate"))
-    policy.save(folder, card, write=ranks.rank == 0)
+    metrics = [updater.update(forward_rows(model, stage, group_index, start, stop), passes=2) for _ in range(2)]
+    metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=2, copies=("old", "iterate"))
+    policy.save(folder, metadata, write=ranks.rank == 0)
     return metrics
 
 
@@ -60,10 +60,10 @@ def refused_together(base: Path, ranks: Ranks) -> str:
     """What a process says of a step that is not finite on the second process alone."""
     policy = Policy(load_model(base), FULL, 0, shard=True)
     policy.ensure("old")
-    learner = Learner(policy, stage_of(NFT), optimizer=sgd(policy))
-    batch = forward_terms(policy.model, learner.stage, ALONE, *[(0, 3), (3, 6)][ranks.rank])
+    updater = PolicyUpdater(policy, stage_of(NFT), optimizer=sgd(policy))
+    batch = forward_rows(policy.model, updater.stage, ALONE, *[(0, 3), (3, 6)][ranks.rank])
     with pytest.raises(TrainingError) as error:
-        learner.update(spoilt(batch, "advantage", 1, float("nan")) if ranks.rank == 1 else batch, 1)
+        updater.update(spoilt(batch, "advantage", 1, float("nan")) if ranks.rank == 1 else batch, 1)
     return str(error.value)
 
 
@@ -74,7 +74,7 @@ def train_as_a_rank(base: Path, output: Path) -> None:
         said = {case: two_steps(base, case, output / case, ranks) for case in CASES} | {"error": refused_together(base, ranks)}
     assert Ranks.current() == Ranks(0, 1)
     (output / f"said-{ranks.rank}.json").write_text(json.dumps(said))
-    untrained = PolicyCard(base_digest="b", recipe_digest="r", config=LORA, version=1)
+    untrained = PolicyMetadata(base_digest="b", recipe_digest="r", config=LORA, version=1)
     Policy(load_model(base), LORA, 0).save(output / f"untrained-{ranks.rank}", untrained)
 
 
@@ -118,11 +118,11 @@ def test_two_processes_save_the_same_adapters_as_the_same_bytes(two_processes):
 @pytest.mark.parametrize("names", [["old", "teacher", "reference"], ["reference", "teacher", "old"]])
 def test_copies_are_swapped_in_in_the_same_order_on_every_process(model, monkeypatch, names):
     # A set of names has another order in every process: their gathered weights would be a mix of two copies.
-    learner, order = learner_of(model, NFT, lr=0), []
-    using = learner.policy.using
-    monkeypatch.setattr(learner.policy, "using", lambda name: order.append(name) or using(name))
-    learner.algorithm = dataclasses.replace(diffusion_nft.ALGORITHM, copies=lambda config: names)
-    learner.update(forward_terms(model, learner.stage), 1)
+    updater, order = updater_of(model, NFT, lr=0), []
+    using = updater.policy.using
+    monkeypatch.setattr(updater.policy, "using", lambda name: order.append(name) or using(name))
+    updater.algorithm = dataclasses.replace(diffusion_nft.ALGORITHM, copies=lambda config: names)
+    updater.update(forward_rows(model, updater.stage), 1)
     assert order == ["old", "reference", "teacher"]
 
 

@@ -10,11 +10,11 @@ from training_cases import FULL, LORA
 
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import ModelConfig
 from ebbflow.storage.artifacts import verify
-from ebbflow.training.card import PolicyCard, PolicyError, read_card
 from ebbflow.training.export import export_pipeline
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, read_policy_metadata
 from ebbflow.training.start import write_start
 from tests.parameters import move
 
@@ -67,8 +67,8 @@ def test_a_published_lora_computes_the_same_under_another_rank_and_scale(base_fo
     assert (wanted - base).abs().max() > 0.01
     model = started(base_folder, source, {"train": "lora", "rank": 8, "alpha": 4}, tmp_path / "policy")
     torch.testing.assert_close(predict(model), wanted, rtol=0, atol=1e-5)
-    card = read_card(tmp_path / "policy")
-    assert (card.version, card.start, card.base_digest) == (0, str(source), verify(base_folder))
+    metadata = read_policy_metadata(tmp_path / "policy")
+    assert (metadata.version, metadata.start, metadata.base_digest) == (0, str(source), verify(base_folder))
 
 
 def test_the_reference_of_a_started_policy_is_the_base(base_folder, publish, predict, tmp_path):
@@ -115,12 +115,12 @@ def test_what_is_no_lora_is_refused(base_folder, tmp_path):
 def test_an_earlier_policy_goes_on_with_its_weights(base_folder, model, predict, tmp_path, config):
     policy = Policy(model, config, 0)
     move(policy)
-    card = PolicyCard(base_digest=verify(base_folder), recipe_digest="r", config=config, version=7)
-    policy.save(tmp_path / "earlier", card)
+    metadata = PolicyMetadata(base_digest=verify(base_folder), recipe_digest="r", config=config, version=7)
+    policy.save(tmp_path / "earlier", metadata)
     keys = config.model_dump(exclude={"start"})
     again = started(base_folder, tmp_path / "earlier", keys, tmp_path / "policy")
     assert torch.equal(predict(again), predict(model))
-    policy.save(tmp_path / "foreign", card.model_copy(update={"base_digest": "0" * 64}))
+    policy.save(tmp_path / "foreign", metadata.model_copy(update={"base_digest": "0" * 64}))
     with pytest.raises(PolicyError, match="trained from base 000000000000, this run has"):
         started(base_folder, tmp_path / "foreign", keys, tmp_path / "never")
 
@@ -166,8 +166,8 @@ def test_an_export_keeps_changes_that_sixteen_bits_would_lose(base_folder, predi
     model = load_model(base_folder, config)
     policy = Policy(model, LORA, 0)
     move(policy, 1e-3)
-    card = PolicyCard(base_digest="b", recipe_digest="r", config=LORA, version=1, model=config)
-    policy.save(tmp_path / "policy", card)
+    metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=LORA, version=1, model=config)
+    policy.save(tmp_path / "policy", metadata)
     export_pipeline(base_folder, tmp_path / "policy", tmp_path / "exported")
     merged = dict(load_model(tmp_path / "exported").transformer.named_parameters())
     base = dict(load_model(base_folder).transformer.named_parameters())
@@ -183,7 +183,7 @@ def test_an_export_keeps_changes_that_sixteen_bits_would_lose(base_folder, predi
 def test_an_exported_policy_needs_no_adapters(base_folder, model, predict, tmp_path, config):
     policy = Policy(model, config, 0)
     move(policy)
-    policy.save(tmp_path / "policy", PolicyCard(base_digest="b", recipe_digest="r", config=config, version=1))
+    policy.save(tmp_path / "policy", PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=1))
     export_pipeline(base_folder, tmp_path / "policy", tmp_path / "exported")
     exported = load_model(tmp_path / "exported")
     assert not any("lora" in name for name in exported.transformer.state_dict())

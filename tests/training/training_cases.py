@@ -10,13 +10,13 @@ import torch
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
-from ebbflow.recipe.recipe import Policy as PolicyConfig
-from ebbflow.recipe.stages import OnlineStage
+from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate
-from ebbflow.training.batches import Corrected, forward_batch, trajectory_batch
-from ebbflow.training.card import PolicyCard
+from ebbflow.training.batches import CorrectedRollout, forward_batch, trajectory_batch
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.policy_metadata import PolicyMetadata
+from ebbflow.training.update import PolicyUpdater
 
 FULL, LORA = PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4, alpha=8)
 TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"]
@@ -27,7 +27,7 @@ NFT = {"name": "diffusion_nft", "beta": 0.5, "noise_levels": 1}
 def stage_of(algorithm, **stage):
     """An online stage that trains with an algorithm, given as its keys or its name; nothing is clipped unless asked for."""
     algorithm = {"name": algorithm} if isinstance(algorithm, str) else algorithm
-    return OnlineStage.model_validate({"optimizer": {"max_grad_norm": 1e9}, **stage, "algorithm": algorithm})
+    return OnlineStageConfig.model_validate({"optimizer": {"max_grad_norm": 1e9}, **stage, "algorithm": algorithm})
 
 
 def sgd(policy, lr=0.1):
@@ -35,13 +35,13 @@ def sgd(policy, lr=0.1):
     return torch.optim.SGD(policy.parameters.values(), lr=lr)
 
 
-def learner_of(model, algorithm, config=FULL, lr=0.1, version=0, **stage):
-    """A learner of a new policy with every copy that the algorithm may ask for, all of them the base model."""
+def updater_of(model, algorithm, config=FULL, lr=0.1, version=0, **stage):
+    """A updater of a new policy with every copy that the algorithm may ask for, all of them the base model."""
     policy = Policy(model, config, 0)
     for name in ("old", "teacher", *(["ema"] if config.ema else [])):
         policy.ensure(name)
-    card = PolicyCard(base_digest="b", recipe_digest="r", config=config, version=version)
-    return Learner(policy, stage_of(algorithm, **stage), card, sgd(policy, lr))
+    metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=version)
+    return PolicyUpdater(policy, stage_of(algorithm, **stage), metadata, sgd(policy, lr))
 
 
 def samples(model, start=0, stop=6):
@@ -52,9 +52,9 @@ def samples(model, start=0, stop=6):
     return clean, model.encode_texts(TEXTS[start:stop]), advantage, SampleKeys(1, prompt_ids, [7] * len(prompt_ids))
 
 
-def forward_terms(model, stage, unit=ALONE, start=0, stop=6):
+def forward_rows(model, stage, group_index=ALONE, start=0, stop=6):
     """The forward-process terms of those samples."""
-    return forward_batch(*samples(model, start, stop), unit[start:stop], stage.hyper, visit=0)
+    return forward_batch(*samples(model, start, stop), group_index[start:stop], stage.hyper, visit=0)
 
 
 def rollout(model, sampler, steps=(0, 1, 2), precision="float32", micro_batch=4):
@@ -63,11 +63,11 @@ def rollout(model, sampler, steps=(0, 1, 2), precision="float32", micro_batch=4)
     return generate(model, conditioning, keys, sampler, Plan(steps, steps), micro_batch, precision).trajectory, conditioning, keys
 
 
-def trajectory_terms(model, stage, steps=(0, 1, 2), corrected=None):
+def trajectory_rows(model, stage, steps=(0, 1, 2), apply_rollout_correction=None):
     """The trajectory terms of a rollout of six samples under the policy as it is."""
     trajectory, conditioning, keys = rollout(model, stage.sampler, steps)
-    corrected = corrected or Corrected.nothing(trajectory)
-    return trajectory_batch(corrected, conditioning, samples(model)[2], keys, stage.sampler)
+    apply_rollout_correction = apply_rollout_correction or CorrectedRollout.nothing(trajectory)
+    return trajectory_batch(apply_rollout_correction, conditioning, samples(model)[2], keys, stage.sampler)
 
 
 def farthest(one, other):
@@ -82,8 +82,8 @@ def quietly(call, *args, **kwargs):
         return call(*args, **kwargs)
 
 
-def spoilt(batch, place, row, wrong):
+def spoilt(batch, field, row, wrong):
     """The batch with one wrong row."""
-    changed = getattr(batch, place).clone()
+    changed = getattr(batch, field).clone()
     changed[row] = wrong
-    return dataclasses.replace(batch, **{place: changed})
+    return dataclasses.replace(batch, **{field: changed})

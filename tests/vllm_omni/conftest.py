@@ -14,7 +14,7 @@ from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.vllm_omni import VARIABLE, VllmOmni
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 
 
@@ -26,29 +26,29 @@ def environment() -> None:
 
 
 @pytest.fixture(scope="session")
-def place_of(tiny_recipe: Callable[..., Recipe]) -> Callable[..., Place]:
+def context_of(tiny_recipe: Callable[..., Recipe]) -> Callable[..., StageContext]:
     """``place_of(family, train)``: an online stage with guidance, in micro-batches of three."""
 
-    def make(family: str, train: str) -> Place:
+    def make(family: str, train: str) -> StageContext:
         model: dict[str, Any] = {"guidance": 4.0, "max_tokens": 32}
         stage = {"kind": "online", "algorithm": {"name": "flow_grpo"}, "micro_batch": 3}
         policy = {"train": train, **({"rank": 4, "alpha": 12} if train == "lora" else {})}
-        return Place(tiny_recipe(family, model, stages=[stage], policy=policy), 0, 0)
+        return StageContext(tiny_recipe(family, model, stages=[stage], policy=policy), 0, 0)
 
     return make
 
 
 @pytest.fixture(scope="session")
-def both(place_of: Callable[..., Place]) -> Iterator[Callable[[str, str], Both]]:
+def both(context_of: Callable[..., StageContext]) -> Iterator[Callable[[str, str], Both]]:
     """``both(family, train)``: opened once, for opening takes half a minute; every test pushes what it needs."""
     opened: dict[tuple[str, str], Both] = {}
 
     def get(family: str, train: str) -> Both:
         if (family, train) not in opened:
-            place = place_of(family, train)
-            base = Path(place.recipe.model.path or "")
-            policy = Policy(load_model(base, place.recipe.model), place.recipe.policy, 0)
-            opened[family, train] = Both(place, VllmOmni(place, base), Diffusers(place, policy), policy)
+            ctx = context_of(family, train)
+            base = Path(ctx.recipe.model.path or "")
+            policy = Policy(load_model(base, ctx.recipe.model), ctx.recipe.policy, 0)
+            opened[family, train] = Both(ctx, VllmOmni(ctx, base), Diffusers(ctx, policy), policy)
         return opened[family, train]
 
     yield get

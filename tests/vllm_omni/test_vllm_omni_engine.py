@@ -16,13 +16,13 @@ from vllm_omni_cases import KEYS
 
 from ebbflow.flow.noise import noise
 from ebbflow.flow.windows import Plan
-from ebbflow.recipe.choices import Sampler
-from ebbflow.recipe.online import Parity
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.online import ParityConfig
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.rollouts.vllm_omni import EngineError, VllmOmni
 
 FAMILIES = ["sd3", "qwen_image"]
-SDE = Sampler(name="flow_sde", steps=6)
+SDE = SamplerConfig(name="flow_sde", steps=6)
 START, MIDDLE = Plan((0, 1), (0, 1)), Plan((2, 3), (2, 3), 0.5)
 ROUNDING = 1e-6
 """Of a log-prob in float32."""
@@ -57,10 +57,10 @@ def compare(both, conditioning, sampler, plan):
     [
         (SDE, START),
         (SDE, MIDDLE),
-        (Sampler(name="cps", steps=6), START),
+        (SamplerConfig(name="cps", steps=6), START),
         (SDE, None),
-        (Sampler(name="ode", steps=4), None),
-        (Sampler(name="dpm_solver", steps=4), None),
+        (SamplerConfig(name="ode", steps=4), None),
+        (SamplerConfig(name="dpm_solver", steps=4), None),
     ],
     ids=["window at the start", "window in the middle, and a tail", "cps", "sde without a plan", "ode", "dpm_solver"],
 )
@@ -95,13 +95,15 @@ def test_the_gate_passes_the_same_policy_and_refuses_one_that_was_not_pushed(bot
     both = both(family, "lora")
     both.change(seed=1)
     both.push()
-    for sampler in (SDE, Sampler(name="ode", steps=6)):
-        found = through_the_gate(both.engine, both.policy, both.conditioning, KEYS, sampler, Parity(samples=4, bar=ROUNDING))
+    for sampler in (SDE, SamplerConfig(name="ode", steps=6)):
+        found = through_the_gate(
+            both.engine, both.policy, both.conditioning, KEYS, sampler, ParityConfig(samples=4, bar=ROUNDING)
+        )
         assert found["parity/log_prob_max"] < ROUNDING
         assert found["parity/mean_shift"] < 1e-4
     both.change(seed=2)
     with pytest.raises(ParityError, match=r"differ by up to \d\.\d\de[+-]\d\d \(denoising step \d, prompt \d, sample \d+\)"):
-        through_the_gate(both.engine, both.policy, both.conditioning, KEYS, SDE, Parity(samples=4, bar=1e-5))
+        through_the_gate(both.engine, both.policy, both.conditioning, KEYS, SDE, ParityConfig(samples=4, bar=1e-5))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,9 +116,9 @@ def test_the_bytes_of_the_noise_do_not_depend_on_the_batch(both, family):
         assert torch.equal(rollouts.trajectory.latents[:, 0], wanted)
 
 
-def test_weights_that_do_not_fit_are_refused_by_the_name_of_the_call(place_of):
-    place = place_of("sd3", "lora")
-    engine = VllmOmni(place, Path(place.recipe.model.path))
+def test_weights_that_do_not_fit_are_refused_by_the_name_of_the_call(context_of):
+    ctx = context_of("sd3", "lora")
+    engine = VllmOmni(ctx, Path(ctx.recipe.model.path))
     wrong = {f"transformer_blocks.9.attn.to_q.lora_{side}.default.weight": torch.zeros(shape) for side, shape in SIDES.items()}
     with pytest.raises(EngineError, match=r"load_lora: .*could not take_lora: .*transformer_blocks\.9"):
         engine.load(wrong)
@@ -150,16 +152,16 @@ import sys, time
 from pathlib import Path
 from ebbflow.recipe import Recipe
 from ebbflow.rollouts.vllm_omni import VllmOmni
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 recipe = Recipe.model_validate_json(sys.argv[1])
-engine = VllmOmni(Place(recipe, 0, 0), Path(recipe.model.path))
+engine = VllmOmni(StageContext(recipe, 0, 0), Path(recipe.model.path))
 print(engine._process.pid, flush=True)
 time.sleep(600)
 """
 
 
-def test_the_engine_ends_with_a_trainer_that_was_killed(place_of):
-    recipe = place_of("sd3", "lora").recipe.model_dump_json()
+def test_the_engine_ends_with_a_trainer_that_was_killed(context_of):
+    recipe = context_of("sd3", "lora").recipe.model_dump_json()
     with subprocess.Popen([sys.executable, "-c", TRAINER, recipe], stdout=subprocess.PIPE, text=True) as trainer:
         engine = int(trainer.stdout.readline())
         os.kill(engine, 0)

@@ -16,12 +16,12 @@ from ebbflow.online.ray_actor import Folders
 from ebbflow.online.ray_placement import RayPlacement
 from ebbflow.online.roles import Generator, Trainer
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.rewards import Rewards
+from ebbflow.recipe.rewards import reward
 from ebbflow.rollouts.parity import ParityError
-from ebbflow.stage import Kept, Place
-from ebbflow.training.card import write_base_policy
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import Learner
+from ebbflow.training.policy_metadata import write_base_policy
+from ebbflow.training.update import PolicyUpdater
 
 SMALL = {"group_size": 3, "prompts_per_step": 2, "micro_batch": 3, "updates_per_step": 1, "window": {"kind": "fixed", "size": 2}}
 
@@ -29,7 +29,7 @@ SMALL = {"group_size": 3, "prompts_per_step": 2, "micro_batch": 3, "updates_per_
 def stage_of(kept, **online):
     """A stage on the engine, of a recipe's other keys."""
     stages = [{"kind": "online", "engine": "vllm_omni", "sampler": {"steps": 4}, **SMALL, **online}]
-    return Place(Recipe.model_validate({**kept.model_dump(mode="json", exclude={"stages"}), "stages": stages}), 0, 0)
+    return StageContext(Recipe.model_validate({**kept.model_dump(mode="json", exclude={"stages"}), "stages": stages}), 0, 0)
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def run(both, make_prompts, scorer):
 
     def stage(family, train, **online):
         one = both(family, train)
-        place, journal = stage_of(one.place.recipe, **online), Kept()
-        policy = Policy(load_model(Path(place.recipe.model.path), place.recipe.model), place.recipe.policy, 0)
-        if place.keeps_old:
+        ctx, recorder = stage_of(one.ctx.recipe, **online), MetricsRecorder()
+        policy = Policy(load_model(Path(ctx.recipe.model.path), ctx.recipe.model), ctx.recipe.policy, 0)
+        if ctx.keeps_old:
             policy.ensure("old")
         before = {name: value.detach().clone() for name, value in policy.parameters.items()}
-        trainer = Trainer(place, Learner(policy, place.online))
-        run_online_stage(place, InProcess(trainer, Generator(one.engine), scorer, shares=False), make_prompts(4), journal)
-        return before, policy.parameters, journal.metrics
+        trainer = Trainer(ctx, PolicyUpdater(policy, ctx.online))
+        run_online_stage(ctx, InProcess(trainer, Generator(one.engine), scorer, shares=False), make_prompts(4), recorder)
+        return before, policy.parameters, recorder.metrics
 
     return stage
 
@@ -84,22 +84,22 @@ def test_an_engine_that_is_off_is_refused_before_a_step(run):
         run("sd3", "lora", steps=1, parity={"bar": 1e-12})
 
 
-def test_the_engine_runs_in_rollout_workers_of_their_own(place_of, make_prompts, tmp_path):
+def test_the_engine_runs_in_rollout_workers_of_their_own(context_of, make_prompts, tmp_path):
     """On Ray: the worker's engine receives every version through the object store; nothing else is different."""
     share = {"cpus": 0.3}
     roles = {"training": share, "rollout": share, "reward": share}
-    recipe = place_of("sd3", "lora").recipe
-    recipe = recipe.model_copy(update={"rewards": Rewards(terms=["jpeg_compressibility"], guards=[])})
-    place, journal = stage_of(recipe, steps=3, mode="one_step_off", placement="ray", resources=roles), Kept()
+    recipe = context_of("sd3", "lora").recipe
+    recipe = recipe.model_copy(update={"rewards": [reward("jpeg_compressibility")], "guardrails": []})
+    ctx, recorder = stage_of(recipe, steps=3, mode="one_step_off", placement="ray", resources=roles), MetricsRecorder()
     base, start = Path(recipe.model.path), tmp_path / "start"
-    write_base_policy(start, "a base", place.recipe.digest, place.recipe.policy, place.recipe.model)
+    write_base_policy(start, "a base", ctx.recipe.digest, ctx.recipe.policy, ctx.recipe.model)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        with closing(RayPlacement(place, Folders.at(base, start))) as placement:
-            run_online_stage(place, placement, make_prompts(4), journal)
+        with closing(RayPlacement(ctx, Folders.at(base, start))) as placement:
+            run_online_stage(ctx, placement, make_prompts(4), recorder)
     finally:
         ray.shutdown()
-    assert [step["parity/log_prob_max"] < 1e-5 for step in journal.metrics[:2]] == [True, True]
-    assert [step["staleness/max"] for step in journal.metrics] == [0, 1, 1]
-    assert journal.metrics[2]["rollout/delta_max"] > 1e-7, "one step old"
-    assert journal.metrics[2]["ratio/first_deviation"] > 0
+    assert [step["parity/log_prob_max"] < 1e-5 for step in recorder.metrics[:2]] == [True, True]
+    assert [step["staleness/max"] for step in recorder.metrics] == [0, 1, 1]
+    assert recorder.metrics[2]["rollout/delta_max"] > 1e-7, "one step old"
+    assert recorder.metrics[2]["ratio/first_deviation"] > 0

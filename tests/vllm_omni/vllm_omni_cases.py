@@ -11,7 +11,7 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.vllm_omni import VllmOmni
-from ebbflow.stage import Place
+from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 
 TEXTS = ["two cats", "a red bicycle leans against a blue wall", 'a sign that says "OPEN"', "snow", "a boat on a lake"]
@@ -22,7 +22,7 @@ KEYS = SampleKeys(3, [4, 4, 5, 6, 6], [0, 1, 0, 2**40, 7])
 class Both:
     """The engine and the reference of one base model, with one policy that both are given."""
 
-    place: Place
+    ctx: StageContext
     engine: VllmOmni
     reference: Diffusers
     policy: Policy
@@ -38,7 +38,7 @@ class Both:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.policy.parameters.items():
-                moves = "lora_B" in name or self.place.recipe.policy.train == "full"
+                moves = "lora_B" in name or self.ctx.recipe.policy.train == "full"
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(noise, alpha=scale * (0.2 if "lora_B" in name else 0.02) if moves else 0)
 

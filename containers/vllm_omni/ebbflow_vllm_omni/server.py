@@ -15,7 +15,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from ebbflow.models.base import DTYPES
 from ebbflow.models.families import adapter_of
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import ModelConfig
 from ebbflow.rollouts.wire import Header, Task, Tensors, serve
 from ebbflow_vllm_omni.pipeline import EbbflowPipeline
 from ebbflow_vllm_omni.worker import POLICY, Weights

@@ -13,7 +13,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
 from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, pack
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import ModelConfig
 
 
 class FluxModel(PackedPipelineModel):

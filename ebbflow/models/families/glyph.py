@@ -25,8 +25,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.folder import INDEX, reading
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import GlyphTraining, Precision
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig, Precision
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PIXEL_SHIFT, PIXEL_SCALE = 0.55, 0.75
@@ -82,7 +81,7 @@ class GlyphModel:
 
     @classmethod
     def _read(cls, folder: Path, precision: Precision) -> Self:
-        size = GlyphTraining.model_validate_json((folder / SIZE).read_bytes())
+        size = GlyphTrainingConfig.model_validate_json((folder / SIZE).read_bytes())
         if size.model_fields_set != {"height", "width"}:
             raise ValueError(f"{SIZE} must hold height and width")
         transformer = _read_network(SD3Transformer2DModel, folder / "transformer")
@@ -186,7 +185,7 @@ def _read_network(kind: Any, folder: Path) -> Any:
     return network
 
 
-def new_glyph(config: GlyphTraining) -> GlyphModel:
+def new_glyph(config: GlyphTrainingConfig) -> GlyphModel:
     """A glyph model with random weights (1.7 million parameters, and a text encoder of 57 thousand)."""
     transformer = SD3Transformer2DModel(
         sample_size=max(config.height, config.width),

@@ -18,7 +18,7 @@ from transformers import Qwen2VLProcessor
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, channel_statistics, pack
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import ModelConfig
 
 PIXELS_PER_TOKEN = 28 * 28
 """Qwen2.5-VL (2502.13923) makes a token of a square of 28 pixels."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.pipeline import PipelineModel, channel_statistics
-from ebbflow.recipe.model import Model as ModelConfig
+from ebbflow.recipe.model import ModelConfig
 
 
 class WanModel(PipelineModel):

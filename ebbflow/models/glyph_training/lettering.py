@@ -1,4 +1,4 @@
-"""Text as pixels: what the glyph model learns from, and the clean rendering that the ``similarity`` guard compares with.
+"""Text as pixels: what the glyph model learns from, and the clean rendering that the ``similarity`` guardrail compares with.
 
 Bold DejaVu Sans Mono, which matplotlib carries, laid out by Pillow's own engine: the same bytes wherever the same Pillow runs.
 """
@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 MARGIN = 1
 """White pixels kept on every side of a clean rendering."""
-SMALLEST = 5.0
+MIN_SIZE = 5.0
 """Font size in pixels below which nobody could read the letters."""
 ADVANCE = 0.602
 """Width of every letter of the font, in font sizes."""
@@ -92,7 +92,7 @@ def _centre(low: float, high: float, length: int, shift: float) -> float:
 def _largest_size(text: str, height: int, width: int) -> float:
     _check_letters(text)
     size = _widest_size(len(text), width)
-    while size >= SMALLEST:
+    while size >= MIN_SIZE:
         _, top, _, bottom = _ink(text, size)
         if bottom - top <= height - 2 * MARGIN:
             return size
@@ -104,7 +104,7 @@ def _largest_size(text: str, height: int, width: int) -> float:
 def _widest_size(letters: int, width: int) -> float:
     # Letters advance by whole pixels, so a size may fit that is up to half a pixel a letter above the exact quotient.
     size = _quarters(((width - 2 * MARGIN) / letters + 0.5) / ADVANCE)
-    while size >= SMALLEST and letters * _font(size).getlength("M") > width - 2 * MARGIN:
+    while size >= MIN_SIZE and letters * _font(size).getlength("M") > width - 2 * MARGIN:
         size -= 0.25
     return size
 

@@ -12,11 +12,11 @@ from tqdm import tqdm
 
 from ebbflow.models.families.glyph import ALPHABET, GlyphModel, new_glyph, to_latents
 from ebbflow.models.glyph_training.lettering import render_batch
-from ebbflow.recipe.model import GlyphTraining
+from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.storage.artifacts import new_folder
 
 
-def train_glyph_base(config: GlyphTraining, folder: Path) -> None:
+def train_glyph_base(config: GlyphTrainingConfig, folder: Path) -> None:
     """Train a glyph model and leave it at ``folder``, committed, in the Hugging Face layout.
 
     Loss: mean((v - (eps - x0))^2) with sigma = sigmoid(.8 + N(0, 1)), which favours the noisy end, where the letters are
@@ -44,7 +44,7 @@ def train_glyph_base(config: GlyphTraining, folder: Path) -> None:
         model.save(unfinished)
 
 
-def _batch(config: GlyphTraining, rng: np.random.Generator, noisy_captions: bool) -> tuple[torch.Tensor, list[str]]:
+def _batch(config: GlyphTrainingConfig, rng: np.random.Generator, noisy_captions: bool) -> tuple[torch.Tensor, list[str]]:
     """Latents [batch, 1, height, width] of random strings, and their captions."""
     letters = rng.integers(len(ALPHABET), size=(config.batch, config.letters))
     images = render_batch(_strings(letters), config.height, config.width, rng)

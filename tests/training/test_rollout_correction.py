@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training_cases import learner_of, rollout, samples
+from training_cases import rollout, samples, updater_of
 
 from ebbflow.models import load_model
-from ebbflow.training.anchor import corrected
 from ebbflow.training.batches import trajectory_batch
+from ebbflow.training.rollout_correction import apply_rollout_correction
 from tests.parameters import move, values
 
 DECOUPLED = {"mode": "decoupled", "weights": "truncated"}
@@ -20,26 +20,26 @@ def stage_keys(correction, **rest):
     return {"sampler": {"steps": 5}, "correction": correction, "micro_batch": 5, **rest}
 
 
-def correct(learner, made):
+def correct(updater, made):
     """(what the correction says of a rollout, its metrics, the terms that it leaves)."""
     trajectory, conditioning, keys = made
-    found, metrics = corrected(learner.policy, learner.stage, trajectory, conditioning, keys)
-    advantage = samples(learner.policy.model)[2]
-    return found, metrics, trajectory_batch(found, conditioning, advantage, keys, learner.stage.sampler)
+    found, metrics = apply_rollout_correction(updater.policy, updater.stage, trajectory, conditioning, keys)
+    advantage = samples(updater.policy.model)[2]
+    return found, metrics, trajectory_batch(found, conditioning, advantage, keys, updater.stage.sampler)
 
 
-def update(learner, made):
-    return learner.update(correct(learner, made)[2], 2)
+def update(updater, made):
+    return updater.update(correct(updater, made)[2], 2)
 
 
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde"])
 @pytest.mark.parametrize("correction", [DECOUPLED, {"weights": "masked"}, {"reject": "k3", "weights": "none"}], ids=str)
 def test_exact_rollouts_need_no_correction(model, correction, sampler):
     stage = stage_keys(correction) | {"sampler": {"name": sampler, "steps": 5}}
-    learner = learner_of(model, "mix_grpo", **stage)
-    move(learner.policy)
-    made = rollout(model, learner.stage.sampler, STEPS)
-    found, metrics, batch = correct(learner, made)
+    updater = updater_of(model, "mix_grpo", **stage)
+    move(updater.policy)
+    made = rollout(model, updater.stage.sampler, STEPS)
+    found, metrics, batch = correct(updater, made)
     assert metrics["rollout/delta_max"] < 1e-6
     assert metrics["rollout/chi2_sum"] == pytest.approx(0, abs=2e-3)
     assert metrics["rollout/rejected"] == metrics["rollout/clipped_up"] == metrics["rollout/clipped_down"] == 0
@@ -47,23 +47,23 @@ def test_exact_rollouts_need_no_correction(model, correction, sampler):
     assert torch.allclose(found.weight, torch.ones(6, 3), atol=1e-3)  # exp(512 delta)
     assert torch.allclose(found.old_log_prob, made[0].log_probs, atol=1e-6)
     assert torch.allclose(found.old_mean, made[0].means, atol=1e-5)
-    assert len(batch.points) == 18
+    assert len(batch.inputs) == 18
 
 
 def test_a_correction_of_exact_rollouts_changes_no_step(base_folder):
     after = []
     for correction in (None, DECOUPLED):
-        learner = learner_of(load_model(base_folder), "mix_grpo", **stage_keys(correction))
-        move(learner.policy)
-        update(learner, rollout(learner.policy.model, learner.stage.sampler, STEPS))
-        after.append(values(learner.policy))
+        updater = updater_of(load_model(base_folder), "mix_grpo", **stage_keys(correction))
+        move(updater.policy)
+        update(updater, rollout(updater.policy.model, updater.stage.sampler, STEPS))
+        after.append(values(updater.policy))
     assert all(torch.allclose(after[0][name], after[1][name], atol=1e-5) for name in after[0])
 
 
 def test_without_a_correction_the_rollout_stands_as_it_is(model):
-    learner = learner_of(model, "mix_grpo", **stage_keys(None))
-    made = rollout(model, learner.stage.sampler, STEPS, "bfloat16")
-    found, metrics, _ = correct(learner, made)
+    updater = updater_of(model, "mix_grpo", **stage_keys(None))
+    made = rollout(model, updater.stage.sampler, STEPS, "bfloat16")
+    found, metrics, _ = correct(updater, made)
     assert metrics == {}
     assert torch.equal(found.old_log_prob, made[0].log_probs)
     assert torch.equal(found.old_mean, made[0].means)
@@ -75,16 +75,16 @@ def test_the_ratio_of_a_rough_rollout_is_against_what_the_mode_says(model):
     """Rolled out in bfloat16: the ratio starts off 1 in bypass mode, and at 1 against the training policy's own log-probs."""
     first = {}
     for name, correction in {"none": None, "bypass": BYPASS, "decoupled": DECOUPLED}.items():
-        learner = learner_of(model, "mix_grpo", lr=0, **stage_keys(correction))
-        first[name] = update(learner, rollout(model, learner.stage.sampler, STEPS, "bfloat16"))["ratio/deviation"]
+        updater = updater_of(model, "mix_grpo", lr=0, **stage_keys(correction))
+        first[name] = update(updater, rollout(model, updater.stage.sampler, STEPS, "bfloat16"))["ratio/deviation"]
     assert first["decoupled"] < 1e-6 < first["bypass"]
     assert first["bypass"] == pytest.approx(first["none"], rel=1e-6)
 
 
 def test_rough_rollouts_are_weighted_by_the_ratio_of_the_densities(model):
-    learner = learner_of(model, "mix_grpo", **stage_keys({"weights": "truncated", "high": 1.01}))
-    made = rollout(model, learner.stage.sampler, STEPS, "bfloat16")
-    found, metrics, batch = correct(learner, made)
+    updater = updater_of(model, "mix_grpo", **stage_keys({"weights": "truncated", "high": 1.01}))
+    made = rollout(model, updater.stage.sampler, STEPS, "bfloat16")
+    found, metrics, batch = correct(updater, made)
     delta = found.old_log_prob - made[0].log_probs
     assert metrics["rollout/delta_max"] == pytest.approx(delta.abs().max().item(), rel=1e-4)
     assert metrics["rollout/delta_max"] > 1e-6
@@ -98,46 +98,46 @@ def test_rough_rollouts_are_weighted_by_the_ratio_of_the_densities(model):
 
 def test_stale_rollouts_are_those_of_another_policy(model):
     """Rolled out by a policy that has since moved: the log-probs are recomputed under the one that trains."""
-    learner = learner_of(model, "mix_grpo", **stage_keys(DECOUPLED))
-    made = rollout(model, learner.stage.sampler, STEPS)
-    move(learner.policy, 0.01)
-    found, metrics, batch = correct(learner, made)
+    updater = updater_of(model, "mix_grpo", **stage_keys(DECOUPLED))
+    made = rollout(model, updater.stage.sampler, STEPS)
+    move(updater.policy, 0.01)
+    found, metrics, batch = correct(updater, made)
     assert metrics["rollout/delta_mean"] > 1e-5
-    assert learner.update(batch, 2)["ratio/deviation"] < 1e-6
-    with learner.policy.using("reference"):
-        again = correct(learner, made)[1]
+    assert updater.update(batch, 2)["ratio/deviation"] < 1e-6
+    with updater.policy.using("reference"):
+        again = correct(updater, made)[1]
     assert again["rollout/delta_max"] < 1e-6
     assert not found.weight.requires_grad
 
 
 def test_rejected_terms_leave_the_mean(model):
     """A step on what is left over is a step on those terms alone: the others count in no denominator."""
-    learner = learner_of(model, "mix_grpo", lr=0, **stage_keys({"weights": "masked", "low": 0.95, "high": 1.05}))
-    made = rollout(model, learner.stage.sampler, STEPS, "bfloat16")
-    found, metrics, batch = correct(learner, made)
+    updater = updater_of(model, "mix_grpo", lr=0, **stage_keys({"weights": "masked", "low": 0.95, "high": 1.05}))
+    made = rollout(model, updater.stage.sampler, STEPS, "bfloat16")
+    found, metrics, batch = correct(updater, made)
     kept = int(found.keep.sum())
     assert 2 <= kept < 18
-    assert len(batch.points) == kept
+    assert len(batch.inputs) == kept
     assert metrics["rollout/clipped_up"] + metrics["rollout/clipped_down"] == pytest.approx(1 - kept / 18)
     # At the first step every ratio is 1, and the loss of a term is -A times its weight.
     advantage = samples(model)[2][:, None].expand(6, 3)
     expected = (-advantage * found.weight)[found.keep].mean().item()
-    assert learner.update(batch, 2)["loss"] == pytest.approx(expected, rel=1e-3)
+    assert updater.update(batch, 2)["loss"] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("reject", ["k1", "k2", "k3"])
 def test_a_rejection_drops_the_terms_above_the_threshold(model, reject):
-    learner = learner_of(model, "mix_grpo", **stage_keys({"weights": "none", "reject": reject, "reject_above": 1e-9}))
-    made = rollout(model, learner.stage.sampler, STEPS, "bfloat16")
-    delta = correct(learner, made)[0].old_log_prob - made[0].log_probs
+    updater = updater_of(model, "mix_grpo", **stage_keys({"weights": "none", "reject": reject, "reject_above": 1e-9}))
+    made = rollout(model, updater.stage.sampler, STEPS, "bfloat16")
+    delta = correct(updater, made)[0].old_log_prob - made[0].log_probs
     dims = made[0].latents[0, 0].numel()
     divergence = {"k1": dims * delta.abs(), "k2": (dims * delta) ** 2 / 2, "k3": torch.expm1(dims * delta) - dims * delta}[reject]
     threshold = divergence.median().item()
-    learner.stage = learner.stage.model_copy(
-        update={"correction": learner.stage.correction.model_copy(update={"reject_above": threshold})}
+    updater.stage = updater.stage.model_copy(
+        update={"correction": updater.stage.correction.model_copy(update={"reject_above": threshold})}
     )
-    found, metrics, batch = correct(learner, made)
-    assert len(batch.points) == int(found.keep.sum())
-    assert abs(len(batch.points) - 9) <= 1
-    assert metrics["rollout/rejected"] == pytest.approx(1 - len(batch.points) / 18)
+    found, metrics, batch = correct(updater, made)
+    assert len(batch.inputs) == int(found.keep.sum())
+    assert abs(len(batch.inputs) - 9) <= 1
+    assert metrics["rollout/rejected"] == pytest.approx(1 - len(batch.inputs) / 18)
     assert (batch.weight == 1).all()

@@ -8,12 +8,11 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from ebbflow.recipe.base import Strict, explain
-from ebbflow.recipe.model import Model as ModelConfig
-from ebbflow.recipe.recipe import Evaluation
-from ebbflow.recipe.recipe import Policy as PolicyConfig
+from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.recipe import EvaluationConfig, PolicyConfig
 from ebbflow.storage.artifacts import new_folder, verify
 
-CARD = "policy.json"
+METADATA = "policy.json"
 STATISTICS = "prompt_statistics.json"
 AGAIN = "copy the folder again or make it again"
 ITERATE = "iterate"  # the parameters themselves, where the folder's weights are their average
@@ -33,7 +32,7 @@ class Progress(Strict):
     """Optimiser steps."""
 
 
-class PolicyCard(Strict):
+class PolicyMetadata(Strict):
     """``policy.json``: what a policy folder holds and where it comes from."""
 
     base_digest: str
@@ -42,7 +41,7 @@ class PolicyCard(Strict):
     config: PolicyConfig
     model: ModelConfig = ModelConfig()
     """The base model, and how it draws."""
-    steps: int = Evaluation().steps
+    steps: int = EvaluationConfig().steps
     """Denoising steps that it is evaluated with, and served."""
     start: str | None = None
     """Where the policy came from that this one was started at, if it was not the base model."""
@@ -55,20 +54,22 @@ class PolicyCard(Strict):
     """Labels of the stages behind it. No times: the same recipe gives the same bytes."""
 
 
-def progress_of(card: PolicyCard, algorithm: str) -> Progress:
+def progress_of(metadata: PolicyMetadata, algorithm: str) -> Progress:
     """Where the algorithm's schedules start: where it stopped, if it was the last to train the policy."""
-    return card.progress if card.progress.algorithm == algorithm else Progress(algorithm=algorithm)
+    return metadata.progress if metadata.progress.algorithm == algorithm else Progress(algorithm=algorithm)
 
 
-def read_card(folder: Path) -> PolicyCard:
+def read_policy_metadata(folder: Path) -> PolicyMetadata:
     """The card of a whole policy folder."""
     verify(folder)
-    if not (folder / CARD).is_file():
-        raise PolicyError(f"{folder} is no policy folder: it has no {CARD}")
+    if not (folder / METADATA).is_file():
+        raise PolicyError(f"{folder} is no policy folder: it has no {METADATA}")
     try:
-        return PolicyCard.model_validate_json((folder / CARD).read_bytes())
+        return PolicyMetadata.model_validate_json((folder / METADATA).read_bytes())
     except ValidationError as error:
-        raise PolicyError(f"{folder / CARD} says what this Ebbflow does not know:\n{explain(error, PolicyCard)}") from None
+        raise PolicyError(
+            f"{folder / METADATA} says what this Ebbflow does not know:\n{explain(error, PolicyMetadata)}"
+        ) from None
 
 
 def write_base_policy(
@@ -77,9 +78,9 @@ def write_base_policy(
     recipe_digest: str,
     config: PolicyConfig,
     model: ModelConfig = ModelConfig(),
-    steps: int = Evaluation().steps,
+    steps: int = EvaluationConfig().steps,
 ) -> None:
     """The policy folder of the untouched base model: version 0, no weights of its own."""
-    card = PolicyCard(base_digest=base_digest, recipe_digest=recipe_digest, config=config, model=model, steps=steps)
+    metadata = PolicyMetadata(base_digest=base_digest, recipe_digest=recipe_digest, config=config, model=model, steps=steps)
     with new_folder(folder) as unfinished:
-        (unfinished / CARD).write_text(card.model_dump_json(indent=2))
+        (unfinished / METADATA).write_text(metadata.model_dump_json(indent=2))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ebbflow.algorithms.base import ForwardTerms, TrajectoryTerms
+from ebbflow.algorithms.base import ForwardRows, TrajectoryRows
 from ebbflow.flow.transition import Transition, log_prob, sample, transition
 
 SHAPE = (2, 3)
@@ -32,40 +32,40 @@ def wide(values):
     return values[:, None, None]
 
 
-def gradient(algorithm, terms, config, at):
+def gradient(algorithm, rows, config, at):
     """Of the sum of the losses; a row of it is that of the row's own loss wherever rows do not share a unit."""
-    loss, _ = algorithm.loss(terms, config)
+    loss, _ = algorithm.loss(rows, config)
     return torch.autograd.grad(loss.sum(), at, retain_graph=True)[0]
 
 
 # Forward-process terms
 
 
-def forward_terms(advantage, unit=None, seed=0):
+def forward_rows(advantage, group_index=None, seed=0):
     """Random terms with a velocity that is a leaf, all copies, and sigma and noise shared inside a unit."""
     rows = len(advantage)
-    unit = torch.arange(rows) if unit is None else torch.tensor(unit)
+    group_index = torch.arange(rows) if group_index is None else torch.tensor(group_index)
     fresh = [normal(rows, *SHAPE, seed=10 * seed + index) for index in range(6)]
     sigma = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 0.9 + 0.05
-    return ForwardTerms(
+    return ForwardRows(
         clean=fresh[0],
-        noise=fresh[1][unit],
-        sigma=sigma[unit],
+        noise=fresh[1][group_index],
+        sigma=sigma[group_index],
         velocity=fresh[2].requires_grad_(),
         copies={"old": fresh[3], "reference": fresh[4], "teacher": fresh[5]},
         advantage=doubles(advantage),
-        unit=unit,
+        group_index=group_index,
     )
 
 
-def at_velocity(terms, velocity):
+def at_velocity(rows, velocity):
     """The same terms under another policy, whose velocity is a leaf."""
-    return replace(terms, velocity=velocity.detach().clone().requires_grad_())
+    return replace(rows, velocity=velocity.detach().clone().requires_grad_())
 
 
-def target(terms):
+def target(rows):
     """u."""
-    return terms.noise - terms.clean
+    return rows.noise - rows.clean
 
 
 # Trajectory terms
@@ -85,12 +85,12 @@ class Rollout:
     def step(self, velocity) -> Transition:
         return transition(self.sampler, self.latents, velocity, SIGMAS, self.steps)
 
-    def terms(self, velocity, **copies):
+    def rows(self, velocity, **copies):
         """Its terms under a policy that predicts ``velocity``; ``copies`` by their velocities."""
         old, step = self.step(self.old), self.step(velocity)
         after = sample(old, self.noise)
         copies = {name: self.step(value) for name, value in copies.items()}
-        return TrajectoryTerms(step, log_prob(step, after), old.mean, log_prob(old, after), copies, self.advantage)
+        return TrajectoryRows(step, log_prob(step, after), old.mean, log_prob(old, after), copies, self.advantage)
 
 
 def rollout(sampler="flow_sde", rows=10, seed=0):

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ebbflow.recipe.algorithms import SFT, DiffusionDPO
+from ebbflow.recipe.algorithms import DiffusionDPOConfig, SFTConfig
 
 
-def each(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any) -> list[np.ndarray]:
+def each_kept_sample(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any) -> list[np.ndarray]:
     """Every kept sample by itself."""
     return list(np.flatnonzero(keep)[:, None])
 
 
-def everything(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any) -> list[np.ndarray]:
+def all_samples(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any) -> list[np.ndarray]:
     """Every sample by itself, whatever its reward said."""
     return list(np.arange(len(keep))[:, None])
 
@@ -28,13 +28,13 @@ def groups(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, conf
     return _groups(keep, prompt_ids)
 
 
-def best(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: SFT) -> list[np.ndarray]:
+def best(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: SFTConfig) -> list[np.ndarray]:
     """The best ``config.best`` samples of each group, each by itself."""
     ranked = [group[np.argsort(-advantage[group], kind="stable")] for group in _groups(keep, prompt_ids)]
     return [sample for group in ranked for sample in group[: config.best, None]]
 
 
-def pairs(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: DiffusionDPO) -> list[np.ndarray]:
+def pairs(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: DiffusionDPOConfig) -> list[np.ndarray]:
     """(better, worse) of each group: its best with its worst, the second best with the second worst and so on; no ties."""
     found = []
     for group in _groups(keep, prompt_ids):

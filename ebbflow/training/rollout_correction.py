@@ -13,22 +13,22 @@ from ebbflow.algorithms.correction import correct, correction_metrics, diagnosti
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.models.base import Conditioning, predict
-from ebbflow.recipe.choices import Correction
+from ebbflow.recipe.choices import CorrectionConfig
 from ebbflow.recipe.model import Precision
-from ebbflow.recipe.stages import OnlineStage, Stage
-from ebbflow.training.batches import Corrected, trajectory_batch
+from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
+from ebbflow.training.batches import CorrectedRollout, trajectory_batch
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy
 
 
-def corrected(
+def apply_rollout_correction(
     policy: Policy,
-    stage: Stage,
+    stage: StageConfig,
     trajectory: Trajectory,
     conditioning: Conditioning,
     keys: SampleKeys,
-    owner: Tensor | None = None,
-) -> tuple[Corrected, dict[str, float]]:
+    sample_index: Tensor | None = None,
+) -> tuple[CorrectedRollout, dict[str, float]]:
     """The rollout as the stage's correction sees it, and the diagnostics; without a correction, the rollout as it is.
 
     Every process of an FSDP group calls it with the same arguments and gets the same result, where the trajectory lies; each
@@ -39,11 +39,11 @@ def corrected(
         conditioning: where the policy is.
         owner: integer [N], the row of ``conditioning`` of each sample; left out, it has a row for each of them.
     """
-    as_it_is, correction = Corrected.nothing(trajectory), correction_of(stage, policy.model.precision)
+    as_it_is, correction = CorrectedRollout.nothing(trajectory), correction_of(stage, policy.model.precision)
     if correction is None:
         return as_it_is, {}
     mine = _share(len(keys))
-    rows = mine if owner is None else owner[mine]
+    rows = mine if sample_index is None else sample_index[mine]
     mean, log_prob = _under(policy, stage, as_it_is.take(mine), conditioning.rows(rows), keys.take(mine.numpy()))
     log_prob = _of_all(log_prob, trajectory.log_probs)
     delta = log_prob - trajectory.log_probs
@@ -53,15 +53,15 @@ def corrected(
     shown = {name: value.item() for name, value in metrics.items()}
     if correction.mode == "bypass":
         return replace(as_it_is, weight=weight, keep=keep), shown
-    return Corrected(trajectory, _of_all(mean, trajectory.means), log_prob, weight, keep), shown
+    return CorrectedRollout(trajectory, _of_all(mean, trajectory.means), log_prob, weight, keep), shown
 
 
-def correction_of(stage: Stage, precision: Precision) -> Correction | None:
+def correction_of(stage: StageConfig, precision: Precision) -> CorrectionConfig | None:
     """The recipe's; without one, rollouts of anything but the policy as it is are watched and nothing else is done about them."""
     rough = (stage.rollout_precision or precision) != precision
-    apart = isinstance(stage, OnlineStage) and (stage.mode != "sync" or stage.engine != "diffusers")
+    apart = isinstance(stage, OnlineStageConfig) and (stage.mode != "sync" or stage.engine != "diffusers")
     if stage.correction is None and (rough or apart):
-        return Correction(mode="bypass", weights="none")
+        return CorrectionConfig(mode="bypass", weights="none")
     return stage.correction
 
 
@@ -85,17 +85,17 @@ def _of_all(mine: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _under(
-    policy: Policy, stage: Stage, rollout: Corrected, conditioning: Conditioning, keys: SampleKeys
+    policy: Policy, stage: StageConfig, rollout: CorrectedRollout, conditioning: Conditioning, keys: SampleKeys
 ) -> tuple[Tensor, Tensor]:
     """(mu [N, W, ...], log-prob [N, W]) of every term of N samples under the policy as it is now."""
     rollout = rollout.to(conditioning.device)
     no_advantage = rollout.old_log_prob.new_zeros(len(keys))
     batch = trajectory_batch(rollout, conditioning, no_advantage, keys, stage.sampler)
     found = []
-    for start in range(0, len(batch.points), stage.micro_batch):
-        part, points = slice(start, start + stage.micro_batch), batch.points
-        velocity = predict(policy.model, *points.at(part))
-        terms = batch.terms(part, velocity, {})
-        found.append((terms.transition.mean, terms.log_prob))
+    for start in range(0, len(batch.inputs), stage.micro_batch):
+        part, inputs = slice(start, start + stage.micro_batch), batch.inputs
+        velocity = predict(policy.model, *inputs.at(part))
+        rows = batch.rows(part, velocity, {})
+        found.append((rows.transition.mean, rows.log_prob))
     means, log_probs = zip(*found, strict=True)
     return torch.cat(means).view_as(rollout.old_mean), torch.cat(log_probs).view_as(rollout.old_log_prob)

@@ -1,0 +1,87 @@
+"""What a training stage takes over from the policy folder before it, and what it leaves behind in its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from ebbflow.algorithms.advantages import PromptStatistics
+from ebbflow.data.records import StageRecord
+from ebbflow.models import Model, load_model
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.base import sanitize
+from ebbflow.stage import StageContext
+from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import AGAIN, ITERATE, STATISTICS, PolicyError, PolicyMetadata, read_policy_metadata
+from ebbflow.training.update import PolicyUpdater
+
+
+def open_model(recipe: Recipe, base: Path) -> Model:
+    """Load the base model with the recipe's number of threads."""
+    torch.set_num_threads(recipe.threads)
+    return load_model(base, recipe.model)
+
+
+def open_policy(
+    ctx: StageContext, model: Model, folder: Path, teacher: Path | None = None, shard: bool = False
+) -> tuple[Policy, PolicyMetadata]:
+    """The policy of a folder, ready for a stage, with every copy that the stage needs.
+
+    Copies that the folder brought along are kept; the others start at its parameters.
+    """
+    policy = Policy(model, ctx.recipe.policy, ctx.recipe.seed, shard)
+    metadata = policy.load(folder, to_train=True)
+    if metadata.progress.algorithm != ctx.config.algorithm_name:
+        policy.copies.pop("old", None)
+    if teacher:
+        _require_same_base(metadata, read_policy_metadata(teacher), teacher)
+        policy.load_copy("teacher", teacher)
+    if ctx.keeps_old:
+        policy.ensure("old")
+    if ctx.recipe.policy.ema:
+        policy.ensure("ema")
+    return policy, metadata
+
+
+def _require_same_base(metadata: PolicyMetadata, other: PolicyMetadata, folder: Path) -> None:
+    if (other.model.family, other.base_digest) != (metadata.model.family, metadata.base_digest):
+        raise PolicyError(
+            f"the teacher in {folder} was trained from the {other.model.family} model {other.base_digest[:12]} and this policy "
+            f"from the {metadata.model.family} model {metadata.base_digest[:12]}; take a teacher of the same base"
+        )
+
+
+def read_history(ctx: StageContext, metadata: PolicyMetadata, folder: Path) -> PromptStatistics:
+    """The rewards of each prompt so far: those in the policy folder, if the same algorithm left them there."""
+    path = folder / STATISTICS
+    if metadata.progress.algorithm != ctx.config.algorithm_name or not path.exists():
+        return PromptStatistics()
+    try:
+        return PromptStatistics.from_state(json.loads(path.read_bytes()))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise PolicyError(f"{path} holds no rewards of prompts ({sanitize(str(error), 200)}); {AGAIN}") from None
+
+
+def save_policy(
+    ctx: StageContext,
+    updater: PolicyUpdater,
+    metadata: PolicyMetadata,
+    record: StageRecord,
+    folder: Path,
+    write: bool = True,
+    history: PromptStatistics | None = None,
+) -> None:
+    """Write the policy folder that a stage leaves behind; ``metadata`` is the one it started from."""
+    trained = metadata.model_copy(
+        update={
+            "recipe_digest": ctx.recipe.digest,
+            "version": metadata.version + updater.updates,
+            "progress": updater.progress,
+            "copies": (*(["old"] if ctx.keeps_old else []), *([ITERATE] if ctx.recipe.policy.ema else [])),
+            "stages": (*metadata.stages, record.label),
+        }
+    )
+    statistics = history.state() if history and ctx.config.advantages.running else None
+    updater.policy.save(folder, trained, write, statistics)
