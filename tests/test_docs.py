@@ -127,6 +127,12 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page.relative_to(ROOT).as_posix() for page in PAGES if page != index and page not in found] == []
 
 
+def test_the_rooms_of_the_readme_are_those_of_the_package_in_their_order() -> None:
+    tree = re.search(r"^ebbflow/ .*?(?=^\w+/ )", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert tree
+    assert re.findall(r"^  (\w+) ", tree.group(), re.MULTILINE) == ROOMS
+
+
 def test_the_rooms_of_the_contributors_guide_are_those_of_the_package_in_their_order() -> None:
     guide = (ROOT / "CONTRIBUTING.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", guide, re.MULTILINE) == ROOMS
