@@ -123,7 +123,7 @@ def _parquet(path: Path, ignored: set[str], prompts_only: bool) -> Iterator[tupl
 
 def _jsonl(path: Path, ignored: set[str]) -> Iterator[tuple[str, Record]]:
     for location, line in read_lines(path, PairError):
-        if text := line.strip():
+        if text := line.removeprefix("\ufeff").strip():  # files that were joined have byte order marks in the middle
             record = parse_object(text, location, PairError)
             if _sides(record, location) == LATENTS:
                 raise PairError(f"{location}: latents are read from Parquet only; write the pairs as a .parquet file")
