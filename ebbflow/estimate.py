@@ -52,8 +52,6 @@ MODULATION = 1.5
 """How much more blocks keep whose norms are shifted, scaled and gated; measured (``tests/test_estimate.py``)."""
 INFERENCE_NUMBERS = 10
 """That are alive for each token and unit of width without gradients."""
-VAE_BYTES_PER_PIXEL = 2048
-"""While it decodes: four maps of 128 channels in float32. A guess that was not measured."""
 PNG_BYTES_PER_PIXEL = 3
 """At most, which noise takes; photographs take about half."""
 KEY_BYTES = 3 * 8
@@ -349,7 +347,7 @@ class _Facts:
         decoded = min(samples, max(1, PIXELS_AT_ONCE // self.sample.pixels)) * self.sample.pixels
         frames = self.recipe.model.frames
         decoded = decoded * min(frames, self.sizes.frames_per_latent) // frames  # a latent's at a time
-        return max(network, 4 * self.sizes.vae + VAE_BYTES_PER_PIXEL * decoded if self.sizes.vae else 0)
+        return max(network, 4 * self.sizes.vae + self.sizes.decoding * decoded if self.sizes.vae else 0)
 
     def _training(self, ctx: StageContext) -> int:
         """Of one forward and backward pass."""

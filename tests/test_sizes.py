@@ -249,6 +249,11 @@ def test_a_published_model_has_the_text_encoders_and_the_vae_of_these_sizes(name
     assert (sizes.text_encoders, sizes.vae) == (sum(PARAMETERS[part] for part in encoders), PARAMETERS[vae])
 
 
+def test_decoding_takes_three_maps_of_the_widest_block_at_full_resolution():
+    """Its input of 256 channels, the norm of it, and the nonlinearity of that, in float32."""
+    assert published(SD35, "sd3").decoding == pytest.approx(3 * 256 * 4, rel=0.03)
+
+
 def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
     plain, editing = published(QWEN, "qwen_image"), published("Qwen/Qwen-Image-Edit", "qwen_image_edit")
     assert editing == replace(plain, vae_encodes_prompts=True)

@@ -1,4 +1,4 @@
-"""Prompts are encoded once: their embeddings wait on the CPU, and the text encoders need no place beside the transformer."""
+"""Encodes each prompt once: embeddings wait on the CPU, so text encoders need no memory beside the transformer."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Key = tuple[str, str, bytes | None]
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Encoded prompts by what they say; a row each, on the CPU."""
+    """Encoded prompts on the CPU, a row for each different one."""
 
     table: Conditioning
     row: dict[Key, int]
 
     def __call__(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """The rows of some prompts."""
+        """The conditioning of some of these prompts, a row each."""
         return self.table.rows(torch.tensor([self.row[_key(prompt)] for prompt in prompts]))
 
 
 def embed(model: Model, prompts: Iterable[Prompt]) -> Embeddings:
-    """Encode every different prompt among ``prompts``."""
+    """Encode every different prompt."""
     unique = {_key(prompt): prompt for prompt in prompts}
     table = model.encode(list(unique.values())).to(torch.device("cpu"))
     return Embeddings(table, {key: index for index, key in enumerate(unique)})
 
 
 def encode_once(model: Model, prompts: Iterable[Prompt]) -> Encode:
-    """``embed``, and what looks up the conditioning of any of these prompts, on the model's device."""
+    """Encode prompts now; the result looks up the conditioning of any of them, on the model's device."""
     embeddings, device = embed(model, prompts), device_of(model)
     return lambda wanted: embeddings(wanted).to(device)
 

@@ -1,42 +1,46 @@
-"""Weights from elsewhere become a folder on this machine: a folder stays where it is, a repository is fetched at its commit."""
+"""Turns pretrained weights into a folder on this machine: a folder stays where it is, a repository is fetched at its commit."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
+logger = logging.getLogger(__name__)
+
 
 class HubError(Exception):
-    """Weights that cannot be had: names the folder, or the repository and its commit, what is wrong and the way out."""
+    """Weights that cannot be fetched: names the folder or the repository and its commit, the reason and the fix."""
 
 
 def pretrained_folder(pretrained: PretrainedSourceConfig, patterns: list[str] | None = None) -> Path:
-    """The local folder (or file) of a ``Pretrained``.
+    """The local folder (or file) of pretrained weights.
 
-    Of a Hugging Face repository the files that fit ``patterns`` (all by default) are fetched once at the pinned commit and kept
-    in the hub's cache. ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` count as they do for huggingface_hub.
+    Of a repository the files that match ``patterns`` (or all) are fetched once, at the pinned commit, into the hub's cache.
+    ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` work as for huggingface_hub.
 
     Raises:
-        HubError: there is no such folder, or the repository cannot be fetched and is not whole in the cache.
+        HubError: there is no such folder, or the repository is neither complete in the cache nor can it be fetched.
     """
     if not pretrained.on_hub:
         return _existing(pretrained.path)
     assert pretrained.path
     try:
-        return Path(snapshot_download(pretrained.path, revision=pretrained.revision, allow_patterns=patterns))
+        folder = snapshot_download(pretrained.path, revision=pretrained.revision, allow_patterns=patterns)
     except Exception as error:  # the hub's client raises its own, its HTTP library's and the system's errors: no common base
         reason = str(error).strip().partition("\n")[0]
         raise HubError(
-            f"{pretrained.path} at commit {pretrained.revision} cannot be fetched ({type(error).__name__}: {reason}). Check the "
-            "repository and the commit. A private or gated one needs HF_TOKEN, and its licence accepted on its page. With "
-            "HF_HUB_OFFLINE, or without a network, it must be in the cache already; else give the path of a local folder"
+            f"{pretrained.path} at commit {pretrained.revision} cannot be fetched ({type(error).__name__}: {reason}). "
+            "Check both; set HF_TOKEN and accept the licence of a gated repository; or give the path of a local folder"
         ) from error
+    logger.info("%s at commit %s is in %s", pretrained.path, pretrained.revision, folder)
+    return Path(folder)
 
 
 def _existing(path: str | None) -> Path:
     if path is None or not Path(path).exists():
-        raise HubError(f"path = {path!r} is not on this machine; of a Hugging Face repository give the commit as 'revision'")
+        raise HubError(f"path = {path!r} is not on this machine; for a Hugging Face repository give its commit as 'revision'")
     return Path(path)

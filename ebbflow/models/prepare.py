@@ -1,4 +1,4 @@
-"""The base-model folder of a run: trained here, or taken over from a folder."""
+"""Makes the base-model folder of a run: trained here, fetched from the hub, or copied."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
 def train_base(training: GlyphTrainingConfig, threads: int, folder: Path) -> None:
-    """Train the glyph base model from scratch and leave it at ``folder``, committed."""
+    """Train the glyph base model from scratch into ``folder``, committed."""
     torch.set_num_threads(threads)
     train_glyph_base(training, folder)
     load_model(folder)
 
 
 def fetch_pipeline(pretrained: PretrainedSourceConfig) -> Path:
-    """The local folder of a pipeline in a Hugging Face repository; of the repository only the pipeline's parts are fetched.
+    """The local folder of a pipeline in a Hugging Face repository. Only the pipeline's parts are fetched.
 
     Raises:
         HubError: it cannot be fetched.
@@ -35,9 +35,7 @@ def fetch_pipeline(pretrained: PretrainedSourceConfig) -> Path:
     """
     folder = pretrained_folder(pretrained, [INDEX])
     if not (folder / INDEX).is_file():
-        raise ModelError(
-            f"{pretrained.path} at {pretrained.revision} has no {INDEX}; name the repository of its diffusers version"
-        )
+        raise ModelError(f"{pretrained.path} at {pretrained.revision} has no {INDEX}; name a repository for diffusers")
     return pretrained_folder(pretrained, _files(folder))
 
 
@@ -57,19 +55,19 @@ def download_base(repository: str, revision: str, folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Patterns of what a pipeline consists of: its index, and in the folder of every part the weights and their configuration.
+    """Patterns of a pipeline's files: its index, and of every part the weights and their configuration.
 
     Raises:
-        ModelError: a part is called what no folder in this one could be called.
+        ModelError: the name of a part leads out of the folder.
     """
     parts = [part for part, kind in read_object(folder / INDEX).items() if isinstance(kind, list) and kind and kind[0]]
     if strange := [part for part in parts if not part.isidentifier()]:
-        raise ModelError(f"{folder / INDEX} names the part {strange[0]!r}, which is no name of a part; fetch another repository")
+        raise ModelError(f"{folder / INDEX} names the part {strange[0]!r}, which is no identifier; fetch another repository")
     return [INDEX, *(f"{part}/{suffix}" for part in parts for suffix in PART_FILES)]
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Tens of GB need no second place on the disk that the hub's cache is on."""
+    """A link where the hub's cache is on the same disk: tens of GB need not be there twice."""
     try:
         os.link(source.resolve(), target)
     except OSError:
@@ -77,7 +75,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def copy_base(source: Path, folder: Path, config: ModelConfig) -> None:
-    """Take over a base-model folder that loads, committed.
+    """Copy a base-model folder that loads, committed.
 
     Raises:
         ModelError: ``source`` is not a base model of the family.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from ebbflow.models import check_folder, load_model
 from ebbflow.models.families import adapter_of
@@ -23,6 +26,8 @@ from ebbflow.recipe.model import ModelConfig
 
 Shape = tuple[int, int]
 """(inputs, outputs) of a linear layer."""
+DECODED_SIDE = 32
+"""Large enough that the borders do not matter, small enough that the attention of the VAE, quadratic in it, does not either."""
 
 
 class SizeError(Exception):
@@ -42,6 +47,7 @@ class Sizes:
         lora_targets: the layers that LoRA adapts where the recipe names none.
         text_encoders: parameters.
         vae: parameters.
+        decoding: bytes that the VAE's tensors take at most while it decodes, per pixel of an image.
         vae_encodes_prompts: prompts come with an image.
         frames_per_latent: of a video.
         text_width: of an encoded token of a prompt.
@@ -57,6 +63,7 @@ class Sizes:
     vae: int
     text_width: int
     stored: int
+    decoding: int = 0
     vae_encodes_prompts: bool = False
     frames_per_latent: int = 1
     buffers: int = 0
@@ -114,6 +121,7 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
         text_encoders=sum(_parameters(encoder) for encoder in encoders if encoder is not None),
         text_width=config.get("joint_attention_dim") or config.text_dim,
         vae=_parameters(pipeline.vae) if hasattr(pipeline, "vae") else 0,
+        decoding=_decoding_bytes(pipeline.vae, adapter.latent_shape[0]) if hasattr(pipeline, "vae") else 0,
         vae_encodes_prompts="vae" in adapter.text_parts,
         frames_per_latent=getattr(pipeline, "vae_scale_factor_temporal", 1),
         stored=stored,
@@ -194,6 +202,33 @@ def _build(part: Part) -> nn.Module:
     else:
         built = kind(kind.config_class.from_dict(part.config))
     return built
+
+
+def _decoding_bytes(vae: Any, channels: int) -> int:
+    """Bytes per pixel while a VAE decodes an image of ``DECODED_SIDE`` latents a side."""
+    frames = [1] if any(isinstance(layer, nn.Conv3d) for layer in vae.modules()) else []
+    latents = torch.zeros(1, channels, *frames, DECODED_SIDE, DECODED_SIDE, device="meta")
+    with torch.no_grad(), _PeakBytes() as held:
+        image = vae.decode(latents, return_dict=False)[0]
+    return int(held.peak / math.prod(image.shape[2:]))
+
+
+class _PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Counts the bytes of the tensors that were made inside and are alive at the same time, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.peak = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor) and id(storage := value.untyped_storage()) not in self._alive:
+                self._alive[id(storage)] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, id(storage))
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return result
 
 
 def _parameters(module: nn.Module) -> int:

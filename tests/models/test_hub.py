@@ -24,10 +24,10 @@ import json, sys, types
 package = sys.modules["ebbflow.models"] = types.ModuleType("ebbflow.models")  # the real one brings torch along
 package.__path__ = ["ebbflow/models"]
 from ebbflow.models.hub import HubError, pretrained_folder
-from ebbflow.recipe.pretrained import Pretrained
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
 for path, commit in json.loads(sys.argv[1]):
     try:
-        print("folder", pretrained_folder(Pretrained(path=path, revision=commit), ["*.json", "*.safetensors"]))
+        print("folder", pretrained_folder(PretrainedSourceConfig(path=path, revision=commit), ["*.json", "*.safetensors"]))
     except HubError as error:
         print("HubError", error)
 """
@@ -158,5 +158,5 @@ def test_a_folder_or_a_file_is_taken_as_it_is(tmp_path):
 
 @pytest.mark.parametrize("path", [None, "/no/such/folder", "s3://bucket/clip", "team/model"])
 def test_a_path_that_leads_nowhere_is_named(path):
-    with pytest.raises(HubError, match=f"path = {path!r} is not on this machine; .* give the commit as 'revision'"):
+    with pytest.raises(HubError, match=f"path = {path!r} is not on this machine; .* give its commit as 'revision'"):
         pretrained_folder(PretrainedSourceConfig(path=path))

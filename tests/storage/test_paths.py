@@ -98,7 +98,7 @@ def test_a_repository_whose_index_names_a_part_elsewhere(tiny_recipe, tmp_path, 
     monkeypatch.setattr("ebbflow.models.prepare.pretrained_folder", lambda *_: snapshot)
     for part in ("../secrets", "/etc", "..", "**", "a/b", "secrets\\x"):
         (snapshot / "model_index.json").write_text(json.dumps(index | {part: ["diffusers", "AutoencoderKL"]}))
-        with pytest.raises(ModelError, match=r"model_index\.json names the part .* which is no name of a part"):
+        with pytest.raises(ModelError, match=r"model_index\.json names the part .* which is no identifier"):
             download_base("owner/name", "0" * 40, tmp_path / "out" / "base")
     assert not list(tmp_path.rglob("out/**/key.json"))
 

@@ -1,4 +1,4 @@
-"""Text as pixels: what the glyph model learns from, and the clean rendering that the ``similarity`` guardrail compares with.
+"""Renders text as pixels: training images of the glyph model, and what the ``similarity`` reward compares with.
 
 Bold DejaVu Sans Mono, which matplotlib carries, laid out by Pillow's own engine: the same bytes wherever the same Pillow runs.
 """
@@ -38,9 +38,9 @@ def render_text(text: str, height: int, width: int) -> np.ndarray:
 
 
 def render_batch(texts: Sequence[str], height: int, width: int, rng: np.random.Generator) -> np.ndarray:
-    """Renderings for training: uint8 [N, height, width], like ``render_text`` with size jittered by 5 % and place by a pixel.
+    """Renderings for training: uint8 [N, height, width], ``render_text`` with size jittered by 5 % and position by a pixel.
 
-    Places fall on whole pixels and sizes on quarters. Every text takes three draws from ``rng``. Letters stay inside the image.
+    Positions fall on whole pixels and sizes on quarters. Every text takes three draws from ``rng``. No letter is cut off.
 
     Raises:
         ValueError: as ``render_text``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,14 @@ from ebbflow.models.glyph_training.lettering import render_batch
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.storage.artifacts import new_folder
 
+logger = logging.getLogger(__name__)
+
 
 def train_glyph_base(config: GlyphTrainingConfig, folder: Path) -> None:
-    """Train a glyph model and leave it at ``folder``, committed, in the Hugging Face layout.
+    """Train a glyph model from scratch into ``folder``, committed, in the Hugging Face layout.
 
-    Loss: mean((v - (eps - x0))^2) with sigma = sigmoid(.8 + N(0, 1)), which favours the noisy end, where the letters are
-    decided. What is saved is the average of the weights (decay ``config.ema``).
+    Loss: mean((v - (eps - x0))^2) with sigma = sigmoid(.8 + N(0, 1)): most weight near pure noise, where the letters are decided.
+    The average of the weights is saved (decay ``config.ema``).
     """
     rng = np.random.default_rng(config.seed)
     with torch.random.fork_rng(devices=[]):
@@ -42,6 +45,7 @@ def train_glyph_base(config: GlyphTrainingConfig, folder: Path) -> None:
     parts.load_state_dict(average.module.state_dict())
     with new_folder(folder) as unfinished:
         model.save(unfinished)
+    logger.info("trained the glyph base model for %d steps, last loss %.3f", config.steps, loss.item())
 
 
 def _batch(config: GlyphTrainingConfig, rng: np.random.Generator, noisy_captions: bool) -> tuple[torch.Tensor, list[str]]:
