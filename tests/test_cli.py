@@ -59,7 +59,7 @@ def test_list_has_everything_that_a_recipe_can_name() -> None:
     tables = listed()
     for table, model, key in (("samplers", "SamplerConfig", "name"), ("windows", "WindowConfig", "kind")):
         assert list(tables[table]) == schema[model]["properties"][key]["enum"]
-    algorithms = schema["OnlineStage"]["properties"]["algorithm"]["discriminator"]["mapping"]
+    algorithms = schema["OnlineStageConfig"]["properties"]["algorithm"]["discriminator"]["mapping"]
     assert set(tables["algorithms"]) == set(algorithms) - {"custom"}
     assert list(tables["rewards"])[: len(REWARD_NAMES)] == list(REWARD_NAMES)  # why some are not installed comes after them
     assert all(text for table in tables.values() for text in table.values())
