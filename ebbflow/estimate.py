@@ -1,27 +1,27 @@
-r"""What a recipe will take: memory of each kind of process, evaluations of the network, bytes kept. Nothing is loaded.
+r"""What a recipe needs: memory of each kind of process, evaluations of the network, bytes stored. No weights are loaded.
 
-With P parameters and B other numbers in the transformer, A trained parameters (all P, or a LoRA's), b bytes of a number in
-``model.precision``, n samples or terms at a time, s tokens of width h in each of L blocks, and D numbers in a sample's latents,
-a process holds in bytes
+With P parameters and B buffer elements in the transformer, A trained parameters (all P, or a LoRA's), b bytes per element in
+``model.precision``, n samples or loss rows per pass, s tokens of width h in each of L blocks, and D elements in a sample's
+latents, a process holds these bytes:
 
 =============  =================================================================================================
 weights        LoRA: b (P + B) + 4 A. Full: 4 (P + B), and 2 P of casts that autocast keeps where b = 2
-optimiser      8 A of AdamW (1711.05101), and 4 A of gradients; these come after the parameters that a copy
-               was swapped in for are back, which take as much
+optimiser      8 A of AdamW (1711.05101), and 4 A of gradients. While a copy is swapped in, the swapped-out parameters
+               take the gradients' place
 copies         4 A each (``ebbflow.training.policy``): the reference always, old, ema and teacher where a stage
-               has them; where nothing trains, also the parameters that a copy is swapped in for
+               has them; where nothing trains, also the swapped-out parameters
 activations    n s h L 34 b / 2 (2205.05198, without the scores that flash attention never stores), times 1.5:
                modulation and gates, which that transformer lacks. With ``gradient_checkpointing``
-               n s h (L b + 34 1.5 b / 2). Twice with classifier-free guidance, where it trains. Without
+               n s h (L b + 34 1.5 b / 2). Twice with classifier-free guidance in training. Without
                gradients n s h 10 b: a token's residual, its modulated copy, and the 4 h of the feed-forward
-               layer before and after its nonlinearity; or what the VAE takes afterwards
+               layer before and after its nonlinearity; or the VAE while it decodes, if that is more
 samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each trained step
-others         text encoders, VAE or networks of rewards that are there at the same time
+others         text encoders, VAE or reward networks that are loaded at the same time
 =============  =================================================================================================
 
-In offline stages the first three are shared out over the processes (FSDP2) and a block is whole while it works, but every process
-loads all weights before. The activations are an estimate: what autograd saved in small models of all families was .7 to 1.8 times
-as much (``tests/test_estimate.py``). CUDA's own memory and what its allocator cannot use come on top: leave a tenth.
+In offline stages FSDP2 shards the first three over the processes; a block is gathered while it computes, and every process loads
+all weights first. The activations are an estimate: in small models of all families autograd saved .7 to 1.8 times as much
+(``tests/test_estimate.py``). CUDA's context and fragmentation are not counted: leave a tenth.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from ebbflow.training.rollout_correction import correction_of
 
 BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 BLOCK_BYTES = 34
-"""Of activations that a block keeps for each token and unit of width, in 16 bits (2205.05198, equation 2 without 5 a s / h)."""
+"""Bytes that a block saves per token and unit of width, in 16 bits (2205.05198, equation 2 without 5 a s / h)."""
 MODULATION = 1.5
-"""How much more blocks keep whose norms are shifted, scaled and gated; measured (``tests/test_estimate.py``)."""
+"""Factor for blocks whose norms are shifted, scaled and gated; measured (``tests/test_estimate.py``)."""
 INFERENCE_NUMBERS = 10
-"""That are alive for each token and unit of width without gradients."""
+"""Elements alive per token and unit of width in a pass without gradients."""
 PNG_BYTES_PER_PIXEL = 3
-"""At most, which noise takes; photographs take about half."""
+"""At most: noise; photographs take about half."""
 KEY_BYTES = 3 * 8
 REWARD_PARAMETERS = {
     "pickscore": 986_109_441,
@@ -68,10 +68,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process, by what takes them; see this module.
+    """Bytes of one process by their use, as the docstring of this module defines them.
 
     Attributes:
-        loading: what must fit before the model is shared out over processes; 0 where it is not.
+        loading: needed before the model is sharded; 0 where it is not.
     """
 
     weights: int = 0
@@ -84,19 +84,19 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The most at any time."""
+        """The peak."""
         return max(self.weights + self.optimizer + self.copies + self.activations + self.samples + self.others, self.loading)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a stage does in a round, at most: keys that choose among samples can only lower it.
+    """The work of a stage in a round, at most: keys that select samples can only lower it.
 
     Attributes:
         samples: that are generated.
         denoising: evaluations of the network to generate them, of one sample each.
         training: evaluations with a gradient, forward and backward.
-        comparing: evaluations without one beside them: of copies, of the rollout under the training policy, of the drift.
+        comparing: further evaluations without one: of copies, of the rollout under the training policy, of the drift.
         shards: bytes of rollouts that are kept.
         policy: bytes of the policy folder that it leaves.
     """
@@ -120,8 +120,8 @@ class Estimate:
         work: of each stage, by its label in the first round.
         evaluation: evaluations of the network in one evaluation of a policy.
         stored: bytes that a whole run leaves in the artifact store, by kind.
-        main_memory: bytes of the parts that wait beside the device.
-        prompt: bytes of one encoded prompt, which wait there too, once for each different prompt.
+        main_memory: bytes of the parts that wait on the CPU.
+        prompt: bytes of one encoded prompt; each different prompt waits on the CPU.
     """
 
     recipe: Recipe
@@ -138,7 +138,7 @@ class Estimate:
 
 
 def estimate(recipe: Recipe, processes: int = 2) -> Estimate:
-    """What a recipe takes with so many processes in the training of an offline stage.
+    """What a recipe needs, with ``processes`` in the training of an offline stage.
 
     Raises:
         SizeError: the base model's sizes are not known.
@@ -185,7 +185,7 @@ def trained_parameters(recipe: Recipe, sizes: Sizes) -> int:
 
 
 def activation_bytes(sizes: Sizes, tokens: int, precision: Precision, checkpointing: bool) -> int:
-    """What one forward pass keeps for the backward pass of one sample."""
+    """Bytes that a forward pass of one sample saves for the backward pass."""
     number = tokens * sizes.width * BYTES[precision]
     if checkpointing:
         return number * sizes.blocks + block_bytes(sizes.width, tokens, precision)
@@ -193,17 +193,17 @@ def activation_bytes(sizes: Sizes, tokens: int, precision: Precision, checkpoint
 
 
 def block_bytes(width: int, tokens: int, precision: Precision) -> int:
-    """What one block keeps of one sample for the backward pass."""
+    """Bytes that one block saves of one sample for the backward pass."""
     return int(MODULATION * BLOCK_BYTES * tokens * width * BYTES[precision] / 2)
 
 
 def inference_bytes(width: int, tokens: int, precision: Precision) -> int:
-    """What is alive at once in a forward pass of one sample without gradients."""
+    """Bytes alive at once in a forward pass of one sample without gradients."""
     return INFERENCE_NUMBERS * tokens * width * BYTES[precision]
 
 
 def shard_bytes(sample: Sample, samples: int) -> int:
-    """A rollout shard: of every sample its keys, its latents in float32 and its picture."""
+    """Bytes of a rollout shard: of each sample its keys, its float32 latents and its image."""
     return samples * (KEY_BYTES + 4 * sample.elements + PNG_BYTES_PER_PIXEL * sample.pixels)
 
 
@@ -259,7 +259,7 @@ class _Facts:
         return 4 * self.trained * (1 + ctx.keeps_old + bool(self.recipe.policy.ema) + bool(ctx.teacher))
 
     def encoding(self) -> Memory:
-        """The text encoders come beside the policy."""
+        """The text encoders are loaded with the policy."""
         precision, sizes = self.recipe.model.precision, self.sizes
         return Memory(
             weights=self.weights("float32"),
@@ -406,7 +406,7 @@ def units_of(ctx: StageContext) -> tuple[int, int]:
 
 
 def trained_steps(ctx: StageContext) -> int:
-    """Terms of the loss for each sample: denoising steps of its trajectory, or draws of noise."""
+    """Rows of the loss per sample: denoising steps of its trajectory, or draws of noise."""
     hyper, window = ctx.config.hyper, ctx.config.window
     if isinstance(hyper, ForwardConfig):
         return hyper.noise_levels
@@ -425,7 +425,7 @@ def denoising_steps(ctx: StageContext) -> float:
 
 
 def compared_copies(ctx: StageContext) -> set[str]:
-    """The copies whose predictions an update takes at every term."""
+    """The copies whose predictions an update needs for every row."""
     return set(ctx.algorithm.copies(ctx.config.hyper)) | ({"reference"} if ctx.config.reference.weight else set())
 
 
