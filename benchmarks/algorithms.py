@@ -34,7 +34,8 @@ from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_epochs
-from ebbflow.online.loop import in_process, run_online_stage
+from ebbflow.online.local_workers import local_workers
+from ebbflow.online.loop import run_online_stage
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.recipe.rewards import reward
@@ -183,7 +184,7 @@ class Passed(MetricsRecorder):
 def train(ctx: StageContext, model: Model, updater: PolicyUpdater, scorer: Scorer, prompts: list[Prompt], log: Log) -> None:
     """The stage of an entry, all of it in this process."""
     if ctx.config.kind == "online":
-        run_online_stage(ctx, in_process(ctx, updater, scorer), prompts, Passed(log))
+        run_online_stage(ctx, local_workers(ctx, updater, scorer), prompts, Passed(log))
         return
     with tempfile.TemporaryDirectory() as folder:
         rollouts, scores, advantages = (Path(folder) / f"{name}.parquet" for name in ("rollouts", "scores", "advantages"))

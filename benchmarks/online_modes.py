@@ -24,7 +24,8 @@ from tqdm import tqdm
 from benchmarks.algorithms import prepared, score
 from benchmarks.machine import machine
 from ebbflow.data.prompts import read_prompts
-from ebbflow.online.loop import in_process, run_online_stage
+from ebbflow.online.local_workers import local_workers
+from ebbflow.online.loop import run_online_stage
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -84,7 +85,7 @@ def _write(results: dict[str, Any]) -> None:
 def speed() -> tuple[list[dict[str, Any]], list[bytes]]:
     """Times of a step, by workload and mode; and the timelines of the first workload."""
     from ebbflow.online.ray_actor import Folders
-    from ebbflow.online.ray_placement import RayPlacement
+    from ebbflow.online.ray_workers import RayWorkers
 
     measured, pictures = [], []
     first, second = sorted(os.sched_getaffinity(0))[:2]
@@ -93,7 +94,7 @@ def speed() -> tuple[list[dict[str, Any]], list[bytes]]:
     for (workload, stage), (mode, keys) in tqdm([(w, m) for w in WORKLOADS.items() for m in MODES.items()], unit="run"):
         recipe = _recipe(0, {"steps": SPEED_STEPS, **stage, **apart, "mode": mode, **keys})
         base, policy, table = prepared(recipe)
-        placement, recorder = RayPlacement(StageContext(recipe, 0, 0), Folders.at(base, policy)), Files()
+        placement, recorder = RayWorkers(StageContext(recipe, 0, 0), Folders.at(base, policy)), Files()
         try:
             run_online_stage(StageContext(recipe, 0, 0), placement, read_prompts(table, "train"), recorder)
         finally:
@@ -108,11 +109,11 @@ def _times(timeline: dict[str, Any]) -> dict[str, float]:
     """Medians over the steps, in seconds: the step, its rollouts and rewards from the first to the last, its training."""
     steps, rollouts, training = [], [], []
     for step in timeline["steps"][WARM_UP:]:
-        own = [busy for busy in timeline["busy"] if busy["step"] == step["step"] and busy["task"] != "receive"]
-        made = [busy for busy in own if busy["role"] in ("rollout", "reward")]
+        own = [span for span in timeline["spans"] if span["step"] == step["step"] and span["task"] != "receive"]
+        made = [span for span in own if span["role"] in ("rollout", "reward")]
         steps.append(step["end"] - step["start"])
-        rollouts.append(max(busy["end"] for busy in made) - min(busy["start"] for busy in made))
-        training.append(sum(busy["end"] - busy["start"] for busy in own if busy["role"] == "training"))
+        rollouts.append(max(span["end"] for span in made) - min(span["start"] for span in made))
+        training.append(sum(span["end"] - span["start"] for span in own if span["role"] == "training"))
     return {"step": median(steps), "rollout_and_reward": median(rollouts), "training": median(training)}
 
 
@@ -137,7 +138,7 @@ def _learn(asked: dict[str, Any]) -> dict[str, Any]:
     policy, metadata = open_policy(ctx, model, folder)
     scorer, held_out, recorder = load_scorer(recipe.rewards, ()), read_prompts(table, "held_out"), MetricsRecorder()
     before = score(recipe, model, policy, held_out, ())
-    placement = in_process(ctx, PolicyUpdater(policy, ctx.online, metadata), scorer)
+    placement = local_workers(ctx, PolicyUpdater(policy, ctx.online, metadata), scorer)
     run_online_stage(ctx, placement, read_prompts(table, "train"), recorder)
     after = score(recipe, model, policy, held_out, ())
     return {"before": before, "after": after, "staleness": max(step["staleness/max"] for step in recorder.metrics)}

@@ -92,7 +92,7 @@ class StageContext:
 
 @dataclass
 class MetricsRecorder:
-    """A recorder that passes everything on to another, if there is one, and keeps the metrics for the report."""
+    """Keeps the metrics for the report, and passes everything on to a metrics logger, if there is one."""
 
     metrics_logger: MetricsLogger | None = None
     rows: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class MetricsRecorder:
             self.metrics_logger.log_file(path, content)
 
     def resume(self, rows: Sequence[dict[str, float]]) -> None:
-        """Keep what an earlier attempt at the stage was told, and pass it on: it may have died before it could deliver that.
+        """Record the metrics of an earlier attempt again, and pass them on: it may have died before it could deliver them.
 
         What the recorder has already, it leaves out.
         """

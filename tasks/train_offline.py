@@ -35,7 +35,7 @@ def train_offline(
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.training.distributed import process_group
-    from ebbflow.training.limits import Preempted
+    from ebbflow.training.stop_conditions import Preempted
 
     ctx, trained, metrics = StageContext(recipe, round, stage), scratch("policy", run), scratch("metrics.json", run)
     with (

@@ -48,7 +48,7 @@ def train_stage(
     from ebbflow.stage import MetricsRecorder
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_stage
-    from ebbflow.training.limits import Preempted
+    from ebbflow.training.stop_conditions import Preempted
 
     trained, metrics = scratch("policy", run), scratch("metrics.json", run)
     with retry_on(Preempted), node_run(run, ctx.label) as run_logger:

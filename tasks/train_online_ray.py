@@ -30,7 +30,7 @@ def train_online_ray(
 ) -> TrainedPolicy:
     """The policy folder after the stage. Actors fetch what they load; when a training rank dies, the task is retried."""
     from ebbflow.online.ray_actor import Folders
-    from ebbflow.online.ray_placement import TrainingDied
+    from ebbflow.online.ray_workers import TrainingDied
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)

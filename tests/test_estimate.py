@@ -36,7 +36,8 @@ from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_epochs
-from ebbflow.online.loop import in_process, run_online_stage
+from ebbflow.online.local_workers import local_workers
+from ebbflow.online.loop import run_online_stage
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -67,7 +68,7 @@ def test_weights_copies_and_optimiser_take_what_their_tensors_take(make_recipe, 
     policy.ensure("old")
     policy.ensure("ema")
     updater = PolicyUpdater(policy, ctx.online)
-    run_online_stage(ctx, in_process(ctx, updater, scorer), make_prompts(8), MetricsRecorder())
+    run_online_stage(ctx, local_workers(ctx, updater, scorer), make_prompts(8), MetricsRecorder())
     memory = estimate(recipe).memory["1.1 online training"]
     held = [value for copy in policy.copies.values() for value in copy.values()]
     moments = [value for state in updater.optimizer.state.values() for value in state.values() if value.ndim]
@@ -260,7 +261,7 @@ def test_an_online_stage_evaluates_the_network_as_often(make_recipe, make_prompt
     policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
     if ctx.keeps_old:
         policy.ensure("old")
-    run_online_stage(ctx, in_process(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(8), MetricsRecorder())
+    run_online_stage(ctx, local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(8), MetricsRecorder())
     work = estimate(recipe).work["1.1 online"]
     assert (work.samples, work.shards) == (3 * 2 * 4, 0)
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
@@ -279,7 +280,7 @@ def test_guidance_doubles_the_work_of_a_real_family(tiny_recipe, make_prompts, s
     model = load_model(Path(recipe.model.path), recipe.model)
     policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
     ctx = StageContext(recipe, 0, 0)
-    run_online_stage(ctx, in_process(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(4), MetricsRecorder())
+    run_online_stage(ctx, local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(4), MetricsRecorder())
     work = estimate(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
     assert work.denoising == 8 * 3 * (1 + guided)

@@ -24,7 +24,8 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
 from ebbflow.models.families.glyph import to_latents
 from ebbflow.models.prepare import copy_base
-from ebbflow.online.loop import in_process, run_online_stage
+from ebbflow.online.local_workers import local_workers
+from ebbflow.online.loop import run_online_stage
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig
@@ -138,7 +139,7 @@ def train(make_recipe, make_prompts, base_folder, scorer):
         ctx, model, recorder = StageContext(recipe, 0, 0), load_model(base_folder), MetricsRecorder()
         updater = PolicyUpdater(Policy(model, recipe.policy, 0), ctx.online)
         before = {name: value.detach().clone() for name, value in updater.policy.parameters.items()}
-        record = run_online_stage(ctx, in_process(ctx, updater, judge), make_prompts(6), recorder)
+        record = run_online_stage(ctx, local_workers(ctx, updater, judge), make_prompts(6), recorder)
         return updater, before, recorder.metrics, record
 
     return run

@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
@@ -31,10 +29,11 @@ from ebbflow.storage.disk import DiskFullError, raise_if_disk_full
 from ebbflow.storage.tables import read_column, read_table, read_table_metadata, row_count
 from ebbflow.timing import Clock
 from ebbflow.training.batches import SampleGroups, forward_batch, num_micro_batches, shard_for_rank, split_evenly
-from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, step_of, write_part
+from ebbflow.training.checkpoint import Checkpoints, restore, step_of, write_part
 from ebbflow.training.distributed import Ranks, first
-from ebbflow.training.limits import Preempted, Stop, StopConditions, handle_sigterm
 from ebbflow.training.policy_io import open_model, open_policy, save_policy
+from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
+from ebbflow.training.stop_conditions import handle_sigterm
 from ebbflow.training.update import PolicyUpdater, TrainingError
 
 
@@ -89,7 +88,7 @@ def train_epochs(
     Args:
         prompts: the training split.
         recorder: gets the metrics of every optimiser step and its number, from zero.
-        checkpoints: those of an earlier attempt, from which the training goes on, and of this one.
+        checkpoints: those of an earlier attempt, from which the training resumes, and of this one.
 
     Raises:
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
@@ -98,36 +97,27 @@ def train_epochs(
     config, ranks, clock = ctx.offline, Ranks.current(), Clock()
     table = read_table(advantages, ADVANTAGES)
     shards = _large_enough([_trainable_rows(ctx, path, table) for path in rollouts], updater, ranks)
-    updates = config.epochs * sum(len(_batches(shard.groups, config.batch_size, ranks.world)) for shard in shards)
-    spent = _resume(checkpoints, updater, recorder, ranks, updates)
-    name, quiet = f"{ctx.label} {config.algorithm_name}", None if ranks.rank == 0 else True
-    parts = _parts(ctx, model, prompts, shards, ranks, updater.updates)
-    stop_conditions = StopConditions(config, ranks.world * torch.cuda.is_available(), spent["elapsed"])
-    schedule = tqdm(parts, name, updates, initial=updater.updates, unit="step", disable=quiet)
+    num_steps = config.epochs * sum(len(_batches(shard.groups, config.batch_size, ranks.world)) for shard in shards)
+    state = _resumed(checkpoints, updater, recorder, ranks, num_steps)
+    parts = _parts(ctx, model, prompts, shards, ranks, state.step)
+    gpus = float(ranks.world * torch.cuda.is_available())
     with handle_sigterm():
-        for step, part in enumerate(schedule, updater.updates):
+        loop = StageLoop(ctx, state, recorder, checkpoints, num_steps, gpus, quiet=ranks.rank > 0)
+        for step, part in zip(loop.steps(), parts, strict=False):
             metrics = _timed_update(ctx, updater, part, ranks, clock)
-            recorder.log_metrics(metrics, step)
-            schedule.set_postfix(loss=f"{metrics['loss']:.4f}")
-            stop, done = stop_conditions.after_step(), step + 1
-            if done == updates:
-                break
-            if checkpoints and (stop is Stop.LEAVE or checkpoints.due(done)):
-                state = {"elapsed": stop_conditions.elapsed, "training": spent["training"] + clock.seconds["training"]}
-                _keep(checkpoints, updater, ranks, done, state | {"steps": updates, "rows": recorder.metrics})
-            if stop is Stop.LEAVE:
-                raise Preempted(stop_conditions.preemption_message(ctx.label, done, updates, saved=checkpoints is not None))
-            if stop is Stop.SPENT:
-                updater.alarms.append(stop_conditions.budget_message(done, updates))
-                break
-    trained = {"training": spent["training"] + clock.seconds["training"]}
+            state.seconds["training"] = state.seconds.get("training", 0.0) + metrics["seconds/training"]
+            loop.finish_step(metrics, loss=f"{metrics['loss']:.4f}")
+            if step + 1 < num_steps and checkpoints and (loop.preempted or checkpoints.due(step + 1)):
+                _save_checkpoint(checkpoints, updater, ranks, loop)
+            if step + 1 < num_steps and loop.preempted:
+                raise loop.preemption()
     return StageRecord(
         label=ctx.label,
         algorithm=config.algorithm_name,
         samples=sum(row_count(path) for path in rollouts),
         optimizer_steps=updater.updates,
-        seconds=seconds_of(rollouts, "rollout") | read_table_metadata(advantages)["seconds"] | trained,
-        alarms=updater.alarms,
+        seconds=seconds_of(rollouts, "rollout") | read_table_metadata(advantages)["seconds"] | {"training": 0.0} | state.seconds,
+        alarms=[*updater.alarms, *state.alarms],
     )
 
 
@@ -158,30 +148,24 @@ def train_offline_folder(
     return record
 
 
-def _resume(
-    checkpoints: Checkpoints | None, updater: PolicyUpdater, recorder: MetricsRecorder, ranks: Ranks, steps: int
-) -> dict[str, float]:
-    """Put the updater and the recorder where the newest checkpoint stands, if there is one; the seconds spent up to there.
+def _resumed(
+    checkpoints: Checkpoints | None, updater: PolicyUpdater, recorder: MetricsRecorder, ranks: Ranks, num_steps: int
+) -> StageState:
+    """Bring the updater to the newest checkpoint, if there is one; where the stage stands there.
 
     Rank 0 chooses: it reads all of a checkpoint to see that it is whole, and the others must not see something else.
     """
     newest = checkpoints.newest() if checkpoints and ranks.rank == 0 else None
-    done = first(step_of(newest[0]) if newest else 0)
-    if checkpoints is None or done == 0:
-        return {"elapsed": 0.0, "training": 0.0}
-    folder, state = checkpoints.at(done)
-    if state["steps"] != steps:
-        raise CheckpointError(
-            f"{folder} is of training in {state['steps']} steps and with {ranks.world} processes it has {steps}; "
-            "train with as many processes as before (EBBFLOW_TRAIN_PROCESSES), or remove it"
-        )
-    restore(folder, updater)
-    recorder.resume(state["rows"])
+    step, state = first(step_of(newest[0]) if newest else 0), StageState()
+    if checkpoints and step:
+        folder, saved = checkpoints.at(step)
+        load_stage_state(folder, saved, state, recorder, num_steps)
+        restore(folder, updater)
     return state
 
 
-def _keep(checkpoints: Checkpoints, updater: PolicyUpdater, ranks: Ranks, step: int, state: dict[str, Any]) -> None:
-    """A checkpoint of all processes of this machine; none goes on, or ends, before it is whole."""
+def _save_checkpoint(checkpoints: Checkpoints, updater: PolicyUpdater, ranks: Ranks, loop: StageLoop) -> None:
+    """A checkpoint of all processes of this machine; none continues, or ends, before it is whole."""
     parts = checkpoints.folder / ".parts"
     if ranks.rank == 0:
         shutil.rmtree(parts, ignore_errors=True)
@@ -195,7 +179,8 @@ def _keep(checkpoints: Checkpoints, updater: PolicyUpdater, ranks: Ranks, step: 
         raise
     ranks.barrier()
     if ranks.rank == 0:
-        checkpoints.save(step, lambda folder: _move(parts, folder), state)
+        with checkpoints.saving(loop.state.step, loop.checkpoint_state()) as folder:
+            _move(parts, folder)
     ranks.barrier()
 
 

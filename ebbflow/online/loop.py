@@ -1,54 +1,54 @@
 """The hot loop of an online stage: rollout, score, advantages, update, with every model in memory.
 
-One loop for every mode and every placement. Sync begins the rollouts of a step when it is that step's turn. One-step-off begins
-those of the next step before it trains, with the weights that the step starts from. Async begins up to ``staleness`` steps early,
-and each part of them is generated with the newest weights when a worker takes it.
+One loop for every mode and every placement (``OnlineLoop.run``). The loop is a coroutine: it awaits workers, which are objects of
+this process, threads, or Ray actors, and ``RolloutQueue`` keeps rollouts in flight while it awaits training.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from ebbflow.algorithms.advantages import AdvantageResult, PromptStatistics, compute_advantages
+from ebbflow.algorithms.advantages import AdvantageResult, compute_advantages
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.data.sampling import prompt_batch
-from ebbflow.online.ahead import Ahead, Step, lead, lesson_of
-from ebbflow.online.gate import check_engine
-from ebbflow.online.placement import InProcess, Placement
-from ebbflow.online.pool import Desk
-from ebbflow.online.roles import Generator, Trainer
-from ebbflow.online.standing import Standing
+from ebbflow.online.in_flight import load_in_flight, save_in_flight
+from ebbflow.online.local_workers import LocalWorkers
+from ebbflow.online.messages import RolloutBatch, TrainingReport, build_training_batch
+from ebbflow.online.monitor import StageMonitor, validation_prompts
+from ebbflow.online.parity_gate import check_parity
+from ebbflow.online.rollout_queue import RolloutQueue, max_steps_ahead
+from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.timeline import seconds_by_task
-from ebbflow.online.under_way import read_under_way, write_under_way
-from ebbflow.online.watch import Observer, validation_prompts
-from ebbflow.online.work import Busy, Lesson, Trained
-from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer, require_scored
-from ebbflow.rollouts.engine import Diffusers
+from ebbflow.online.tracing import TraceSpan
+from ebbflow.online.training_worker import TrainingWorker
+from ebbflow.online.workers import StageWorkers
+from ebbflow.rewards.combine import ScoreTable, load_scorer, require_scored
 from ebbflow.rollouts.vllm_omni import VllmOmni
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.timing import Clock
 from ebbflow.training.checkpoint import Checkpoints
-from ebbflow.training.limits import Preempted, Stop, StopConditions, handle_sigterm
 from ebbflow.training.policy_io import open_model, open_policy, read_history
 from ebbflow.training.policy_metadata import read_policy_metadata
+from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
+from ebbflow.training.stop_conditions import handle_sigterm
 from ebbflow.training.update import PolicyUpdater
 
 if TYPE_CHECKING:
     from ebbflow.online.ray_actor import Folders
 
-FIRST_RATIO = 1e-5
+MAX_FIRST_RATIO_DEVIATION = 1e-5
 """The first ratio of a policy gradient may be this far from 1 by rounding; a clip range is rarely below 1e-4."""
 
 
@@ -67,243 +67,252 @@ def train_online_folder(
 
     Args:
         actors: where workers under ``placement: ray`` find what they load; left out, at the same paths on every machine.
-        checkpoints: those of an earlier attempt, from which the stage goes on, and of this one.
+        checkpoints: those of an earlier attempt, from which the stage resumes, and of this one.
 
     Raises:
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
     validation, training = validation_prompts(ctx, prompts), read_prompts(prompts, "train")
-    with handle_sigterm(), closing(_placement(ctx, base, folder, teacher, actors)) as placement:
-        standing = Standing(read_history(ctx, read_policy_metadata(folder), folder))
-        record = run_online_stage(ctx, placement, training, recorder, standing, validation, checkpoints)
-        placement.write(trained, "save", record, standing.history)
-    return record
+    with handle_sigterm(), closing(_open_workers(ctx, base, folder, teacher, actors)) as workers:
+        state = StageState(read_history(ctx, read_policy_metadata(folder), folder))
+        loop = OnlineLoop(ctx, workers, training, recorder, state, validation, checkpoints)
+
+        async def run_and_save() -> StageRecord:
+            record = await loop.run()
+            await workers.save_policy(trained, record, state.history)
+            return record
+
+        return asyncio.run(run_and_save())
 
 
-def _placement(ctx: StageContext, base: Path, folder: Path, teacher: Path | None, actors: Folders | None) -> Placement:
+def _open_workers(ctx: StageContext, base: Path, folder: Path, teacher: Path | None, actors: Folders | None) -> StageWorkers:
     """The stage's workers, on the policy of ``folder``."""
     if ctx.online.placement == "ray":
         from ebbflow.online.ray_actor import Folders
-        from ebbflow.online.ray_placement import RayPlacement
+        from ebbflow.online.ray_workers import RayWorkers
 
-        return RayPlacement(ctx, actors or Folders.at(base, folder, teacher))
+        return RayWorkers(ctx, actors or Folders.at(base, folder, teacher))
     policy, metadata = open_policy(ctx, open_model(ctx.recipe, base), folder, teacher)
-    updater = PolicyUpdater(policy, ctx.online, metadata)
     guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
-    scorer, trainer = load_scorer(ctx.recipe.rewards, guardrails), Trainer(ctx, updater, metadata)
-    if ctx.online.engine == "vllm_omni":
-        return InProcess(trainer, Generator(VllmOmni(ctx, base)), scorer, shares=False)
-    return in_process(ctx, updater, scorer, trainer)
-
-
-def in_process(ctx: StageContext, updater: PolicyUpdater, scorer: Scorer, trainer: Trainer | None = None) -> InProcess:
-    """Everything in this process: rollouts with the trainer's own weights, rewards in threads."""
-    generator = Generator(Diffusers(ctx, updater.policy, updater.algorithm.generates))
-    return InProcess(trainer or Trainer(ctx, updater), generator, scorer)
+    scorer = load_scorer(ctx.recipe.rewards, guardrails)
+    trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata)
+    engine = RolloutWorker(VllmOmni(ctx, base)) if ctx.online.engine == "vllm_omni" else None
+    return LocalWorkers(trainer, scorer, engine)
 
 
 def run_online_stage(
     ctx: StageContext,
-    placement: Placement,
-    prompts: list[Prompt],
+    workers: StageWorkers,
+    prompts: Sequence[Prompt],
     recorder: MetricsRecorder,
-    standing: Standing | None = None,
     validation: Sequence[Prompt] = (),
-    checkpoints: Checkpoints | None = None,
 ) -> StageRecord:
-    """Train the placement's policy for the stage's number of steps.
+    """Train the policy of the workers, from the first step to the last, without checkpoints (``OnlineLoop``)."""
+    return asyncio.run(OnlineLoop(ctx, workers, prompts, recorder, validation=validation).run())
+
+
+class OnlineLoop:
+    """An online stage on its workers.
 
     Args:
         prompts: the training split.
-        recorder: gets the metrics of every step and its number, from zero, and what the stage shows of itself beside.
-        standing: where the stage begins; updated in place.
-        validation: prompts that the policy is watched on, where the stage says how often.
-        checkpoints: those of an earlier attempt, from which the stage goes on, and of this one.
-
-    Raises:
-        Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
+        recorder: gets the metrics of every step, by its number from zero, and what the stage shows of itself.
+        state: where the stage starts; updated in place.
+        validation: prompts that the policy is validated on, where the stage says how often.
+        checkpoints: those of an earlier attempt, from which the stage resumes, and of this one.
     """
-    config, clock, standing = ctx.online, Clock(), standing or Standing()
-    newest = checkpoints.newest() if checkpoints else None
-    if newest:
-        _resume(placement, standing, recorder, *newest)
-    with clock.phase("encoding"):
-        embeddings = placement.encode(_all_prompts(ctx, prompts))
-        # Apart: prompts are padded to the longest of those encoded together, and what is only watched must not be felt.
-        watched = placement.encode(validation) if validation else None
-    first, before = standing.step, standing.seconds
-    ahead = Ahead(ctx, placement, prompts, embeddings, first)
-    if newest:
-        read_under_way(newest[0], ahead)
-    stop_conditions = StopConditions(config, _gpus(ctx), standing.elapsed, lead(config))
-    progress = tqdm(range(first, config.steps), f"{ctx.label} {config.algorithm_name}", unit="step", disable=None)
-    with handle_sigterm(), Observer(ctx, placement, ahead, recorder, validation, watched) as watch:
-        for number in progress:
+
+    def __init__(
+        self,
+        ctx: StageContext,
+        workers: StageWorkers,
+        prompts: Sequence[Prompt],
+        recorder: MetricsRecorder,
+        state: StageState | None = None,
+        validation: Sequence[Prompt] = (),
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
+        self.ctx, self.config, self.workers, self.prompts, self.validation = ctx, ctx.online, workers, prompts, validation
+        self.recorder, self.state, self.checkpoints = recorder, state or StageState(), checkpoints
+
+    async def run(self) -> StageRecord:
+        """Train for the stage's number of steps.
+
+        Raises:
+            Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
+        """
+        with handle_sigterm():
+            await self._open()
+            async with aclosing(self.queue):
+                with closing(self.monitor):
+                    await self._train()
+        if self.checkpoints and self.config.validation and self.config.validation.best:
+            await self._restore_best(self.checkpoints)
+        return StageRecord(
+            label=self.ctx.label,
+            algorithm=self.config.algorithm_name,
+            samples=self.state.samples,
+            optimizer_steps=self.state.updates,
+            seconds=self._seconds(),
+            alarms=[*self.state.training_alarms, *self.state.alarms],
+        )
+
+    async def _train(self) -> None:
+        """The loop. The rollouts that may be in flight are started before training moves the weights."""
+        queue, monitor, loop = self.queue, self.monitor, self.loop
+        for step in loop.steps():
             start = time.time()
-            pushed = _push(placement, ahead, number) | check_engine(ctx, placement, ahead, number, first)
-            start += watch.validate(number)  # no time of the step
-            if checkpoints and number > 0 and checkpoints.due(number) and (number > first or watch.score is not None):
-                start += _keep(checkpoints, ahead, standing, recorder, watch.score)  # what was just loaded, only with a new score
-            metrics = _step(ctx, placement, ahead, watch, standing, number, start)
-            recorder.log_metrics(metrics | pushed, number)
-            progress.set_postfix(reward=f"{metrics.get('reward/mean', float('nan')):.3f}")
-            standing.elapsed, standing.seconds = stop_conditions.elapsed, _sum(before, clock.seconds, watch.timeline.seconds)
-            if _ends_early(stop_conditions, checkpoints, ahead, standing, recorder):
-                break
-        if watch.validates(standing.step, last=True):
-            _push(placement, ahead, standing.step)
-            watch.validate(standing.step, last=True)
-    if checkpoints and config.validation and config.validation.best:
-        _go_back_to_best(placement, checkpoints, recorder, standing, watch.score)
-    return StageRecord(
-        label=ctx.label,
-        algorithm=config.algorithm_name,
-        samples=standing.samples,
-        optimizer_steps=standing.updates,
-        seconds=_sum(before, clock.seconds, watch.timeline.seconds),
-        alarms=[*standing.training_alarms, *standing.alarms],
-    )
+            pushed = await self._publish(step) | await check_parity(self.ctx, queue, step, loop.first_step)
+            start += await monitor.validate(step)  # validation and checkpoints are no time of the step
+            start += await self._save_due_checkpoint(step)
+
+            await queue.start()
+            batch = await queue.next_batch(step)
+            require_scored(batch.scores, self.ctx.recipe.max_failed_share)
+            advantages = self._advantages(batch)
+            report = await self._train_on(batch, advantages)
+
+            metrics = advantages.metrics | report.metrics | {"updates": report.updates} | _freshness(batch, step)
+            metrics |= await self._measure(batch, advantages, report, step, start)
+            loop.finish_step(metrics | pushed, reward=f"{metrics.get('reward/mean', float('nan')):.3f}")
+            if loop.preempted:
+                await self._save_checkpoint()
+                raise loop.preemption()
+        if monitor.validates(self.state.step, last=True):
+            await self._publish(self.state.step)
+            await monitor.validate(self.state.step, last=True)
+
+    async def _open(self) -> None:
+        """Resume where there is a checkpoint, encode all prompts, and put the checkpoint's rollouts in flight again."""
+        ctx, clock = self.ctx, Clock()
+        newest = self.checkpoints.newest() if self.checkpoints else None
+        if newest:
+            folder, saved = newest
+            await self.workers.load_checkpoint(folder)
+            load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
+        with clock.phase("encoding"):
+            embeddings = await self.workers.training.call_first("encode", list(_prompts_of_all_steps(ctx, self.prompts)))
+            # Apart: prompts are padded to the longest of those encoded together, and validation must not change training.
+            validation = await self.workers.training.call_first("encode", list(self.validation)) if self.validation else None
+        self.seconds_before = _sum(self.state.seconds, clock.seconds)
+        self.queue = RolloutQueue(ctx, self.workers, self.prompts, embeddings, self.state.step)
+        self.monitor = StageMonitor(ctx, self.queue, self.recorder, self.validation, validation)
+        if newest:
+            load_in_flight(newest[0], self.queue)
+        ahead = max_steps_ahead(self.config)
+        self.loop = StageLoop(ctx, self.state, self.recorder, self.checkpoints, self.config.steps, _num_gpus(ctx), ahead)
+
+    async def _publish(self, version: int) -> dict[str, float]:
+        """Have new rollouts generated with the weights as they are; what that took."""
+        start = time.perf_counter()
+        self.queue.weights = await self.workers.publish(version)
+        return {"push/bytes": self.queue.weights.size, "push/seconds": time.perf_counter() - start}
+
+    def _advantages(self, batch: RolloutBatch) -> AdvantageResult:
+        weights, scores = self.workers.reward_weights, batch.scores.metrics
+        rewards = {name: scores[name] for name in weights}
+        return compute_advantages(rewards, weights, batch.prompt_ids, self.ctx.config.advantages, self.state.history)
+
+    async def _train_on(self, batch: RolloutBatch, advantages: AdvantageResult) -> TrainingReport:
+        """The updates of a step, on all ranks, while other rollouts and rewards continue; rank 0's report, with all spans."""
+        profiled = self.config.traces("training", batch.step)
+        training_batch = self.workers.put(build_training_batch(batch, advantages.values, advantages.keep, profiled))
+        rollouts = [part.rollouts for part in batch.parts]
+        reports: list[TrainingReport] = await self.workers.training.call("train", training_batch, *rollouts)
+        self.state.samples += len(advantages.values)
+        self.state.updates, self.state.training_alarms = reports[0].updates, reports[0].alarms
+        return replace(reports[0], spans=[span for report in reports for span in report.spans])
+
+    async def _measure(
+        self, batch: RolloutBatch, advantages: AdvantageResult, report: TrainingReport, step: int, start: float
+    ) -> dict[str, float]:
+        """Scores, speed and utilisation of a step that began at ``start``; also what the monitor shows of it."""
+        end, replaced = time.time(), self.workers.rollout.num_replaced + self.workers.reward.num_replaced
+        metrics = _score_means(batch.scores) | {"workers/replaced": replaced}
+        metrics |= _speed([*batch.spans, *report.spans], len(advantages.values), end - start)
+        self.queue.spans += report.spans
+        metrics |= await self.monitor.after_step(batch, advantages.values, step, start, end)
+        self.state.seconds = self._seconds()
+        if step == 0:
+            self.state.alarms += _first_ratio_alarm(self.ctx, report.metrics)
+        return metrics
+
+    async def _save_due_checkpoint(self, step: int) -> float:
+        """Save a checkpoint where one is due, but not one that was just loaded, unless it has a new score; seconds it took."""
+        new = step > self.loop.first_step or self.monitor.score is not None
+        if not self.checkpoints or step == 0 or not new or not self.checkpoints.due(step):
+            return 0.0
+        start = time.time()
+        await self._save_checkpoint(self.monitor.score)
+        return time.time() - start
+
+    async def _save_checkpoint(self, score: float | None = None) -> None:
+        """Save where the stage stands. ``score``: of a validation of the policy as it is."""
+        if not self.checkpoints:
+            return
+        with self.checkpoints.saving(self.state.step, self.loop.checkpoint_state(), score) as folder:
+            await save_in_flight(folder, self.queue)
+            await self.workers.save_checkpoint(folder)
+
+    async def _restore_best(self, checkpoints: Checkpoints) -> None:
+        """End with the policy that was validated best, and its statistics of prompts, unless the last one is as good."""
+        best, last, best_step = checkpoints.best(), self.monitor.score, self.state.step
+        if best and (last is None or best.score > last):
+            await self.workers.load_checkpoint(best.folder)
+            saved = StageState()
+            saved.load_state_dict(checkpoints.state(best.folder)["state"])
+            self.state.history, best_step = saved.history, best.step
+        self.recorder.log_metrics({"validation/best_step": best_step}, self.state.step)
+
+    def _seconds(self) -> dict[str, float]:
+        return _sum(self.seconds_before, self.monitor.timeline.seconds)
 
 
-def _resume(placement: Placement, standing: Standing, recorder: MetricsRecorder, checkpoint: Path, state: dict[str, Any]) -> None:
-    """Put all of them where a checkpoint stands."""
-    placement.restore(checkpoint)
-    standing.take_over(state["standing"])
-    recorder.resume(state["rows"])
-
-
-def _keep(
-    checkpoints: Checkpoints, ahead: Ahead, standing: Standing, recorder: MetricsRecorder, score: float | None = None
-) -> float:
-    """Save a checkpoint of the stage; seconds that it took. ``score``: of a validation of the policy as it is."""
-    start = time.time()
-
-    def write(folder: Path) -> None:
-        write_under_way(folder, ahead)
-        ahead.placement.checkpoint(folder)
-
-    checkpoints.save(standing.step, write, {"standing": standing.state(), "rows": recorder.metrics}, score)
-    return time.time() - start
-
-
-def _ends_early(
-    stop_conditions: StopConditions, checkpoints: Checkpoints | None, ahead: Ahead, standing: Standing, recorder: MetricsRecorder
-) -> bool:
-    """Whether the budget is spent, which becomes an alarm; when the machine goes, it saves and raises ``Preempted``."""
-    stop, label, steps = stop_conditions.after_step(), ahead.ctx.label, ahead.ctx.online.steps
-    if stop is Stop.LEAVE:
-        if checkpoints:
-            _keep(checkpoints, ahead, standing, recorder)
-        raise Preempted(stop_conditions.preemption_message(label, standing.step, steps, saved=checkpoints is not None))
-    if stop is Stop.NO or standing.step == steps:
-        return False
-    standing.alarms.append(stop_conditions.budget_message(standing.step, steps))
-    return True
-
-
-def _go_back_to_best(
-    placement: Placement, checkpoints: Checkpoints, recorder: MetricsRecorder, standing: Standing, score: float | None
-) -> None:
-    """End with the policy that was validated best, and what was known then, unless the last one, with ``score``, is as good."""
-    best, found = checkpoints.best(), standing.step
-    if best and (score is None or best.score > score):
-        placement.restore(best.folder)
-        known = Standing()
-        known.take_over(checkpoints.state(best.folder)["standing"])
-        standing.history, found = known.history, best.step
-    recorder.log_metrics({"validation/best_step": found}, standing.step)
-
-
-def _gpus(ctx: StageContext) -> float:
-    """Of all workers of the stage."""
+def _num_gpus(ctx: StageContext) -> float:
+    """GPUs of all workers of the stage."""
     if ctx.online.placement == "ray":
         return sum(workers.count * workers.gpus for _, workers in ctx.online.resources)
     return float(torch.cuda.is_available())
 
 
-def _step(
-    ctx: StageContext, placement: Placement, ahead: Ahead, watch: Observer, standing: Standing, number: int, start: float
-) -> dict[str, float]:
-    """The metrics of one step, which began at ``start``: rollouts and rewards, advantages, updates."""
-    ahead.fill(at_least=1)
-    step = ahead.take(number)
-    ahead.fill()
-    scores = step.scores
-    require_scored(scores, ctx.recipe.max_failed_share)
-    advantages = _advantages(ctx, placement.reward_weights, step, standing.history)
-    lesson = lesson_of(step, advantages.values, advantages.keep, ctx.online.traces("training", step.step))
-    trained = _train(placement, ahead.desk, lesson, step)
-    end = time.time()
-    metrics = advantages.metrics | _means(scores) | trained.metrics | {"updates": trained.updates}
-    metrics |= _freshness(step, number) | {"workers/replaced": ahead.replaced}
-    metrics |= _speed([*step.busy, *trained.busy], len(scores.reward), end - start)
-    metrics |= watch.after(number, step, advantages.values, trained.busy, start, end)
-    standing.step, standing.samples = number + 1, standing.samples + len(scores.reward)
-    standing.updates, standing.training_alarms = trained.updates, trained.alarms
-    standing.alarms += _first_ratio(ctx, metrics) if number == 0 else []
-    return metrics
+def _sum(*seconds: Mapping[str, float]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in seconds for name in part)
+    return {name: sum(part.get(name, 0.0) for part in seconds) for name in names}
 
 
-def _sum(*spent: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by what they were spent on."""
-    return {name: sum(part.get(name, 0.0) for part in spent) for name in dict.fromkeys(name for part in spent for name in part)}
-
-
-def _all_prompts(ctx: StageContext, prompts: list[Prompt]) -> Iterator[Prompt]:
+def _prompts_of_all_steps(ctx: StageContext, prompts: Sequence[Prompt]) -> Iterator[Prompt]:
     for step in range(ctx.online.steps):
         yield from prompt_batch(prompts, ctx.online.prompts_per_step, step, ctx.seed)
 
 
-def _push(placement: Placement, ahead: Ahead, version: int) -> dict[str, float]:
-    """Let new rollouts be generated with the weights as they are; what that took."""
-    start = time.perf_counter()
-    ahead.newest = placement.publish(version)
-    return {"push/bytes": ahead.newest.size, "push/seconds": time.perf_counter() - start}
-
-
-def _advantages(ctx: StageContext, weights: dict[str, float], step: Step, history: PromptStatistics) -> AdvantageResult:
-    scores, prompt_ids = step.scores.metrics, [prompt.prompt_id for prompt in step.prompts]
-    rewards = {name: scores[name] for name in weights}
-    return compute_advantages(rewards, weights, np.array(prompt_ids), ctx.config.advantages, history)
-
-
-def _train(placement: Placement, desk: Desk, lesson: Lesson, step: Step) -> Trained:
-    """The updates of a step, on all ranks, while rollouts and rewards go on."""
-    rollouts = [harvest.rollouts for harvest in step.rows]
-    calls = [rank.start("train", lesson, *rollouts) for rank in placement.training]
-    desk.until_ended(calls)
-    told: list[Trained] = [placement.report(call) for call in calls]
-    return replace(told[0], busy=[busy for one in told for busy in one.busy])
-
-
-def _freshness(step: Step, version: int) -> dict[str, float]:
-    """How old the samples are, in training steps, how many were too old, and what it took to bring the weights to them."""
-    ages = step.staleness(version)
-    received = max(harvest.generated.received for harvest in step.rows)
+def _freshness(batch: RolloutBatch, version: int) -> dict[str, float]:
+    """Age of the samples in training steps, how many were too old, and the time that the weights took to reach the workers."""
+    ages = batch.staleness(version)
     return {
         "staleness/mean": fmean(ages),
         "staleness/max": max(ages),
-        "staleness/dropped_samples": step.dropped,
-        "push/receive_seconds": received,
+        "staleness/dropped_samples": batch.num_dropped,
+        "push/receive_seconds": max(part.report.receive_seconds for part in batch.parts),
     }
 
 
-def _means(scores: ScoreTable) -> dict[str, float]:
+def _score_means(scores: ScoreTable) -> dict[str, float]:
     return {f"score/{name}": float(np.nanmean(values)) for name, values in scores.metrics.items() if np.isfinite(values).any()}
 
 
-def _speed(busy: list[Busy], images: int, seconds: float) -> dict[str, float]:
-    """Seconds and milliseconds per image of each phase of a step, and of the step itself, in which phases may overlap."""
-    spent = seconds_by_task(busy) | {"step": seconds}
-    metrics = {f"seconds/{phase}": value for phase, value in spent.items()}
-    metrics |= {f"ms_per_image/{phase}": 1000 * value / images for phase, value in spent.items()}
+def _speed(spans: Sequence[TraceSpan], images: int, seconds: float) -> dict[str, float]:
+    """Seconds and milliseconds per image of each task of a step, and of the step itself, in which tasks may overlap."""
+    spent = seconds_by_task(spans) | {"step": seconds}
+    metrics = {f"seconds/{task}": value for task, value in spent.items()}
+    metrics |= {f"ms_per_image/{task}": 1000 * value / images for task, value in spent.items()}
     return metrics | {"images_per_second": images / seconds}
 
 
-def _first_ratio(ctx: StageContext, metrics: dict[str, float]) -> list[str]:
-    """An alarm where rollouts and training see different micro-batches and their arithmetic differs for it."""
+def _first_ratio_alarm(ctx: StageContext, metrics: Mapping[str, float]) -> list[str]:
+    """An alarm where rollouts and training see micro-batches of different sizes, so that their arithmetic differs."""
     off = metrics.get("ratio/first_deviation", 0.0)
-    if off <= FIRST_RATIO or ctx.config.correction or ctx.config.rollout_precision or ctx.online.engine != "diffusers":
+    known = ctx.config.correction or ctx.config.rollout_precision or ctx.online.engine != "diffusers"
+    if off <= MAX_FIRST_RATIO_DEVIATION or known:
         return []
     alarm = (
         f"the first ratio is off 1 by {off:.2g}: rollouts and training see micro-batches of different sizes; "

@@ -1,4 +1,4 @@
-"""What runs in a Ray actor of an online stage: the seat of any worker, and what a worker of each role opens there."""
+"""What runs in a Ray actor of an online stage: the actor of any worker, and the worker of each role that opens there."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ import torch.distributed as dist
 from ray.util import register_serializer
 from torch import Tensor
 
-from ebbflow.online.pool import StageError
-from ebbflow.online.roles import Generator, Judge, Trainer
+from ebbflow.online.reward_worker import RewardWorker
+from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.training_worker import TrainingWorker
+from ebbflow.online.workers import StageError
 from ebbflow.recipe.online import Role, WorkersConfig
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.rollouts.engine import Diffusers
@@ -36,8 +38,6 @@ from ebbflow.training.update import PolicyUpdater
 
 CHUNK = 64 * 2**20
 """Bytes of a file that travel at a time."""
-BESIDE = "beside"
-"""Calls that run in threads of their own, whatever a worker is doing: two, for one may have to end the other."""
 
 Locate = Callable[[], Path]
 """Says where a folder lies on the machine that calls it, and brings it there if it must; travels to other processes."""
@@ -57,8 +57,8 @@ class Folders:
         return Folders(partial(Path, base), partial(Path, policy), partial(Path, teacher) if teacher else None)
 
 
-class Seat:
-    """The process of a worker: what it opened, at work."""
+class WorkerActor:
+    """The process of a worker: opens it, and calls its methods."""
 
     def __init__(self, role: Role, workers: WorkersConfig, path: list[str]) -> None:
         """``path``: where the stage's own process imports from, as a user's own rewards and algorithms may lie there."""
@@ -76,7 +76,7 @@ class Seat:
 
     def open(self, make: Callable[..., Any], *arguments: Any) -> None:
         try:
-            self._settle()
+            self._set_up_process()
             self.opened = make(*arguments)
         except Exception as error:
             self.failed = error  # for those who call before they know
@@ -88,7 +88,7 @@ class Seat:
         given = [argument.copy() if isinstance(argument, np.ndarray) else argument for argument in arguments]
         return getattr(self.opened, method)(*given)  # a user's reward may write into its images, and nobody into the store
 
-    def _settle(self) -> None:
+    def _set_up_process(self) -> None:
         """Take the cores and GPUs that are this worker's."""
         ship_tensors()
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # what lies in the store is only read
@@ -100,13 +100,11 @@ class Seat:
             stay_on(self.workers.cores, self.role)
 
 
-_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
-Actor: Any = ray.remote(**_OPTIONS)(Seat)
-ActorBeside: Any = ray.remote(**_OPTIONS | {"concurrency_groups": {BESIDE: 2}})(Seat)
+Actor: Any = ray.remote(max_restarts=0, max_task_retries=0)(WorkerActor)
 
 
-class Rank(Trainer):
-    """A rank of the training group whose results travel: weights as references, folders in pieces."""
+class RayTrainingWorker(TrainingWorker):
+    """A rank of the training group whose results travel: weights as references, folders in chunks."""
 
     received: tempfile.TemporaryDirectory[str] | None = None
 
@@ -114,15 +112,8 @@ class Rank(Trainer):
         return self.updater.before.steps
 
     def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
-        return _in_store(super().publish(version, copy))
-
-    def resend(self, digest: str | None = None) -> WeightsVersion:
-        return _in_store(super().resend(digest))
-
-    def host(self) -> tuple[str, int]:
-        """Let rollout workers meet here: the address and the port."""
-        address = ray.util.get_node_ip_address()
-        return address, self.serve(address)
+        weights = super().publish(version, copy)
+        return replace(weights, buckets=tuple(ray.put(bucket) for bucket in weights.buckets))
 
     def write(self, method: str, *arguments: Any) -> list[tuple[str, int]]:
         """Write a folder on this machine; (name, bytes) of every file."""
@@ -150,10 +141,10 @@ class Rank(Trainer):
         with path.open("ab") as file:
             file.write(chunk.data)
 
-    def take_up(self) -> None:
-        """Go on from the checkpoint whose files have come."""
+    def load_received_checkpoint(self) -> None:
+        """Continue from the checkpoint whose files have come."""
         assert self.received is not None
-        self.restore(Path(self.received.name))
+        self.load_checkpoint(Path(self.received.name))
         self.received.cleanup()
 
     @property
@@ -161,32 +152,28 @@ class Rank(Trainer):
         return Path(self.written.name) / "folder"
 
 
-def open_rank(ctx: StageContext, folders: Folders, rank: int, meeting: str) -> Rank:
+def open_training_worker(ctx: StageContext, folders: Folders, rank: int, meeting: str) -> RayTrainingWorker:
     world = ctx.online.resources.training.count
     if world > 1:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, meeting, timeout=distributed.TIMEOUT, world_size=world, rank=rank)
     model, teacher = open_model(ctx.recipe, folders.base()), folders.teacher() if folders.teacher else None
     policy, metadata = open_policy(ctx, model, folders.policy(), teacher, shard=world > 1)
-    return Rank(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, rank)
+    return RayTrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, rank)
 
 
-def open_generator(ctx: StageContext, folders: Folders, index: int) -> Generator:
+def open_rollout_worker(ctx: StageContext, folders: Folders, index: int) -> RolloutWorker:
     if ctx.online.engine == "vllm_omni":
-        return Generator(VllmOmni(ctx, folders.base()), index, ray.get)
+        return RolloutWorker(VllmOmni(ctx, folders.base()), index, ray.get)
     policy = Policy(open_model(ctx.recipe, folders.base()), ctx.recipe.policy, ctx.recipe.seed)
     policy.copies.clear()  # the weights that arrive are those that generate, whichever copy of the trainer's they are
-    return Generator(Diffusers(ctx, policy), index, ray.get)
+    return RolloutWorker(Diffusers(ctx, policy), index, ray.get)
 
 
-def open_judge(ctx: StageContext, folders: Folders, index: int) -> Judge:
+def open_reward_worker(ctx: StageContext, folders: Folders, index: int) -> RewardWorker:
     torch.set_num_threads(ctx.recipe.threads)
-    return Judge(load_scorer(ctx.recipe.rewards, ctx.recipe.guardrails if ctx.online.validation else ()), index)
-
-
-def _in_store(weights: WeightsVersion) -> WeightsVersion:
-    """The same weights with references to their buckets."""
-    return replace(weights, buckets=tuple(ray.put(bucket) for bucket in weights.buckets))
+    guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
+    return RewardWorker(load_scorer(ctx.recipe.rewards, guardrails), index)
 
 
 def stay_on(cores: list[int], role: Role) -> None:
@@ -207,15 +194,11 @@ def ship_tensors() -> None:
     register_serializer(Tensor, serializer=_bytes_of, deserializer=_tensor_of)
 
 
-def _bytes_of(tensor: Tensor) -> tuple[np.ndarray | None, torch.dtype, torch.Size]:
-    if tensor.is_meta:
-        return None, tensor.dtype, tensor.shape
+def _bytes_of(tensor: Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
     tensor = tensor.detach().cpu().contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
 
 
-def _tensor_of(sent: tuple[np.ndarray | None, torch.dtype, torch.Size]) -> Tensor:
+def _tensor_of(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> Tensor:
     values, dtype, shape = sent
-    if values is None:
-        return torch.empty(shape, dtype=dtype, device="meta")
     return torch.from_numpy(values.copy()).view(dtype).reshape(shape)  # what lies in the store can only be read

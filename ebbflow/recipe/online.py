@@ -92,8 +92,6 @@ class OnlineConfig(Strict):
     placement: Literal["in_process", "ray"] = "in_process"
     """Everything in one process; or workers of their own for training, rollouts and rewards, as Ray actors."""
     resources: ResourcesConfig = ResourcesConfig()
-    transfer: Literal["store", "broadcast"] = "store"
-    """How weights reach the rollout workers: through Ray's object store, or by a broadcast of NCCL (GPUs) or gloo (CPUs)."""
     engine: Literal["diffusers", "vllm_omni"] = "diffusers"
     """What generates: the reference in the worker's own process, or vLLM-Omni in an environment of its own."""
     parity: ParityConfig = ParityConfig()
@@ -125,8 +123,6 @@ class OnlineConfig(Strict):
                 "profile.roles has 'reward', which is scored beside the rollouts, and torch has one profiler per process; "
                 "set placement: ray, or leave 'reward' out"
             )
-        if self.transfer == "broadcast":
-            raise ValueError("transfer = 'broadcast' sends weights between processes; set placement: ray, or leave it out")
         return self
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
-"""Where training stands inside a stage: everything that the next optimiser step depends on, in a committed folder.
+"""Checkpoints inside a stage: everything that the next optimiser step depends on, in a committed folder.
 
 Noise has no state (``ebbflow.flow.noise``), so what remains is the policy with its copies, the optimiser, the counters and
-whatever the stage adds. Training that goes on from a checkpoint ends with the same bytes as training that never stopped; with
+whatever the stage adds. Training that resumes from a checkpoint ends with the same bytes as training that never stopped; with
 another number of processes it ends with the same up to rounding.
 
 Every process writes its own part of each tensor (``parameters-00000-of-00002.safetensors``, ``optimizer-...``, the copies
@@ -11,8 +11,8 @@ likewise), so nothing is gathered; then come ``manifest.json`` and COMMIT (``ebb
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import like
 from ebbflow.training.update import PolicyUpdater
 
+logger = logging.getLogger(__name__)
+
 PARAMETERS, OPTIMIZER, COUNTERS, STATE = "parameters", "optimizer", "learner.json", "state.json"
 FOLLOWING = ("old", "ema")
 """Copies that move with the training; the others are what they were at the start of the stage."""
@@ -38,7 +40,7 @@ COUNTED = ("updates", "steps", "alarms", "drifted", "loss_scale")
 
 
 class CheckpointError(Exception):
-    """A checkpoint of something else: names the folder, what differs and the way out."""
+    """A checkpoint of another training: names the folder, what differs, and how to fix it."""
 
 
 # ------------------------------------------------------------------------------------------------------------ what is in one
@@ -155,17 +157,18 @@ class Checkpoints:
         return {"recipe": self.ctx.recipe.digest, "stage": self.ctx.label}
 
     def due(self, step: int) -> bool:
-        """Whether there is one after so many steps."""
+        """Whether a checkpoint is due after so many steps."""
         config = self.ctx.config.checkpoints
         return config is not None and step % config.every == 0
 
-    def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any], score: float | None = None) -> None:
-        """Write where the stage stands, and forget all but the last ones and the best, and what lies after this step: an attempt
-        passed it over.
+    @contextmanager
+    def saving(self, step: int, state: dict[str, Any], score: float | None = None) -> Iterator[Path]:
+        """Save where the stage stands: the block writes the parts of all processes (``write_part``) into the folder it is given.
+
+        The last checkpoints and the best one are kept. Those of later steps go: an attempt passed them over.
 
         Args:
             step: steps done.
-            write: puts the parts of all processes into a folder (``write_part``).
             state: what the stage wants to find again, as JSON.
             score: how good the policy was then, if that is known; more is better.
         """
@@ -173,13 +176,14 @@ class Checkpoints:
         for later in [path for path in self._there() if step_of(path) > step]:
             shutil.rmtree(later)
         with new_folder(new) as unfinished:
-            write(unfinished)
+            yield unfinished
             (unfinished / STATE).write_text(json.dumps({"about": self.about, "score": score, "stage": state}))
         self._forget()
         self.saved(new)
+        logger.info("%s checkpoint of step %d saved at %s", self.ctx.label, step, new)
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint and what the stage wanted to find again; others are passed over with a warning.
+        """The newest whole checkpoint and what the stage wanted to find again; damaged ones are passed over.
 
         Raises:
             CheckpointError: it is one of another training.
@@ -213,7 +217,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"{folder} is the checkpoint of another training: {differ}; remove it, or go on with what made it"
             )
-        return found["stage"]
+        state: dict[str, Any] = found["stage"]
+        return state
 
     def _forget(self) -> None:
         config = self.ctx.config.checkpoints
@@ -230,11 +235,11 @@ class Checkpoints:
 
 
 def _whole(checkpoint: Path) -> bool:
-    """Whether it can be gone on from; says so if not."""
+    """Whether the stage can resume from it. A damaged one is logged."""
     try:
         verify(checkpoint)
     except ArtifactError as error:
-        warnings.warn(f"checkpoint passed over: {error}", stacklevel=4)
+        logger.warning("damaged checkpoint passed over: %s", error)
         return False
     return True
 
@@ -246,6 +251,7 @@ def step_of(checkpoint: Path) -> int:
 
 def _score(checkpoint: Path) -> float | None:
     try:
-        return json.loads((checkpoint / STATE).read_text())["score"]
+        score: float | None = json.loads((checkpoint / STATE).read_text())["score"]
     except (OSError, ValueError):
         return None  # it is damaged, which ``newest`` speaks of
+    return score

@@ -6,9 +6,9 @@ import functools
 import importlib
 import itertools
 import json
+import logging.handlers
 import os
 import signal
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ POINTS = {
     "before the optimiser's step": "torch.optim.adamw:AdamW.step",
     "mid-update": "ebbflow.training.policy:Policy.blend",
     "metrics": "ebbflow.stage:MetricsRecorder.log_metrics",
-    "before shards": "ebbflow.training.checkpoint:Checkpoints.save",
+    "before shards": "ebbflow.training.checkpoint:Checkpoints.saving",
     "mid-shard": "ebbflow.training.checkpoint:save_file",
     "before the manifest": "ebbflow.storage.artifacts:commit",
     "after the manifest": "ebbflow.storage.artifacts:_to_disk",
@@ -62,14 +62,14 @@ def attempt(folder: Path, name: str, death: Death | None) -> None:
     ctx = StageContext(recipe, 0, 0)
     checkpoints = Checkpoints(ctx, folder / f"{name}-checkpoints")
     base, start, prompts, trained = (folder / each for each in ("base", "start", "prompts.parquet", name))
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        if ctx.config.kind == "online":
-            train_online_folder(ctx, base, start, prompts, trained, recorder, checkpoints=checkpoints)
-        else:
-            stored = rollouts_and_advantages(ctx, folder, name)
-            train_offline_folder(ctx, base, start, prompts, *stored, trained, recorder, checkpoints)
-    said = {"rows": recorder.metrics, "calls": calls, "warned": [str(one.message) for one in warned]}
+    logged = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("ebbflow").addHandler(logged)
+    if ctx.config.kind == "online":
+        train_online_folder(ctx, base, start, prompts, trained, recorder, checkpoints=checkpoints)
+    else:
+        stored = rollouts_and_advantages(ctx, folder, name)
+        train_offline_folder(ctx, base, start, prompts, *stored, trained, recorder, checkpoints)
+    said = {"rows": recorder.metrics, "calls": calls, "logged": [record.getMessage() for record in logged.buffer]}
     (folder / f"{name}.json").write_text(json.dumps(said))
 
 

@@ -57,7 +57,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory, ended: list[dict[str, in
     for start, death in enumerate([*DEATHS, ""]):
         printed = " ".join(run_pipeline_until(folder, RECIPE, death).replace("│", " ").split())
         assert ("resuming the stopped run" in printed) == (start > 0)
-        assert ("was told to end (SIGTERM) and has done 1 of 2 steps; they are saved" in printed) == death.endswith(":told")
+        assert ("was preempted (SIGTERM) after 1 of 2 steps; a checkpoint is saved" in printed) == death.endswith(":told")
         ended.append({name: node.info.end_time for name, node in _nodes(folder) if node.info.status == "FINISHED"})
     return folder
 

@@ -11,9 +11,10 @@ from pipeline_cases import SHORT, TINY, few_tokens, prompts
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models.encoding import encode_once
-from ebbflow.online.loop import in_process, run_online_stage
-from ebbflow.online.placement import InProcess
-from ebbflow.online.roles import Generator, Trainer
+from ebbflow.online.local_workers import LocalWorkers, local_workers
+from ebbflow.online.loop import run_online_stage
+from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
@@ -75,7 +76,7 @@ def test_an_online_step(start, name, lr, frames):
     assert model.config.guidance > 1
     before, recorder = values(updater.policy), MetricsRecorder()
     scorer = Scorer(((Brightness(), 1.0),))
-    run_online_stage(ctx, in_process(ctx, updater, scorer), prompts(name, SHORT[:2]), recorder)
+    run_online_stage(ctx, local_workers(ctx, updater, scorer), prompts(name, SHORT[:2]), recorder)
     (metrics,) = recorder.metrics
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["reward/std"] > 0
@@ -92,7 +93,7 @@ def test_longer_validation_prompts_are_not_felt(start):
     learnt = []
     for watched in ([], prompts("qwen_image", SHORT[2:])):
         ctx, _, updater = start("qwen_image", online | {"validation": {"prompts": 1}, "optimizer": {"lr": 1e-3}})
-        placement, training = in_process(ctx, updater, Scorer(((Brightness(), 1.0),))), prompts("qwen_image", SHORT[:2])
+        placement, training = local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))), prompts("qwen_image", SHORT[:2])
         run_online_stage(ctx, placement, training, MetricsRecorder(), validation=watched)
         learnt.append(values(updater.policy))
     assert all(torch.equal(value, learnt[1][name]) for name, value in learnt[0].items())
@@ -116,7 +117,7 @@ def test_the_time_of_the_gate_is_told_and_a_profile_is_of_the_rollouts(start, op
     (ctx, _, updater), recorder = start("sd3", online), Files()
     engine = Diffusers(ctx, Policy(open_tiny("sd3", **few_tokens("sd3")), ctx.recipe.policy, seed=0))
     scorer = Scorer(((Brightness(), 1.0),))
-    placement = InProcess(Trainer(ctx, updater), Generator(engine), scorer, shares=False)
+    placement = LocalWorkers(TrainingWorker(ctx, updater), scorer, RolloutWorker(engine))
     record = run_online_stage(ctx, placement, prompts("sd3", SHORT[:2]), recorder)
     assert recorder.metrics[0]["parity/log_prob_max"] < 1e-5
     done = [(busy["task"], busy["step"]) for busy in json.loads(recorder.files["timeline.json"])["busy"]]

@@ -27,9 +27,9 @@ from ebbflow.storage.artifacts import verify
 from ebbflow.storage.disk import DiskFullError
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.distributed import process_group
-from ebbflow.training.limits import Preempted
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import read_policy_metadata, write_base_policy
+from ebbflow.training.stop_conditions import Preempted
 from ebbflow.training.update import PolicyUpdater
 from tests.two_processes import as_two_ranks
 
@@ -122,7 +122,7 @@ def test_a_killed_stage_ends_with_the_same_bytes(world, case, at):
 def test_a_stage_that_is_told_to_end_saves_after_the_step(world, at):
     stage = world()
     whole = train(stage, "whole")
-    with pytest.raises(Preempted, match=rf"1.2 offline was told to end \(SIGTERM\) and has done {at + 1} of 8 steps; they are"):
+    with pytest.raises(Preempted, match=rf"1.2 offline was preempted \(SIGTERM\) after {at + 1} of 8 steps; a checkpoint is"):
         train(stage, "again", at, "told to end")
     assert kept(stage[0], "again")[-1] == f"step-{at + 1:05d}"
     again = train(stage, "again")
@@ -171,7 +171,7 @@ def test_two_processes_save_their_parts_and_any_number_goes_on(world, policy):
     as_two_ranks(as_a_rank, stage, "whole", None, "")
     as_two_ranks(as_a_rank, stage, "again", 3, "told to end")
     for rank in range(2):
-        assert (folder / f"said-{rank}").read_text().startswith("Preempted 1.2 offline was told to end (SIGTERM)")
+        assert (folder / f"said-{rank}").read_text().startswith("Preempted 1.2 offline was preempted (SIGTERM)")
     parts = {path.name for path in (folder / "kept-again" / "step-00004").glob("*.safetensors")}
     assert parts >= {f"{kind}-0000{rank}-of-00002.safetensors" for kind in ("parameters", "ema", "optimizer") for rank in (0, 1)}
     shutil.copytree(folder / "kept-again", folder / "kept-alone")

@@ -1,4 +1,4 @@
-"""What the actors of test_ray_placement.py run: a reward that misbehaves, and folders that do something to who asks for them."""
+"""What the actors of test_ray_workers.py run: a reward that misbehaves, and folders that do something to who asks for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.online.roles import Generator
+from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.rewards.base import RewardResult
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.update import PolicyUpdater
@@ -61,16 +61,16 @@ def noted(folder: Path, notes: Path) -> Path:
 
 
 def with_a_dying_generator(folder: Path, flag: Path) -> Path:
-    """``folder``; the first rollout worker that has generated a part of the second step dies before it can say so."""
-    whole = Generator.generate
+    """``folder``; the first rollout worker that has generated a request of the second step dies before it can say so."""
+    whole = RolloutWorker.generate
 
-    def generate(self: Generator, part: Any, weights: Any) -> Any:
-        made = whole(self, part, weights)
-        if part.step == 1 and first(flag):
+    def generate(self: RolloutWorker, request: Any, weights: Any) -> Any:
+        made = whole(self, request, weights)
+        if request.step == 1 and first(flag):
             die()
         return made
 
-    Generator.generate = generate  # type: ignore[method-assign]
+    RolloutWorker.generate = generate  # type: ignore[method-assign]
     return folder
 
 

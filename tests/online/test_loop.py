@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 
 import numpy as np
@@ -13,8 +14,10 @@ from ebbflow.algorithms.base import Algorithm, flow_matching_error
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
 from ebbflow.online import loop
-from ebbflow.online.ahead import Ahead, lesson_of
-from ebbflow.online.loop import in_process, run_online_stage
+from ebbflow.online.local_workers import local_workers
+from ebbflow.online.loop import run_online_stage
+from ebbflow.online.messages import build_training_batch
+from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.recipe.algorithms import BUILT_IN, ForwardConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
@@ -49,14 +52,16 @@ def keys_of(name, **rest):
 
 
 def collect(ctx, updater, scorer, prompts, step):
-    """(what a step's rollouts became, the rollouts themselves)."""
-    placement = in_process(ctx, updater, scorer)
-    ahead = Ahead(ctx, placement, prompts, placement.encode(prompts))
-    while ahead.waiting[0] < step:
-        ahead.waiting.popleft()
-    ahead.fill(at_least=1)
-    taken = ahead.take(step)
-    return taken, join([handle.future.result()[handle.index] for handle in (harvest.rollouts for harvest in taken.rows)])
+    """(the batch of a step, its rollouts)."""
+
+    async def run():
+        workers = local_workers(ctx, updater, scorer)
+        queue = RolloutQueue(ctx, workers, prompts, await workers.training.call_first("encode", prompts), step)
+        await queue.start()
+        return await queue.next_batch(step)
+
+    batch = asyncio.run(run())
+    return batch, join([part.rollouts for part in batch.parts])
 
 
 @pytest.fixture
@@ -74,7 +79,7 @@ def run(make_recipe, make_prompts, base_folder, scorer):
         optimizer = torch.optim.SGD(policy.parameters.values(), sgd) if sgd else None
 
         updater = PolicyUpdater(policy, ctx.online, optimizer=optimizer)
-        record = run_online_stage(ctx, in_process(ctx, updater, judge), prompts or make_prompts(6), recorder)
+        record = run_online_stage(ctx, local_workers(ctx, updater, judge), prompts or make_prompts(6), recorder)
         assert [metrics["step"] for metrics in recorder.metrics] == list(range(ctx.online.steps))
         return policy, before, recorder.metrics, record
 
@@ -276,21 +281,21 @@ def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, 
     ctx = StageContext(make_recipe(), 0, 0)
     updater = PolicyUpdater(Policy(model, ctx.recipe.policy, 0), ctx.online)
     both = [collect(ctx, updater, scorer, make_prompts(2), step) for step in (0, 1)]
-    lessons = [lesson_of(step, np.zeros(8), np.ones(8, bool)) for step, _ in both]
-    for (step, rollouts), lesson in zip(both, lessons, strict=True):
-        assert len(lesson.keys) == 8
-        assert len(set(lesson.keys.prompt_ids)) == 2
-        assert all(list(lesson.keys.prompt_ids).count(prompt_id) == 4 for prompt_id in lesson.keys.prompt_ids)
+    batches = [build_training_batch(step, np.zeros(8), np.ones(8, bool)) for step, _ in both]
+    for (step, rollouts), batch in zip(both, batches, strict=True):
+        assert len(batch.keys) == 8
+        assert len(set(batch.keys.prompt_ids)) == 2
+        assert all(list(batch.keys.prompt_ids).count(prompt_id) == 4 for prompt_id in batch.keys.prompt_ids)
         images = model.decode(rollouts.latents)
         assert images.shape == (8, 16, 32, 3)
         assert step.scores.reward == pytest.approx(1 - images.mean((1, 2, 3)) / 255)
-    pairs = [set(zip(lesson.keys.prompt_ids, lesson.keys.samples, strict=True)) for lesson in lessons]
+    pairs = [set(zip(batch.keys.prompt_ids, batch.keys.samples, strict=True)) for batch in batches]
     assert len(pairs[0] | pairs[1]) == 16
     (_, rollouts), (_, later) = both
     assert rollouts.trajectory.steps.tolist() == [0, 1]
     assert later.trajectory.steps.tolist() == [1, 2]
-    conditioning = lessons[0].conditioning.rows(torch.from_numpy(lessons[0].sample_index))
-    again = generate(model, conditioning, lessons[0].keys, ctx.config.sampler, Plan((0, 1), (0, 1)), ctx.config.micro_batch)
+    conditioning = batches[0].conditioning.rows(torch.from_numpy(batches[0].sample_index))
+    again = generate(model, conditioning, batches[0].keys, ctx.config.sampler, Plan((0, 1), (0, 1)), ctx.config.micro_batch)
     assert torch.equal(again.latents, rollouts.latents)
 
 
@@ -422,9 +427,9 @@ def test_statistics_of_the_prompts_run_over_the_steps_of_a_stage(run, monkeypatc
 def test_a_first_ratio_that_is_not_one_is_an_alarm(make_recipe, stage, alarms):
     """Unless something else is known to make rollouts differ from what training computes again."""
     ctx = StageContext(make_recipe(online=stage), 0, 0)
-    assert loop._first_ratio(ctx, {"ratio/first_deviation": loop.FIRST_RATIO}) == []
+    assert loop._first_ratio_alarm(ctx, {"ratio/first_deviation": loop.MAX_FIRST_RATIO_DEVIATION}) == []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        said = loop._first_ratio(ctx, {"ratio/first_deviation": 2e-4})
+        said = loop._first_ratio_alarm(ctx, {"ratio/first_deviation": 2e-4})
     assert len(said) == len(warned) == alarms
     assert all("the first ratio is off 1 by 0.0002" in text and "micro_batch" in text for text in said)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
 import pytest
 
 from ebbflow.models import load_model
-from ebbflow.online.loop import in_process, run_online_stage
+from ebbflow.online.local_workers import local_workers
+from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import LocalWorker, rollout_pool
 from ebbflow.recipe import RecipeError
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
@@ -31,14 +34,15 @@ def run(make_recipe, make_prompts, base_folder, scorer):
         trained = Policy(load_model(base_folder), ctx.recipe.policy, 0)
         if ctx.keeps_old:
             trained.ensure("old")
-        placement, asked, recorder = in_process(ctx, PolicyUpdater(trained, ctx.online), judge), [], MetricsRecorder(None)
-        generate = placement.generator.generate
+        placement, asked, recorder = local_workers(ctx, PolicyUpdater(trained, ctx.online), judge), [], MetricsRecorder(None)
+        generate = placement.rollout_worker.generate
 
-        def watched(part, weights):
-            asked.append((part.step, weights.version, tuple(zip(part.keys.prompt_ids, part.keys.samples, strict=True))))
-            return generate(part, weights)
+        def watched(request, weights):
+            keys = request.keys
+            asked.append((request.step, weights.version, tuple(zip(keys.prompt_ids, keys.samples, strict=True))))
+            return generate(request, weights)
 
-        placement.generator.generate = watched
+        placement.rollout_worker.generate = watched
         run_online_stage(ctx, around(placement), make_prompts(9), recorder)
         return trained, recorder.metrics, asked
 
@@ -125,45 +129,40 @@ def test_the_mode_changes_no_noise_and_no_prompt(run):
     assert first == second == third
 
 
-class Late:
-    """A placement in which the first part of step 1 is late: it ends when three steps have been trained."""
+class Straggler(LocalWorker):
+    """A rollout worker whose first request of step 1 takes until four steps have been trained."""
 
-    def __init__(self, placement):
-        self.placement, self.late, self.version = placement, None, 0
+    def __init__(self, target, workers):
+        super().__init__(target)
+        self.workers, self.late = workers, False
 
-    def __getattr__(self, name):
-        return getattr(self.placement, name)
-
-    def hire(self, role, index):
-        worker = self.placement.hire(role, index)
-        return Straggler(worker, self) if role == "rollout" else worker
-
-    def publish(self, version):
-        self.version = version
-        return self.placement.publish(version)
-
-    def wait(self, calls, timeout):
-        shown = [call for call in calls if call is not self.late or self.version >= 3]
-        return self.placement.wait(shown, 0.01 if len(shown) < len(calls) else timeout)
+    async def call(self, method, request, weights):
+        made = await super().call(method, request, weights)
+        if request.step == 1 and not self.late:
+            self.late = True
+            while self.workers.version < 4:
+                await asyncio.sleep(0.01)
+        return made
 
 
-class Straggler:
-    """A rollout worker of a late placement."""
+def with_a_straggler(workers):
+    """The workers of this process, but two rollout workers, one of which straggles."""
+    publish, workers.version = workers.publish, 0
 
-    def __init__(self, worker, placement):
-        self.worker, self.placement = worker, placement
+    async def noted(version, copy=None):
+        workers.version = version
+        return await publish(version, copy)
 
-    def start(self, method, part, weights):
-        call = self.worker.start(method, part, weights)
-        if part.step == 1 and self.placement.late is None:
-            self.placement.late = call
-        return call
+    workers.publish = noted
+    straggling = Straggler(workers.rollout_worker, workers)
+    workers.rollout = rollout_pool([straggling, LocalWorker(workers.rollout_worker, 1)], None)
+    return workers
 
 
 def test_async_overtakes_a_straggler_and_counts_what_came_too_late(run):
-    """Steps 2 and 3 are trained before step 1, whose samples are too old when its late part arrives: all are generated again."""
-    two = {"placement": "ray", "resources": {"rollout": {"count": 2}}}  # workers; the placement is the one of the test
-    _, metrics, asked = run(mode="async", staleness=2, steps=5, **two, around=Late)
+    """Steps 2, 3 and 4 train before step 1, whose samples are too old when its late part arrives: all are generated again."""
+    two = {"placement": "ray", "resources": {"rollout": {"count": 2}}}
+    _, metrics, asked = run(mode="async", staleness=2, steps=5, **two, around=with_a_straggler)
     assert [step["staleness/dropped_samples"] for step in metrics] == [0, 0, 0, 0, 12]
     assert [step["staleness/max"] for step in metrics] == [0, 1, 1, 1, 0]
     versions = [(step, version) for step, version, _ in asked]
@@ -198,16 +197,16 @@ def test_rewards_are_scored_beside_the_rollouts(run):
             order.append(begun.wait(20))
 
     def around(placement):
-        generate = placement.generator.generate
+        generate = placement.rollout_worker.generate
 
-        def noted(part, weights):
-            if len(order) == 0 and placement.generator.asked:
+        def noted(request, weights):
+            if len(order) == 0 and placement.rollout_worker.asked:
                 begun.set()
-            placement.generator.asked = True
-            return generate(part, weights)
+            placement.rollout_worker.asked = True
+            return generate(request, weights)
 
-        placement.generator.asked = False
-        placement.generator.generate = noted
+        placement.rollout_worker.asked = False
+        placement.rollout_worker.generate = noted
         return placement
 
     reward = Counting(wait_for_the_next_rollout)
@@ -253,7 +252,6 @@ def test_a_reward_that_hangs_costs_its_images_and_is_counted(run):
 def test_wrong_combinations_are_refused_with_the_way_out(make_recipe):
     for keys, message in (
         ({"resources": {"rollout": {"count": 2}}}, "rollout.count above 1 needs processes.*placement: ray"),
-        ({"transfer": "broadcast"}, "placement: ray"),
         ({"staleness": 2}, "staleness.*mode: async"),
         ({"resources": {"training": {"cores": [0]}}}, "training.cores.*placement: ray"),
         ({"resources": {"rollout": {"gpus": 0.5}}}, "rollout.gpus.*placement: ray"),

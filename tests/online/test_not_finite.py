@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ebbflow.models import load_model
-from ebbflow.online.loop import in_process, run_online_stage
+from ebbflow.online.local_workers import local_workers
+from ebbflow.online.loop import run_online_stage
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -32,10 +33,10 @@ def broken(monkeypatch):
 
 @pytest.fixture
 def run(make_recipe, make_prompts, base_folder, scorer):
-    def train(**rewards):
-        ctx = StageContext(make_recipe(online={"dumps": {"every": 1, "samples": 8}}, rewards=rewards), 0, 0)
+    def train(**keys):
+        ctx = StageContext(make_recipe(online={"dumps": {"every": 1, "samples": 8}}, **keys), 0, 0)
         updater, recorder = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online), Files()
-        run_online_stage(ctx, in_process(ctx, updater, scorer), make_prompts(6), recorder)
+        run_online_stage(ctx, local_workers(ctx, updater, scorer), make_prompts(6), recorder)
         return recorder
 
     return train

@@ -10,13 +10,14 @@ import pytest
 
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
-from ebbflow.online import loop, watch
+from ebbflow.online import loop, monitor
 from ebbflow.online.loop import train_online_folder
+from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
-from ebbflow.training.limits import Preempted
 from ebbflow.training.policy_metadata import write_base_policy
+from ebbflow.training.stop_conditions import Preempted
 
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
@@ -42,16 +43,16 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
         write_base_policy(start, verify(base_folder), recipe.digest, recipe.policy)
         checkpoints, recorder = Checkpoints(ctx, tmp_path / name), MetricsRecorder()
         with monkeypatch.context() as patch:
-            take = loop.Ahead.take
+            next_batch = RolloutQueue.next_batch
 
-            def die(ahead, version):
+            async def die(queue, version):
                 if version == kill:
                     raise Killed
                 if version == told:
                     os.kill(os.getpid(), signal.SIGTERM)
-                return take(ahead, version)
+                return await next_batch(queue, version)
 
-            patch.setattr(loop.Ahead, "take", die)
+            patch.setattr(RolloutQueue, "next_batch", die)
             trained = tmp_path / f"trained-{name}"
             train_online_folder(ctx, base_folder, start, tmp_path / "prompts.parquet", trained, recorder, checkpoints=checkpoints)
         untimed = [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in recorder.metrics]
@@ -84,7 +85,7 @@ def test_a_killed_stage_ends_with_the_same_bytes(attempt, online, policy, kill):
 @pytest.mark.parametrize("told", [0, 2, 5])
 def test_a_stage_that_is_told_to_end_saves_after_the_step(attempt, online, policy, told):
     whole = attempt("whole", policy=policy, **online)
-    said = rf"1.1 online was told to end \(SIGTERM\) and has done {told + 1} of 6 steps; they are saved"
+    said = rf"1.1 online was preempted \(SIGTERM\) after {told + 1} of 6 steps; a checkpoint is saved"
     with pytest.raises(Preempted, match=said):
         attempt("told", told=told, policy=policy, **online)
     again = attempt("told", policy=policy, **online)
@@ -100,16 +101,16 @@ def test_a_spent_budget_ends_it_with_what_was_learnt(attempt):
 
 def test_it_can_end_with_the_best_that_was_validated(attempt, tmp_path, monkeypatch):
     """The scores are made up: the best comes early, is then overwritten by worse ones, and survives a restart."""
-    scores, means = {0: 9.0, 2: 0.7, 4: 0.3, 6: 0.5}, watch.means
+    scores, means = {0: 9.0, 2: 0.7, 4: 0.3, 6: 0.5}, monitor.means
     running = {"advantages": {"running": True}}
     watched = running | {"checkpoints": {"every": 2, "keep": 1}, "validation": {"every": 2, "prompts": 4, "best": True}}
-    validate = watch.Observer.validate
+    validate = monitor.StageMonitor.validate
 
-    def made_up(observer, version, last=False):
-        monkeypatch.setattr(watch, "means", lambda table: means(table) | {"reward": scores[version]})
-        return validate(observer, version, last)
+    async def made_up(self, version, last=False):
+        monkeypatch.setattr(monitor, "means", lambda table: means(table) | {"reward": scores[version]})
+        return await validate(self, version, last)
 
-    monkeypatch.setattr(watch.Observer, "validate", made_up)
+    monkeypatch.setattr(monitor.StageMonitor, "validate", made_up)
     best = attempt("two", steps=2, **running)
     whole = attempt("whole", **watched)
     assert whole[2] == ["step-00002", "step-00004"]
@@ -144,17 +145,17 @@ def test_how_often_there_is_a_checkpoint_changes_nothing(attempt, mode):
     assert often[1] == never[1]
 
 
-def test_rollouts_under_way_are_not_made_again(attempt, monkeypatch):
-    begun, steps = loop.Ahead._begin, []
+def test_rollouts_in_flight_are_not_generated_again(attempt, monkeypatch):
+    roll_out, steps = RolloutQueue._roll_out, []
 
-    def note(ahead, step):
-        steps.append((step, ahead.newest.version))
-        begun(ahead, step)
+    def note(queue, request):
+        steps.append((request.step, queue.weights.version))
+        return roll_out(queue, request)
 
-    monkeypatch.setattr(loop.Ahead, "_begin", note)
+    monkeypatch.setattr(RolloutQueue, "_roll_out", note)
     with pytest.raises(Killed):
         attempt("killed", kill=3, mode="one_step_off")
-    assert steps == [(0, 0), (1, 0), (2, 1), (3, 2)]
+    assert steps == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3)]
     steps.clear()
     attempt("killed", mode="one_step_off")
     assert steps == [(3, 2), (4, 3), (5, 4)]

@@ -12,7 +12,7 @@ from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.flow.windows import plan
 from ebbflow.models import load_model
-from ebbflow.online import ahead, loop
+from ebbflow.online import loop, rollout_queue
 from ebbflow.online.loop import train_online_folder
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
@@ -47,7 +47,7 @@ def test_windows_and_statistics_go_on_in_the_next_stage(make_recipe, base_folder
         seen.append(optimisation_step)
         return plan(window, denoising_steps, optimisation_step, seed)
 
-    monkeypatch.setattr(ahead, "plan", watched)
+    monkeypatch.setattr(rollout_queue, "plan", watched)
     folder, counts = start(ctx.recipe), []
     for name in ("first", "second"):
         train_online_folder(ctx, base_folder, folder, prompts, tmp_path / name, MetricsRecorder())

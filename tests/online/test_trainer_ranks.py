@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,9 @@ from torch import Tensor
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
-from ebbflow.online.roles import Generator, Trainer
-from ebbflow.online.work import Lesson, Part
+from ebbflow.online.messages import RolloutRequest, TrainingBatch
+from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.generate import Rollouts, generate
@@ -65,7 +63,7 @@ def recipe_of(case: str) -> Recipe:
     return Recipe.model_validate({"stages": [stage], "policy": policy})
 
 
-def lesson_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[Lesson, Rollouts]:
+def batch_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[TrainingBatch, Rollouts]:
     """A step's rollouts by the untouched base model: the same in every process."""
     model, config = load_model(base), ctx.online
     sample_index = np.arange(5).repeat(3)
@@ -79,30 +77,30 @@ def lesson_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[Lesso
         for row, value in zip(LEFT[case], left, strict=True):
             rollouts.trajectory.log_probs[row] = value
     advantages = np.array([2, -1, -1, 1, 0.5, -1.5, -1, -0.5, 1.5, 3, -1, -2, 0, 0, 0], np.float32)
-    return Lesson(0, conditioning, sample_index, keys, advantages, sample_index < 4), rollouts
+    return TrainingBatch(0, conditioning, sample_index, keys, advantages, sample_index < 4), rollouts
 
 
-def trainer_of(base: Path, ctx: StageContext, ranks: Ranks) -> Trainer:
+def trainer_of(base: Path, ctx: StageContext, ranks: Ranks) -> TrainingWorker:
     policy = Policy(load_model(base), ctx.recipe.policy, 0, shard=ranks.world > 1)
     if ctx.keeps_old:
         policy.ensure("old")
     # Adam's first step is a sign, which turns rounding into full steps.
     updater = PolicyUpdater(policy, ctx.online, optimizer=torch.optim.SGD(policy.parameters.values(), lr=0.05))
-    return Trainer(ctx, updater, rank=ranks.rank)
+    return TrainingWorker(ctx, updater, rank=ranks.rank)
 
 
 def two_steps(base: Path, case: str, file: Path, ranks: Ranks) -> dict[str, Any]:
     """Two steps on the same rollouts, which are stale at the second; rank 0 writes the parameters."""
     ctx = StageContext(recipe_of(case), 0, 0)
-    trainer, (lesson, rollouts) = trainer_of(base, ctx, ranks), lesson_and_rollouts(base, ctx, case)
+    trainer, (batch, rollouts) = trainer_of(base, ctx, ranks), batch_and_rollouts(base, ctx, case)
     first = trainer.publish(0)
-    told = [trainer.train(lesson, rollouts) for _ in range(2)]
+    reports = [trainer.train(batch, rollouts) for _ in range(2)]
     last, generates = trainer.publish(2, "current"), trainer.publish(2)
     if ranks.rank == 0:
         save_file({name: value for bucket in last.buckets for name, value in bucket.items()}, file)
     return {
-        "metrics": [one.metrics for one in told],
-        "updates": told[-1].updates,
+        "metrics": [report.metrics for report in reports],
+        "updates": reports[-1].updates,
         "published": [[weights.digest, weights.size, len(weights.buckets)] for weights in (first, generates)],
     }
 
@@ -163,45 +161,29 @@ def test_what_the_cases_are_about_happens(together):
     assert said["nothing"][0]["rollout/rejected"] == 1
 
 
-def test_workers_generate_with_the_weights_that_a_trainer_broadcasts(base_folder):
-    """Each version until two newer ones came; a worker that was replaced gets the buckets."""
+def test_workers_generate_with_the_weights_that_the_trainer_publishes(base_folder):
+    """Every version is received once and verified; damaged weights are not generated with."""
     ctx = StageContext(recipe_of("samples"), 0, 0)
-    trainer, (lesson, rollouts) = trainer_of(base_folder, ctx, Ranks(0, 1)), lesson_and_rollouts(base_folder, ctx, "samples")
-    sent_to, replaced = generator_of(base_folder, ctx, 0), generator_of(base_folder, ctx, 1)
-    part = Part(0, [], lesson.conditioning, lesson.sample_index, lesson.keys, ctx.online.sampler, None)
-    port, known = trainer.serve("127.0.0.1"), []
-
-    def at_once(one: Callable[[], Any], other: Callable[[], Any]) -> Any:
-        with ThreadPoolExecutor() as threads:
-            return [call.result() for call in (threads.submit(one), threads.submit(other))][0]
-
-    at_once(
-        lambda: trainer.join("127.0.0.1", port, "weights", 2, 60), lambda: sent_to.join("127.0.0.1", port, "weights", 1, 2, 60)
-    )
-    for version in (1, 2, 3):
-        trainer.train(lesson, rollouts)
-        known.append(at_once(partial(trainer.broadcast, version), partial(sent_to.receive, trainer.expected())))
-    assert [weights.version for weights in known] == [1, 2, 3]
-    assert not any(weights.buckets for weights in known)
-    for weights in known[1:]:
-        found, _, told = sent_to.generate(part, weights)
-        assert told.version == weights.version
-        with pytest.raises(TransferError, match=rf"worker 1 was not sent the weights of version {weights.version} "):
-            replaced.generate(part, weights)
-        again, _, _ = replaced.generate(part, trainer.resend(weights.digest))
-        assert torch.equal(found.latents, again.latents)
-        assert (found.latents - rollouts.latents).abs().max() > 1e-4
-    assert trainer.resend().digest == known[2].digest == trainer.publish(3).digest
-    with pytest.raises(TransferError, match="worker 0 was not sent the weights of version 1"):
-        sent_to.generate(part, known[0])
-    with pytest.raises(TransferError, match="not among the 2 that were sent last"):
-        trainer.resend(known[0].digest)
-    sent_to.leave()
-    trainer.leave()
-
-
-def generator_of(base: Path, ctx: StageContext, worker: int) -> Generator:
-    return Generator(Diffusers(ctx, Policy(load_model(base), ctx.recipe.policy, 0)), worker)
+    trainer, (batch, rollouts) = trainer_of(base_folder, ctx, Ranks(0, 1)), batch_and_rollouts(base_folder, ctx, "samples")
+    worker = RolloutWorker(Diffusers(ctx, Policy(load_model(base_folder), ctx.recipe.policy, 0)))
+    request = RolloutRequest(0, [], batch.conditioning, batch.sample_index, batch.keys, ctx.online.sampler, None)
+    latents = [rollouts.latents]
+    for version in (1, 2):
+        trainer.train(batch, rollouts)
+        weights = trainer.publish(version)
+        reports = []
+        for _ in range(2):
+            found, _, report = worker.generate(request, weights)
+            reports.append(report)
+        assert [report.version for report in reports] == [version, version]
+        assert reports[0].receive_seconds > 0 == reports[1].receive_seconds
+        assert (found.latents - latents[-1]).abs().max() > 1e-4
+        latents.append(found.latents)
+    trainer.train(batch, rollouts)
+    weights = trainer.publish(3)
+    next(iter(weights.buckets[0].values())).view(-1)[0] += 1e-3
+    with pytest.raises(TransferError, match="the weights of version 3 arrived as"):
+        worker.generate(request, weights)
 
 
 @given(st.integers(1, 20), st.integers(1, 6), st.integers(1, 4), st.integers(1, 9))

@@ -11,7 +11,7 @@ import pytest
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 
-from ebbflow.online.ray_placement import TrainingDied
+from ebbflow.online.ray_workers import TrainingDied
 from ebbflow.recipe import Recipe
 from tasks import train_online_ray as module
 from tests.pipeline.conftest import run_pipeline

@@ -10,11 +10,12 @@ import ray
 import torch
 
 from ebbflow.models import load_model
+from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.placement import InProcess
 from ebbflow.online.ray_actor import Folders
-from ebbflow.online.ray_placement import RayPlacement
-from ebbflow.online.roles import Generator, Trainer
+from ebbflow.online.ray_workers import RayWorkers
+from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.rewards import reward
 from ebbflow.rollouts.parity import ParityError
@@ -43,8 +44,8 @@ def run(both, make_prompts, scorer):
         if ctx.keeps_old:
             policy.ensure("old")
         before = {name: value.detach().clone() for name, value in policy.parameters.items()}
-        trainer = Trainer(ctx, PolicyUpdater(policy, ctx.online))
-        run_online_stage(ctx, InProcess(trainer, Generator(one.engine), scorer, shares=False), make_prompts(4), recorder)
+        trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online))
+        run_online_stage(ctx, LocalWorkers(trainer, scorer, RolloutWorker(one.engine)), make_prompts(4), recorder)
         return before, policy.parameters, recorder.metrics
 
     return stage
@@ -95,7 +96,7 @@ def test_the_engine_runs_in_rollout_workers_of_their_own(context_of, make_prompt
     write_base_policy(start, "a base", ctx.recipe.digest, ctx.recipe.policy, ctx.recipe.model)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        with closing(RayPlacement(ctx, Folders.at(base, start))) as placement:
+        with closing(RayWorkers(ctx, Folders.at(base, start))) as placement:
             run_online_stage(ctx, placement, make_prompts(4), recorder)
     finally:
         ray.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from contextlib import closing
@@ -21,11 +22,10 @@ from ebbflow.algorithms.advantages import PromptStatistics
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import PROMPTS
-from ebbflow.online import loop
-from ebbflow.online.loop import run_online_stage, train_online_folder
-from ebbflow.online.pool import StageError
+from ebbflow.online.loop import OnlineLoop, train_online_folder
 from ebbflow.online.ray_actor import Folders, stay_on
-from ebbflow.online.ray_placement import RayPlacement, TrainingDied
+from ebbflow.online.ray_workers import RayWorkers, TrainingDied
+from ebbflow.online.workers import StageError
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import TransferError, WeightsVersion
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -65,7 +65,7 @@ def prompts(make_prompts) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def context_of(make_recipe):
-    """``place_of(workers, reward, ...)``: a stage whose steps have several parts, on Ray where it has ``workers``."""
+    """``context_of(workers, reward, ...)``: a stage whose steps have several parts, on Ray where it has ``workers``."""
 
     def make(workers: dict[str, Any] | None = None, reward: dict[str, Any] | None = None, **online: Any) -> StageContext:
         small = {role: {"cpus": 0.1} for role in ("training", "rollout", "reward")}
@@ -131,13 +131,13 @@ def wait_until_gone(pids: list[int]) -> None:
 def rollouts(monkeypatch):
     """The rollouts that the stages of a test train on, part by part."""
     seen: list[Rollouts] = []
-    whole = loop._train
+    train_on = OnlineLoop._train_on
 
-    def watched(placement, desk, lesson, step):
-        seen.extend(placement.fetch(harvest.rollouts) for harvest in step.rows)
-        return whole(placement, desk, lesson, step)
+    async def watched(loop, batch, advantages):
+        seen.extend([await loop.workers.fetch(part.rollouts) for part in batch.parts])
+        return await train_on(loop, batch, advantages)
 
-    monkeypatch.setattr(loop, "_train", watched)
+    monkeypatch.setattr(OnlineLoop, "_train_on", watched)
     return seen
 
 
@@ -159,13 +159,13 @@ def test_three_rollout_workers_generate_what_one_does(context_of, train, prompts
     wait_until_gone(list(noted))
 
 
-def test_dead_workers_are_replaced_and_their_work_is_done_again(context_of, train, prompts, base_folder, tmp_path):
+def test_dead_workers_are_replaced_and_their_work_is_repeated(context_of, train, prompts, base_folder, tmp_path, caplog):
     alone = train(context_of(mode="one_step_off"), prompts)
     ctx = context_of({"rollout": {"count": 2}, "reward": {"count": 2}}, {"dies": str(tmp_path / "judge")}, mode="one_step_off")
     base = partial(ray_cases.with_a_dying_generator, base_folder, tmp_path / "generator")
-    with pytest.warns(UserWarning, match="worker died and was replaced; its work is done again") as warned:
-        on_ray = train(ctx, prompts, base)
-    assert sorted(str(warning.message).split()[0] for warning in warned) == ["reward", "rollout"]
+    on_ray = train(ctx, prompts, base)
+    replaced = [record.getMessage() for record in caplog.records if "is replaced; its work is repeated" in record.getMessage()]
+    assert sorted(message.split()[0] for message in replaced) == ["reward", "rollout"]
     assert on_ray.replaced == 2
     assert_same(alone, on_ray)
 
@@ -174,16 +174,19 @@ def test_two_ranks_train_together_and_end_together(context_of, train, start, pro
     alone, ctx, flag = train(context_of(), prompts), context_of({"training": {"count": 2}}), tmp_path / "now"
     base = partial(ray_cases.noted, base_folder, tmp_path)
     folders = Folders(base, partial(ray_cases.with_a_dying_rank, start(ctx), flag, 1))
-    with closing(RayPlacement(ctx, folders)) as placement:
+    with closing(RayWorkers(ctx, folders)) as workers:
         recorder = MetricsRecorder()
-        record = run_online_stage(ctx, placement, prompts, recorder)
-        placement.write(tmp_path / "trained", "save", record, PromptStatistics())
+
+        async def twice():
+            record = await OnlineLoop(ctx, workers, prompts, recorder).run()
+            await workers.save_policy(tmp_path / "trained", record, PromptStatistics())
+            flag.touch()
+            with pytest.raises(TrainingDied, match=r"training rank 1 of 1.1 online died in step 0 .*Start it again"):
+                await OnlineLoop(ctx, workers, prompts, MetricsRecorder()).run()
+            return record
+
+        record = asyncio.run(twice())
         together = ran(tmp_path / "trained", recorder, record)
-        for worker in placement.hired[2:]:
-            worker.stop()  # the next stage hires its own
-        flag.touch()
-        with pytest.raises(TrainingDied, match=r"training rank 1 of 1.1 online died in step 0 .*Start it again"):
-            run_online_stage(ctx, placement, prompts, MetricsRecorder())
     wait_until_gone([int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()])
     for one, other in zip(alone.metrics, together.metrics, strict=True):
         apart = {"grad_variance": 0, "velocity_drift": 0}  # measured on the first pass, which is another one
@@ -235,17 +238,17 @@ def test_hanging_rewards_are_replaced_and_in_the_end_masked(context_of, train, p
 
 
 def test_damaged_weights_are_not_generated_with(context_of, train, prompts, base_folder, tmp_path, monkeypatch):
-    whole = RayPlacement.publish
+    whole = RayWorkers.publish
 
-    def damaged(placement: RayPlacement, version: int, copy: str | None = None) -> WeightsVersion:
-        weights = whole(placement, version, copy)
+    async def damaged(workers: RayWorkers, version: int, copy: str | None = None) -> WeightsVersion:
+        weights = await whole(workers, version, copy)
         if version == 0:
             return weights
         bucket = ray.get(weights.buckets[0])
         next(iter(bucket.values())).view(-1)[0] += 1e-3
         return replace(weights, buckets=(ray.put(bucket), *weights.buckets[1:]))
 
-    monkeypatch.setattr(RayPlacement, "publish", damaged)
+    monkeypatch.setattr(RayWorkers, "publish", damaged)
     with pytest.raises(TransferError, match="the weights of version 1 arrived as"):
         train(context_of({}), prompts, partial(ray_cases.noted, base_folder, tmp_path))
     wait_until_gone([int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()])
@@ -265,7 +268,7 @@ def test_damaged_weights_are_not_generated_with(context_of, train, prompts, base
 def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(context_of, start, base_folder, workers, words):
     ctx = context_of(workers)
     with pytest.raises(StageError, match=words):
-        RayPlacement(ctx, Folders.at(base_folder, start(ctx)))
+        RayWorkers(ctx, Folders.at(base_folder, start(ctx)))
     wait_until_gone([])
 
 

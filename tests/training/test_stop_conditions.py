@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from ebbflow.recipe.stages import OnlineStageConfig
-from ebbflow.training import limits
+from ebbflow.training import stop_conditions
 from ebbflow.training.distributed import process_group
-from ebbflow.training.limits import EXPIRES, Preempted, Stop, StopConditions, handle_sigterm
+from ebbflow.training.stop_conditions import EXPIRES, Preempted, Stop, StopConditions, handle_sigterm
 from ebbflow.training.update import TrainingError
 from tests.two_processes import as_two_ranks
 
@@ -30,8 +30,8 @@ def clock(monkeypatch):
             self.now += seconds
 
     clock = Clock()
-    monkeypatch.setattr(limits.time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(limits.time, "time", lambda: clock.now)
+    monkeypatch.setattr(stop_conditions.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(stop_conditions.time, "time", lambda: clock.now)
     return clock
 
 
@@ -44,7 +44,7 @@ def after_steps(limit, clock, *seconds):
     return said
 
 
-def test_without_limits_it_goes_on(clock):
+def test_without_conditions_it_continues(clock):
     assert after_steps(StopConditions(OnlineStageConfig(), gpus=0), clock, 1, 1e6) == [Stop.NO, Stop.NO]
 
 
@@ -55,7 +55,7 @@ def test_no_step_is_begun_that_the_budget_would_not_see_the_end_of(clock):
 
 
 def test_the_hours_of_earlier_attempts_and_of_every_gpu_count(clock):
-    assert after_steps(StopConditions(OnlineStageConfig(max_hours=1), gpus=0, spent=3000), clock, 100, 300) == [
+    assert after_steps(StopConditions(OnlineStageConfig(max_hours=1), gpus=0, seconds_before=3000), clock, 100, 300) == [
         Stop.NO,
         Stop.SPENT,
     ]
@@ -82,9 +82,9 @@ def test_a_machine_is_left_while_there_is_time_for_a_step_and_to_save(clock, mon
     assert after_steps(StopConditions(OnlineStageConfig(), gpus=0), clock, 1, 40) == [Stop.NO, Stop.LEAVE]
 
 
-def test_who_is_ahead_waits_for_what_is_under_way(clock, monkeypatch):
+def test_steps_in_flight_are_waited_for(clock, monkeypatch):
     expire(monkeypatch, clock, 1000)
-    assert after_steps(StopConditions(OnlineStageConfig(), gpus=0, lead=2), clock, 200, 1) == [Stop.NO, Stop.LEAVE]
+    assert after_steps(StopConditions(OnlineStageConfig(), gpus=0, steps_ahead=2), clock, 200, 1) == [Stop.NO, Stop.LEAVE]
 
 
 @pytest.mark.parametrize(("text", "says"), [("tomorrow", "no time with a zone"), ("2026-01-31T18:00:00", "with a zone")])
@@ -100,7 +100,7 @@ def test_a_machine_that_has_expired_is_not_begun_on(clock, monkeypatch):
         StopConditions(OnlineStageConfig(), gpus=0)
 
 
-def test_the_first_sigterm_is_a_word_and_what_was_there_before_comes_back():
+def test_the_first_sigterm_is_a_request_and_the_handler_before_comes_back():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
@@ -113,11 +113,11 @@ def test_the_first_sigterm_is_a_word_and_what_was_there_before_comes_back():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0)
             assert heard == [signal.SIGTERM]
-        assert "(SIGTERM) and has done 3 of 9 steps" in limit.preemption_message("1.1 online", 3, 9, saved=True)
-        assert "lost" in limit.preemption_message("1.1 online", 3, 9, saved=False)
+        assert "(SIGTERM) after 3 of 9 steps; a checkpoint is saved" in limit.preemption_message("1.1 online", 3, 9, saved=True)
+        assert "nothing is saved" in limit.preemption_message("1.1 online", 3, 9, saved=False)
     finally:
         signal.signal(signal.SIGTERM, before)
-        limits._TOLD.clear()
+        stop_conditions._SIGTERM.clear()
 
 
 def test_a_word_that_came_too_late_for_one_stage_is_for_the_next():
@@ -138,7 +138,7 @@ def heard_by_one(folder: Path) -> None:
         limit = StopConditions(OnlineStageConfig(), gpus=0)
         first = limit.after_step()
         if ranks.rank == 1:
-            limits._TOLD.set()
+            stop_conditions._SIGTERM.set()
         second = limit.after_step()
         (folder / f"{ranks.rank}").write_text(f"{first.name} {second.name} {limit.preemption_message('s', 1, 2, saved=True)}")
 
@@ -147,6 +147,6 @@ def test_all_processes_leave_when_one_hears(tmp_path):
     as_two_ranks(heard_by_one, tmp_path)
     said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert [text.split()[:2] for text in said] == [["NO", "LEAVE"]] * 2
-    assert "another process was told to end" in said[0]
+    assert "another process was preempted" in said[0]
     assert "SIGTERM" in said[1]
     assert not dist.is_initialized()

@@ -1,0 +1,83 @@
+"""Rollouts in flight at a checkpoint: a stage that resumes from it trains on the very same ones.
+
+They were generated with weights that may be gone by then, so they are stored and not generated again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ebbflow.flow.trajectory import Trajectory
+from ebbflow.online.messages import RolloutReport, RolloutRequest, ScoredRollouts
+from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
+from ebbflow.rewards.combine import ScoreTable
+from ebbflow.rollouts.generate import Rollouts
+
+FILE, HEADER = "in_flight.safetensors", "in_flight"
+
+
+async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
+    """Wait for the rollouts in flight, and write them with their images and scores."""
+    await queue.wait_until_done()
+    tensors: dict[str, Tensor] = {}
+    steps: list[dict[str, Any]] = []
+    for batch in [step.batch() for step in queue.in_flight]:
+        parts = []
+        for index, part in enumerate(batch.parts):
+            tensors |= {f"{batch.step}/{index}/{name}": value for name, value in (await _tensors(queue, part)).items()}
+            report = {"version": part.report.version, "receive_seconds": part.report.receive_seconds}
+            parts.append({"report": report, "failures": part.scores.failures})
+        steps.append({"step": batch.step, "num_dropped": batch.num_dropped, "parts": parts})
+    header = {"steps": steps, "next": queue.pending[0] if queue.pending else None}
+    save_file(tensors, folder / FILE, {HEADER: json.dumps(header)})  # one entry: the library writes several in any order
+
+
+def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
+    """Put the steps of a checkpoint in flight again, done."""
+    with safe_open(folder / FILE, "pt") as file:
+        header = json.loads(file.metadata()[HEADER])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+    for saved in header["steps"]:
+        step, tasks = saved["step"], []
+        for index, request in enumerate(queue.requests(step)):
+            done: asyncio.Future[ScoredRollouts] = asyncio.get_running_loop().create_future()
+            done.set_result(_scored_rollouts(queue, request, _below(f"{step}/{index}/", tensors), saved["parts"][index]))
+            tasks.append(done)
+        queue.in_flight.append(StepInFlight(step, tasks, saved["num_dropped"]))
+    while queue.pending and queue.pending[0] != header["next"]:
+        queue.pending.popleft()
+
+
+async def _tensors(queue: RolloutQueue, part: ScoredRollouts) -> dict[str, Tensor]:
+    rollouts: Rollouts = await queue.workers.fetch(part.rollouts)
+    scores = {f"metrics/{name}": values for name, values in part.scores.metrics.items()} | {"reward": part.scores.reward}
+    arrays = {"images": await queue.workers.fetch(part.images)} | scores
+    # Copies, as what comes out of Ray's store cannot be written.
+    tensors = {"latents": rollouts.latents} | {name: torch.tensor(values) for name, values in arrays.items()}
+    if rollouts.trajectory is not None:
+        tensors |= {f"trajectory/{name}": values for name, values in vars(rollouts.trajectory).items()}
+    return {name: values.contiguous() for name, values in tensors.items()}
+
+
+def _scored_rollouts(
+    queue: RolloutQueue, request: RolloutRequest, tensors: dict[str, Tensor], saved: dict[str, Any]
+) -> ScoredRollouts:
+    """The inverse of ``_tensors``. Spans are left out: they are of another attempt."""
+    recorded = _below("trajectory/", tensors)
+    rollouts = Rollouts(tensors["latents"], Trajectory(**recorded) if recorded else None)
+    metrics = {name: values.numpy() for name, values in _below("metrics/", tensors).items()}
+    scores, put = ScoreTable(tensors["reward"].numpy(), metrics, saved["failures"]), queue.workers.put
+    report = RolloutReport(**saved["report"], finite=rollouts.finite, spans=[])
+    return ScoredRollouts(request, put(rollouts), put(tensors["images"].numpy()), report, scores, [])
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): values for name, values in tensors.items() if name.startswith(prefix)}

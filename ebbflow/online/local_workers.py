@@ -1,0 +1,75 @@
+"""The workers of a stage in one process: training and rollouts take turns, rewards are scored in threads meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ebbflow.online.messages import Handle
+from ebbflow.online.reward_worker import RewardWorker
+from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.training_worker import TrainingWorker
+from ebbflow.online.workers import LocalWorker, ThreadWorker, TrainingGroup, Worker, reward_pool, rollout_pool
+from ebbflow.rewards.combine import Scorer
+from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.weights import WeightsVersion
+from ebbflow.stage import StageContext
+from ebbflow.training.update import PolicyUpdater
+
+
+class LocalWorkers:
+    """``StageWorkers`` of this process; handles are the values themselves.
+
+    Args:
+        rollout_worker: left out, it generates with the trainer's own weights, so that none are sent.
+    """
+
+    def __init__(self, trainer: TrainingWorker, scorer: Scorer, rollout_worker: RolloutWorker | None = None) -> None:
+        ctx, policy = trainer.ctx, trainer.updater.policy
+        self.trainer, self.shares_weights = trainer, rollout_worker is None
+        self.rollout_worker = rollout_worker or RolloutWorker(Diffusers(ctx, policy, trainer.updater.algorithm.generates))
+        self.reward_weights = scorer.reward_weights
+        self.steps_before = trainer.updater.before.steps
+
+        async def start_rollout(index: int) -> Worker:
+            return LocalWorker(self.rollout_worker, index)
+
+        async def start_reward(index: int) -> Worker:
+            return ThreadWorker(RewardWorker(scorer, index), index)
+
+        config = ctx.online
+        rewards = [ThreadWorker(RewardWorker(scorer, index), index) for index in range(config.resources.reward.count)]
+        self.training = TrainingGroup([LocalWorker(trainer)])
+        self.rollout = rollout_pool([LocalWorker(self.rollout_worker)], start_rollout)
+        self.reward = reward_pool(rewards, start_reward, config.scoring)
+
+    async def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
+        if not self.shares_weights:
+            return self.trainer.publish(version, copy)
+        engine = self.rollout_worker.engine
+        assert isinstance(engine, Diffusers), "only the engine of this process shares the trainer's weights"
+        engine.generates = copy or self.trainer.updater.algorithm.generates
+        return WeightsVersion(version)
+
+    async def fetch(self, handle: Handle) -> Any:
+        return handle
+
+    def put(self, value: Any) -> Handle:
+        return value
+
+    async def save_policy(self, folder: Path, *arguments: Any) -> None:
+        self.trainer.save(folder, *arguments)
+
+    async def save_checkpoint(self, folder: Path) -> None:
+        self.trainer.save_checkpoint(folder)
+
+    async def load_checkpoint(self, folder: Path) -> None:
+        self.trainer.load_checkpoint(folder)
+
+    def close(self) -> None:
+        self.rollout_worker.close()
+
+
+def local_workers(ctx: StageContext, updater: PolicyUpdater, scorer: Scorer) -> LocalWorkers:
+    """Workers around a policy of this process, which generates and trains."""
+    return LocalWorkers(TrainingWorker(ctx, updater), scorer)

@@ -1,0 +1,163 @@
+"""What the workers of an online stage send each other: requests, batches, and reports.
+
+Large values (rollouts, images) stay where a worker left them. The stage's own process holds handles to them: on Ray references
+into the object store, in one process the values themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.flow.windows import Plan
+from ebbflow.models import Conditioning
+from ebbflow.online.tracing import TraceSpan
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.rewards.combine import ScoreTable
+
+Handle = Any
+"""A value that workers can be given, wherever it lies."""
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """Samples that a rollout worker generates in one call: whole groups of one step, about a micro-batch.
+
+    Attributes:
+        step: the training step that the samples are for, from zero.
+        prompts: [N], the prompt of every sample.
+        conditioning: on the CPU, one row per different prompt. Rows are large, so they are repeated where they are used.
+        sample_index: integer [N], the row of ``conditioning`` of each sample.
+        plan: which denoising steps are stochastic and trained.
+        task: name of the call in the timeline.
+        profiled: whether to profile the call.
+    """
+
+    step: int
+    prompts: list[Prompt]
+    conditioning: Conditioning
+    sample_index: np.ndarray
+    keys: SampleKeys
+    sampler: SamplerConfig
+    plan: Plan | None
+    task: str = "rollout"
+    profiled: bool = False
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(frozen=True)
+class RolloutReport:
+    """A rollout worker's answer to a request, apart from the rollouts and images.
+
+    Attributes:
+        version: of the weights that generated: training steps of the stage that they have seen.
+        receive_seconds: time to receive and verify those weights; 0 where they were loaded already.
+        finite: bool [N], whether all numbers of a sample are finite. Other samples cannot be scored.
+    """
+
+    version: int
+    receive_seconds: float
+    finite: np.ndarray
+    spans: list[TraceSpan]
+
+
+@dataclass(frozen=True)
+class RewardReport:
+    """A reward worker's answer: the scores of a request."""
+
+    scores: ScoreTable
+    spans: list[TraceSpan]
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """A training rank's answer: metrics averaged over the updates of a step, optimiser steps of the stage so far, all alarms."""
+
+    metrics: dict[str, float]
+    updates: int
+    alarms: list[str]
+    spans: list[TraceSpan]
+
+
+@dataclass(frozen=True)
+class ScoredRollouts:
+    """The rollouts of a request, with their scores."""
+
+    request: RolloutRequest
+    rollouts: Handle
+    images: Handle
+    report: RolloutReport
+    scores: ScoreTable
+    spans: list[TraceSpan]
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """All rollouts of a training step, in the order of its requests.
+
+    Attributes:
+        num_dropped: samples that were too old for training and were generated again.
+    """
+
+    step: int
+    parts: Sequence[ScoredRollouts]
+    num_dropped: int = 0
+
+    @property
+    def scores(self) -> ScoreTable:
+        return ScoreTable.cat([part.scores for part in self.parts])
+
+    @property
+    def spans(self) -> list[TraceSpan]:
+        return [span for part in self.parts for span in part.spans]
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """integer [N]."""
+        return np.array([prompt.prompt_id for part in self.parts for prompt in part.request.prompts])
+
+    def staleness(self, version: int) -> list[int]:
+        """For every sample, the number of training steps between the policy that generated it and ``version``."""
+        return [version - part.report.version for part in self.parts for _ in part.request.prompts]
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """What a training step needs apart from the rollouts: one row per sample.
+
+    Attributes:
+        conditioning, sample_index: as in a request, over all requests.
+        advantages: [N].
+        keep: bool [N], the samples to train on.
+        profiled: whether to profile the step.
+    """
+
+    step: int
+    conditioning: Conditioning
+    sample_index: np.ndarray
+    keys: SampleKeys
+    advantages: np.ndarray
+    keep: np.ndarray
+    profiled: bool = False
+
+
+def build_training_batch(batch: RolloutBatch, advantages: np.ndarray, keep: np.ndarray, profiled: bool = False) -> TrainingBatch:
+    """Join the requests of a step, and add what training learns from."""
+    requests = [part.request for part in batch.parts]
+    first_row = np.cumsum([0] + [len(request.conditioning) for request in requests])
+    return TrainingBatch(
+        step=batch.step,
+        conditioning=Conditioning.cat([request.conditioning for request in requests]),
+        sample_index=np.concatenate([r.sample_index + start for r, start in zip(requests, first_row[:-1], strict=True)]),
+        keys=SampleKeys.cat([request.keys for request in requests]),
+        advantages=advantages,
+        keep=keep,
+        profiled=profiled,
+    )

@@ -1,0 +1,224 @@
+"""What a stage shows of itself without changing its training: validation, dumps, profiles, the timeline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+import warnings
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ebbflow.data.images import encode_png
+from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.data.sampling import SamplingError
+from ebbflow.evaluation.evaluate import evaluation_keys, means
+from ebbflow.models.encoding import Embeddings
+from ebbflow.online.messages import RolloutBatch, RolloutRequest, ScoredRollouts
+from ebbflow.online.rollout_queue import RolloutQueue, max_steps_ahead
+from ebbflow.online.timeline import Timeline
+from ebbflow.plots.images import PICTURED, caption, image_grid
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.rewards.combine import ScoreTable
+from ebbflow.stage import MetricsLogger, StageContext
+
+
+class StageMonitor:
+    """Shows a stage to its metrics logger.
+
+    Args:
+        prompts: the validation prompts.
+        embeddings: theirs, where there are any.
+
+    Attributes:
+        timeline: what the workers did so far.
+        score: mean reward of the policy as it is, where it was just validated.
+    """
+
+    def __init__(
+        self,
+        ctx: StageContext,
+        queue: RolloutQueue,
+        metrics_logger: MetricsLogger,
+        prompts: Sequence[Prompt] = (),
+        embeddings: Embeddings | None = None,
+    ) -> None:
+        self.ctx, self.queue, self.workers, self.metrics_logger = ctx, queue, queue.workers, metrics_logger
+        self.prompts, self.embeddings = prompts, embeddings
+        self.timeline = Timeline(ctx.online.resources)
+        self.score: float | None = None
+
+    async def after_step(
+        self, batch: RolloutBatch, advantages: np.ndarray, version: int, start: float, end: float
+    ) -> dict[str, float]:
+        """Record the training step ``version`` (seconds since 1970); gives the utilisation of the workers.
+
+        Workers say what they did when it is done. So this is the utilisation of the last step in whose time nothing was done
+        that is still under way.
+
+        Args:
+            batch: what was trained on.
+            advantages: of its samples.
+        """
+        config, ahead = self.ctx.online, max_steps_ahead(self.ctx.online)
+        self.timeline.steps[version] = (start, end)
+        self.add_spans()
+        if config.dumps and version % config.dumps.every == 0:
+            rows = [row | {"advantage": _number(value)} for row, value in zip(sample_rows(batch.parts), advantages, strict=True)]
+            await self._dump(version, "rollouts", rows, self._pngs(batch.parts))
+        return self.timeline.utilisation(version - ahead, ahead)
+
+    def validates(self, version: int, last: bool = False) -> bool:
+        """Whether there is a validation after so many training steps; ``last``: when the stage is over."""
+        config = self.ctx.online.validation
+        return config is not None and (version % config.every == 0 or last) and len(self.prompts) > 0
+
+    async def validate(self, version: int, last: bool = False) -> float:
+        """Where it is due: sample and score the validation prompts, with the weights that would be served now.
+
+        The rollouts of later steps keep the weights that they were started with.
+
+        Returns:
+            seconds that it took.
+        """
+        self.score = None
+        if not self.validates(version, last):
+            return 0.0
+        start = time.time()
+        parts = await self._validation_samples(version)
+        rows, scores, pngs = sample_rows(parts), _scores(parts), [png async for png in self._pngs(parts)]
+        found = means(scores)
+        self.score = found.get("reward")
+        found |= {"scored_share": 1 - scores.failed_share}
+        self.metrics_logger.log_metrics({f"validation/{name}": value for name, value in found.items()}, version)
+        self.metrics_logger.log_table(f"validation/{_step_name(version)}", _table(rows))
+        grid = image_grid(pngs[:PICTURED], [caption(row) for row in rows[:PICTURED]], columns=4)
+        self.metrics_logger.log_image("validation", grid, version)
+        if self.ctx.online.dumps:
+            await self._dump(version, "validation", rows, self._pngs(parts))
+        return time.time() - start
+
+    async def _validation_samples(self, version: int) -> list[ScoredRollouts]:
+        """The validation prompts, sampled and scored by the stage's own workers, guardrails included."""
+        served, rolled_out = "ema" if self.ctx.recipe.policy.ema else "current", self.ctx.algorithm.generates
+        weights = self.queue.weights if served == rolled_out else await self.workers.publish(version, served)
+        assert self.embeddings is not None
+        requests = validation_requests(self.ctx, self.prompts, self.embeddings, version)
+        samples = [self.queue.generate_and_score(request, lambda: weights, with_guards=True) for request in requests]
+        parts = await asyncio.gather(*samples)
+        if served != rolled_out:
+            self.queue.weights = await self.workers.publish(version)
+        return parts
+
+    def close(self) -> None:
+        """Log the timeline, also of a stage that failed: it may show why."""
+        self.add_spans()
+        if self.timeline.spans:
+            self.metrics_logger.log_file("timeline.json", self.timeline.table())
+            self.metrics_logger.log_file("timeline.png", self.timeline.picture())
+
+    def add_spans(self) -> None:
+        """Add what the workers did to the timeline. Profiles are large and go to the metrics logger."""
+        spans, self.queue.spans = self.queue.spans, []
+        for span in spans:
+            for suffix, content in span.files.items():
+                self.metrics_logger.log_file(f"profile/{_step_name(span.step)}/{span.role}-{span.worker}.{suffix}", content)
+            span.files.clear()
+        self.timeline.add(spans)
+
+    async def _dump(self, version: int, kind: str, rows: Sequence[dict[str, Any]], pngs: AsyncIterator[bytes]) -> None:
+        """Log the first samples: images, and a JSON line for each."""
+        assert self.ctx.online.dumps is not None
+        folder, lines, first = f"dumps/{_step_name(version)}/{kind}", "", iter(rows[: self.ctx.online.dumps.samples])
+        async for png in pngs:
+            if (row := next(first, None)) is None:
+                break
+            name = f"{row['prompt_id']}-{row['sample']}.png"
+            self.metrics_logger.log_file(f"{folder}/{name}", png)
+            lines += json.dumps({"image": name, **row}, ensure_ascii=False, allow_nan=False) + "\n"
+        self.metrics_logger.log_file(f"{folder}/samples.jsonl", lines.encode())
+
+    async def _pngs(self, parts: Sequence[ScoredRollouts]) -> AsyncIterator[bytes]:
+        """The PNG of each sample; the images of a part are fetched when it is their turn."""
+        for part in parts:
+            for image in await self.workers.fetch(part.images):
+                for png in encode_png(image[None]):
+                    yield png
+
+
+def validation_prompts(ctx: StageContext, path: Path) -> list[Prompt]:
+    """What the stage validates on: the first prompts of the table's validation split, as many as the recipe wants.
+
+    Raises:
+        SamplingError: the split is empty.
+    """
+    config = ctx.online.validation
+    if config is None:
+        return []
+    prompts = read_prompts(path, "validation")[: config.prompts]
+    if not prompts:
+        raise SamplingError("validation needs prompts of the split 'validation' and there are none; set prompts.validation")
+    if len(prompts) < config.prompts:
+        warnings.warn(
+            f"validation.prompts = {config.prompts} and the split 'validation' has {len(prompts)}: all are taken", stacklevel=2
+        )
+    return prompts
+
+
+def validation_requests(
+    ctx: StageContext, prompts: Sequence[Prompt], embeddings: Embeddings, version: int
+) -> list[RolloutRequest]:
+    """One sample per prompt with the noise, the sampler and the steps of an evaluation, in requests of a micro-batch."""
+    sampler, size = SamplerConfig(name="ode", steps=ctx.recipe.evaluation.steps), ctx.config.micro_batch
+    batches = [list(prompts[start : start + size]) for start in range(0, len(prompts), size)]
+    return [
+        RolloutRequest(
+            version, batch, embeddings(batch), np.arange(len(batch)), evaluation_keys(batch), sampler, None, task="validation"
+        )
+        for batch in batches
+    ]
+
+
+def sample_rows(parts: Sequence[ScoredRollouts]) -> list[dict[str, Any]]:
+    """Every sample as a JSON object: its keys, what it should show, and its scores; null where there is none."""
+    scores = _scores(parts)
+    samples = [(part, index) for part in parts for index in range(len(part.request))]
+    return [_row(part, index, scores, row) for row, (part, index) in enumerate(samples)]
+
+
+def _row(part: ScoredRollouts, index: int, scores: ScoreTable, row: int) -> dict[str, Any]:
+    """The sample ``index`` of a part, whose scores are those of ``row``."""
+    prompt, keys = part.request.prompts[index], part.request.keys
+    return {
+        "prompt_id": prompt.prompt_id,
+        "sample": int(keys.samples[index]),
+        "seed": keys.seed,
+        "prompt": prompt.prompt,
+        "target": prompt.target,
+        "policy_version": part.report.version,
+        "reward": _number(scores.reward[row]),
+        "scores": {name: _number(values[row]) for name, values in scores.metrics.items()},
+        "failure": scores.failures[row],
+    }
+
+
+def _scores(parts: Sequence[ScoredRollouts]) -> ScoreTable:
+    return ScoreTable.cat([part.scores for part in parts])
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> pa.Table:
+    columns = ("prompt_id", "prompt", "target", "reward", "failure")
+    return pa.Table.from_pylist([{name: row[name] for name in columns} | row["scores"] for row in rows])
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _step_name(step: int) -> str:
+    return f"step-{step:05d}"

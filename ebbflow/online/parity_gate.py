@@ -1,0 +1,33 @@
+"""The parity gate of another engine, inside a stage: the training policy replays what the stage's own workers generated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ebbflow.online.messages import RolloutRequest
+from ebbflow.online.rollout_queue import RolloutQueue
+from ebbflow.rollouts.parity import parity_plan
+from ebbflow.stage import StageContext
+
+
+async def check_parity(ctx: StageContext, queue: RolloutQueue, step: int, first_step: int) -> dict[str, float]:
+    """Measure the engine before the stage's first step, and once more after it: only then weights have been pushed that differ.
+
+    Raises:
+        ParityError: its log-probs are not those of the training policy.
+    """
+    if ctx.online.engine == "diffusers" or step > first_step + 1:
+        return {}
+    request = _parity_request(ctx, queue, step)
+    rollouts, _, _ = await queue.generate(request, lambda: queue.weights)
+    measured: list[dict[str, float]] = await queue.workers.training.call("measure_parity", request, rollouts)
+    return measured[0]
+
+
+def _parity_request(ctx: StageContext, queue: RolloutQueue, step: int) -> RolloutRequest:
+    """The first samples of a step, recorded as the gate wants them; not profiled, as a profile is of the step's own rollouts."""
+    sampler, plan = parity_plan(ctx.config.sampler)
+    request, some = queue.requests(step, plan)[0], slice(0, ctx.online.parity.samples)
+    prompts, sample_index, keys = request.prompts[some], request.sample_index[some], request.keys.rows(some)
+    request = replace(request, prompts=prompts, sample_index=sample_index, keys=keys)
+    return replace(request, sampler=sampler, task="parity", profiled=False)

@@ -1,0 +1,259 @@
+"""The workers of a stage as Ray actors: a training group, rollout workers and reward workers, each a process of its own.
+
+Rollouts, images and weights go from actor to actor through Ray's object store; the stage's own process holds references to them
+and reads reports. Ray restarts nothing: the pools replace rollout and reward workers and repeat their work, and a training rank
+that dies ends the stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import ray
+from ray.exceptions import ObjectLostError, OutOfMemoryError, OwnerDiedError, RayActorError, RayError, RayTaskError
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ebbflow.online.messages import Handle
+from ebbflow.online.ray_actor import (
+    CHUNK,
+    Actor,
+    Folders,
+    open_reward_worker,
+    open_rollout_worker,
+    open_training_worker,
+    ship_tensors,
+)
+from ebbflow.online.workers import NUM_RETURNS, StageError, TrainingGroup, WorkerDied, reward_pool, rollout_pool
+from ebbflow.recipe.online import Role, WorkersConfig
+from ebbflow.rollouts.weights import WeightsVersion
+from ebbflow.stage import StageContext
+from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.disk import safe_join
+from ebbflow.training.checkpoint import part_files
+
+ROLES: tuple[Role, ...] = get_args(Role)
+PLACEMENT_SECONDS = 300
+"""Time for every worker to find room, and for a replaced reward worker to load."""
+GRACE_SECONDS = 10
+"""Time for the other ranks to say what went wrong, after one failed."""
+LOST = (RayActorError, ObjectLostError, OutOfMemoryError)
+"""What Ray raises when a process, or the machine with what it left behind, is gone."""
+
+
+class TrainingDied(StageError):
+    """A rank of the training group is gone, and with it what the stage has learnt: names the rank and the step."""
+
+
+class RayWorker:
+    """An actor, as the stage's own process sees it."""
+
+    def __init__(self, workers: RayWorkers, role: Role, index: int) -> None:
+        self.workers, self.role, self.index = workers, role, index
+        config, bundle = workers.config_of(role), workers.bundle_index(role, index)
+        self.opened: ray.ObjectRef[None]
+        self.actor = Actor.options(
+            num_cpus=config.cpus,
+            num_gpus=config.gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(workers.group, bundle),
+        ).remote(role, config, sys.path)
+
+    def open(self, make: Callable[..., Any], *arguments: Any) -> None:
+        """Start to make the worker inside the actor."""
+        self.opened = self.actor.open.remote(make, *arguments)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        num_returns = NUM_RETURNS.get(method, 1)
+        returned = self.actor.call.options(num_returns=num_returns).remote(method, *arguments)
+        *handles, report = returned if num_returns > 1 else [returned]
+        try:
+            result = await report
+        except RayError as error:
+            raise self._cause(error) from error
+        return (*handles, result) if handles else result
+
+    def require_open(self) -> None:
+        """Raise what went wrong while the worker loaded."""
+        try:
+            ray.get(self.opened)
+        except RayError as error:
+            cause = self._cause(error)
+            if isinstance(cause, WorkerDied):
+                raise StageError(f"{cause}; it died while it loaded: check the memory of its machine") from error
+            raise cause from error
+
+    def stop(self) -> None:
+        ray.kill(self.actor)
+
+    def _cause(self, error: RayError) -> BaseException:
+        """The worker's own exception, or what its death means for the stage."""
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if not isinstance(cause, LOST):
+            return cause
+        reason = str(cause).strip().splitlines()[0]
+        owner_died = isinstance(cause, OwnerDiedError)  # only weights belong to an actor: rank 0
+        if self.role != "training" and not owner_died:
+            return WorkerDied(f"{self.role} worker {self.index}: {reason}")
+        return TrainingDied(
+            f"training rank {0 if owner_died else self.index} of {self.workers.ctx.label} died in step {self.workers.step} "
+            f"({reason}): what the stage learnt since its start or its last checkpoint is lost. Start it again; if it dies "
+            "again, check the memory of the rank's machine, or lower the stage's micro_batch"
+        )
+
+
+class RayWorkers:
+    """``StageWorkers`` that are actors, with the cores and GPUs that the recipe gives each role. Handles are object references.
+
+    Args:
+        folders: where actors find what they load.
+
+    Raises:
+        StageError: the cluster has no room for the workers, or one of them died while it loaded.
+    """
+
+    def __init__(self, ctx: StageContext, folders: Folders) -> None:
+        self.ctx, self.folders = ctx, folders
+        self.reward_weights = {row.column: row.weight for row in ctx.recipe.rewards}
+        self.all: list[RayWorker] = []
+        self.step = 0
+        ship_tensors()
+        if not ray.is_initialized():
+            ray.init(include_dashboard=False)
+        self.group = self._reserve()
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def config_of(self, role: Role) -> WorkersConfig:
+        """What the recipe gives a role."""
+        config: WorkersConfig = getattr(self.ctx.online.resources, role)
+        return config
+
+    def bundle_index(self, role: Role, index: int) -> int:
+        """A worker's number among the workers of all roles."""
+        return sum(self.config_of(before).count for before in ROLES[: ROLES.index(role)]) + index
+
+    async def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
+        self.step = version
+        weights: list[WeightsVersion] = await self.training.call("publish", version, copy)
+        return weights[0]
+
+    async def fetch(self, handle: Handle) -> Any:
+        return await handle
+
+    def put(self, value: Any) -> Handle:
+        return ray.put(value)
+
+    async def save_policy(self, folder: Path, *arguments: Any) -> None:
+        """As the protocol: file by file from the machine of rank 0.
+
+        Raises:
+            ArtifactError: what arrived is not what rank 0 committed.
+        """
+        with new_folder(folder) as unfinished:
+            await self._collect(unfinished, "save", *arguments)
+            verify(unfinished)
+
+    async def save_checkpoint(self, folder: Path) -> None:
+        await self._collect(folder, "save_checkpoint")
+
+    async def load_checkpoint(self, folder: Path) -> None:
+        """As the protocol: file by file to the machines of all ranks."""
+        for path in part_files(folder):
+            with path.open("rb") as file:
+                while chunk := file.read(CHUNK):
+                    await self.training.call("append", path.name, ray.put(np.frombuffer(chunk, np.uint8)))
+        await self.training.call("load_received_checkpoint")
+
+    def close(self) -> None:
+        for worker in self.all:
+            worker.stop()
+        remove_placement_group(self.group)
+
+    def _reserve(self) -> Any:
+        """Room for all workers, each its own; on one machine where that is possible."""
+        resources = self.ctx.online.resources
+        if resources.training.count > 1 and 0 < resources.training.gpus < 1:
+            raise StageError(
+                f"resources.training.gpus = {resources.training.gpus:g}: NCCL wants a GPU of its own for each of several ranks; "
+                "set gpus to 1, or to 0 to train on CPUs"
+            )
+        bundles = [_bundle(workers) for role in ROLES for workers in [self.config_of(role)] * self.config_of(role).count]
+        asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
+        there = ray.cluster_resources()
+        listed = ", ".join(f"{role} {workers.count} x {workers.cpus:g} CPU {workers.gpus:g} GPU" for role, workers in resources)
+        for kind, wanted in asked.items():
+            if wanted > there.get(kind, 0):
+                raise StageError(
+                    f"{self.ctx.label} asks for {wanted:g} {kind} ({listed}) and Ray has {there.get(kind, 0):g}: lower "
+                    f"resources.*.{kind.lower()}s, where a fraction shares one, or resources.*.count; or give Ray more machines"
+                )
+        group = placement_group(bundles, strategy="PACK")
+        if not group.wait(PLACEMENT_SECONDS):
+            remove_placement_group(group)
+            raise StageError(
+                f"{self.ctx.label} asks for {listed} and found no room in {PLACEMENT_SECONDS} s: others hold {_in_use(there)}, "
+                "or no machine is large enough for its share; end them, or lower resources"
+            )
+        return group
+
+    def _open(self) -> None:
+        """Start all workers at once, and wait until they can work."""
+        ranks = [RayWorker(self, "training", rank) for rank in range(self.config_of("training").count)]
+        self.all += ranks
+        meeting = ranks[0].actor.meeting.remote()
+        for worker in ranks:
+            worker.open(open_training_worker, self.ctx, self.folders, worker.index, meeting)
+        rollouts = [self._start("rollout", index) for index in range(self.config_of("rollout").count)]
+        rewards = [self._start("reward", index) for index in range(self.config_of("reward").count)]
+        loading = {worker.opened: worker for worker in self.all}
+        while loading:  # in the order in which they end: a rank whose peer died would wait for it
+            (opened,), _ = ray.wait(list(loading), fetch_local=False)
+            loading.pop(opened).require_open()
+        self.training = TrainingGroup(ranks, GRACE_SECONDS)
+        self.rollout = rollout_pool(rollouts, partial(self._replacement, "rollout"))
+        self.reward = reward_pool(rewards, partial(self._replacement, "reward"), self.ctx.online.scoring)
+        self.steps_before: int = ray.get(ranks[0].actor.call.remote("steps_before"))
+
+    def _start(self, role: Role, index: int) -> RayWorker:
+        """A rollout or reward worker; it loads while the stage does something else."""
+        worker = RayWorker(self, role, index)
+        self.all.append(worker)
+        worker.open(open_rollout_worker if role == "rollout" else open_reward_worker, self.ctx, self.folders, index)
+        return worker
+
+    async def _replacement(self, role: Role, index: int) -> RayWorker:
+        """A worker in place of one that is gone. What goes wrong while it loads, its first call raises."""
+        worker = self._start(role, index)
+        if role == "reward":  # its calls have a time-out, in which it should not load
+            await asyncio.to_thread(ray.wait, [worker.opened], timeout=PLACEMENT_SECONDS, fetch_local=False)
+        return worker
+
+    async def _collect(self, folder: Path, method: str, *arguments: Any) -> None:
+        """What all ranks write with a method, each on its own machine, into a folder on this one."""
+        written = await self.training.call("write", method, *arguments)
+        for rank, files in zip(self.training.ranks, written, strict=True):
+            for name, size in files:
+                path = safe_join(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    for start in range(0, size, CHUNK):
+                        file.write((await rank.call("read", name, start)).data)
+        await self.training.call("discard")
+
+
+def _bundle(workers: WorkersConfig) -> dict[str, float]:
+    return {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
+
+
+def _in_use(there: dict[str, float]) -> str:
+    free, kinds = ray.available_resources(), [kind for kind in ("CPU", "GPU") if kind in there]
+    return " and ".join(f"{there[kind] - free.get(kind, 0):g} of {there[kind]:g} {kind}" for kind in kinds)

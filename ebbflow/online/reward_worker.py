@@ -1,0 +1,34 @@
+"""A reward worker: scores images against their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.online.messages import RewardReport
+from ebbflow.online.tracing import TaskTimer
+from ebbflow.rewards.combine import Scorer
+
+
+class RewardWorker:
+    """A scorer with a timer."""
+
+    def __init__(self, scorer: Scorer, index: int = 0) -> None:
+        self.scorer = scorer
+        self.timer = TaskTimer("reward", index)
+
+    def score(
+        self, images: np.ndarray, prompts: Sequence[Prompt], step: int, with_guards: bool = False, profiled: bool = False
+    ) -> RewardReport:
+        """Score images [N, ...], each against its prompt.
+
+        Args:
+            with_guards: also score with the guardrail metrics, as a validation does.
+        """
+        with self.timer.task("validation" if with_guards else "scoring", step, profiled):
+            scorer = self.scorer if with_guards else replace(self.scorer, guardrails=())
+            scores = scorer(images, prompts)
+        return RewardReport(scores, self.timer.drain())

@@ -1,0 +1,53 @@
+"""A rollout worker: an engine, and the version of the weights in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ebbflow.online.messages import RolloutReport, RolloutRequest
+from ebbflow.online.tracing import TaskTimer
+from ebbflow.rollouts.engine import Engine
+from ebbflow.rollouts.generate import Rollouts
+from ebbflow.rollouts.weights import Tensors, WeightsVersion
+
+
+class RolloutWorker:
+    """Generates what it is asked for, with the weights that come with the request.
+
+    Args:
+        fetch: gets a bucket of weights from where ``WeightsVersion`` says it is.
+    """
+
+    def __init__(self, engine: Engine, index: int = 0, fetch: Callable[[Any], Tensors] = lambda bucket: bucket) -> None:
+        self.engine, self.fetch = engine, fetch
+        self.loaded: tuple[int, str] | None = None
+        self.timer = TaskTimer("rollout", index)
+
+    def generate(self, request: RolloutRequest, weights: WeightsVersion) -> tuple[Rollouts, np.ndarray, RolloutReport]:
+        """(rollouts on the CPU, images, report). New weights are received and verified first.
+
+        Raises:
+            TransferError: the weights that arrived are not those that were sent.
+        """
+        receive_seconds = self._load(weights, request.step)
+        with self.timer.task(request.task, request.step, request.profiled):
+            conditioning = request.conditioning.rows(torch.from_numpy(request.sample_index))
+            rollouts, images = self.engine.generate(conditioning, request.keys, request.sampler, request.plan)
+        report = RolloutReport(weights.version, receive_seconds, rollouts.finite, self.timer.drain())
+        return rollouts.to(torch.device("cpu")), images, report
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _load(self, weights: WeightsVersion, step: int) -> float:
+        """Bring the engine to these weights; seconds that it took. Without a digest the engine shares the trainer's."""
+        if not weights.digest or (weights.version, weights.digest) == self.loaded:
+            return 0.0
+        with self.timer.task("receive", step):
+            self.engine.load(weights.receive(self.fetch))
+            self.loaded = weights.version, weights.digest
+        return self.timer.spans[-1].seconds

@@ -1,0 +1,177 @@
+"""A rank of the training group: the updates of a step, and the weights, checkpoints and policy folders that come of them.
+
+The sample groups of an update are split over the ranks. Several ranks learn what one would, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from ebbflow.algorithms.advantages import PromptStatistics
+from ebbflow.data.prompts import Prompt
+from ebbflow.data.records import StageRecord
+from ebbflow.models import Conditioning
+from ebbflow.models.base import device_of
+from ebbflow.models.encoding import Embeddings, embed
+from ebbflow.online.messages import RolloutRequest, TrainingBatch, TrainingReport
+from ebbflow.online.tracing import TaskTimer
+from ebbflow.recipe.algorithms import ForwardConfig
+from ebbflow.rollouts.generate import Rollouts, join
+from ebbflow.rollouts.parity import measure_parity
+from ebbflow.rollouts.weights import Tensors, WeightsVersion, bucketize, checksum
+from ebbflow.seeding import Stream, generator
+from ebbflow.stage import StageContext
+from ebbflow.training.batches import (
+    CorrectedRollout,
+    RowBatch,
+    SampleGroups,
+    forward_batch,
+    num_micro_batches,
+    shard_for_rank,
+    split_evenly,
+    trajectory_batch,
+)
+from ebbflow.training.checkpoint import restore, write_part
+from ebbflow.training.distributed import Ranks
+from ebbflow.training.policy_io import save_policy
+from ebbflow.training.policy_metadata import PolicyMetadata
+from ebbflow.training.rollout_correction import apply_rollout_correction
+from ebbflow.training.update import PolicyUpdater
+
+
+class TrainingWorker:
+    """Every method is called on all ranks of the group, with the same arguments."""
+
+    def __init__(self, ctx: StageContext, updater: PolicyUpdater, metadata: PolicyMetadata | None = None, rank: int = 0) -> None:
+        """``metadata``: of the policy folder that the stage starts from."""
+        self.ctx, self.updater, self.metadata, self.rank = ctx, updater, metadata, rank
+        self.timer = TaskTimer("training", rank)
+
+    def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
+        """Every different prompt, once."""
+        return embed(self.updater.policy.model, prompts)
+
+    def train(self, batch: TrainingBatch, *rollouts: Rollouts) -> TrainingReport:
+        """The updates of a step, on the rollouts of all its requests."""
+        with self.timer.task("training", batch.step, batch.profiled):
+            metrics = train_on_batch(self.ctx, self.updater, batch, join(rollouts))
+            self.updater.finish_step()
+        return TrainingReport(metrics, self.updater.updates, self.updater.alarms, self.timer.drain())
+
+    def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
+        """The weights that generate from now on, whole, on the CPU of rank 0. The other ranks only take part in gathering.
+
+        Args:
+            copy: of the policy; left out, the one that the algorithm rolls out.
+        """
+        policy = self.updater.policy
+        generates = copy or self.updater.algorithm.generates
+        values = policy.parameters if generates == "current" else policy.copies[generates]
+        whole: Tensors = {}
+        for name in policy.parameters:  # in their order, as a copy that was read from a file has another
+            value = values[name]  # one at a time: no rank of a sharded model has room for all of it on its device
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if self.rank == 0:
+                whole[name] = full.detach().to("cpu", copy=True)
+        if self.rank > 0:
+            return WeightsVersion(version)
+        return WeightsVersion(version, checksum(whole), tuple(bucketize(whole)), sum(value.nbytes for value in whole.values()))
+
+    def measure_parity(self, request: RolloutRequest, rollouts: Rollouts) -> dict[str, float]:
+        """How far the samples of another engine are from the policy that rolls out (``ebbflow.rollouts.parity``)."""
+        policy = self.updater.policy
+        device = device_of(policy.model)
+        conditioning = request.conditioning.rows(torch.from_numpy(request.sample_index)).to(device)
+        trajectory = rollouts.to(device).trajectory
+        assert trajectory is not None, "the samples of the parity gate are recorded"
+        parity, micro_batch = self.ctx.online.parity, self.ctx.config.micro_batch
+        with policy.using(self.updater.algorithm.generates):
+            return measure_parity(policy, trajectory, conditioning, request.keys, request.sampler, parity, micro_batch)
+
+    def save(self, folder: Path, record: StageRecord, history: PromptStatistics) -> None:
+        """Write the policy folder that the stage leaves behind."""
+        assert self.metadata is not None
+        save_policy(self.ctx, self.updater, self.metadata, record, folder, write=self.rank == 0, history=history)
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint into a folder."""
+        write_part(folder, self.updater)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Continue from a checkpoint."""
+        restore(folder, self.updater)
+
+
+def train_on_batch(ctx: StageContext, updater: PolicyUpdater, batch: TrainingBatch, rollouts: Rollouts) -> dict[str, float]:
+    """All updates of a step, one after another.
+
+    Returns:
+        metrics averaged over the updates, and ``skipped_updates``: those for which no sample was left to train on.
+    """
+    conditioning = batch.conditioning.to(device_of(updater.policy.model))
+    trajectory: CorrectedRollout | None = None
+    metrics: dict[str, float] = {}
+    if rollouts.trajectory is not None:
+        sample_index = torch.from_numpy(batch.sample_index)
+        trajectory, metrics = apply_rollout_correction(
+            updater.policy, ctx.config, rollouts.trajectory, conditioning, batch.keys, sample_index
+        )
+    updates: list[dict[str, float]] = []
+    for groups in _groups_of_updates(ctx, batch):
+        if left := groups if trajectory is None else trajectory.kept(np.concatenate(groups)):
+            rows = _loss_rows(ctx, batch, rollouts, conditioning, trajectory, shard_for_rank(left, Ranks.current()))
+            updates.append(_update(ctx, updater, rows, left))
+    if updates and "ratio/deviation" in updates[0]:
+        metrics["ratio/first_deviation"] = updates[0]["ratio/deviation"]
+    return metrics | _means(updates) | {"skipped_updates": ctx.online.updates_per_step - len(updates)}
+
+
+def _groups_of_updates(ctx: StageContext, batch: TrainingBatch) -> list[SampleGroups]:
+    """The algorithm's sample groups, shuffled and split over the updates of a step; fewer updates when groups are too few."""
+    prompt_ids = np.array(batch.keys.prompt_ids)
+    groups = ctx.algorithm.select(batch.advantages, batch.keep, prompt_ids, ctx.config.hyper)
+    order = generator(ctx.seed, prompt_id=0, sample=batch.step, step=0, stream=Stream.ORDER).permutation(len(groups))
+    return [part for part in split_evenly([groups[i] for i in order], ctx.online.updates_per_step) if part]
+
+
+def _loss_rows(
+    ctx: StageContext,
+    batch: TrainingBatch,
+    rollouts: Rollouts,
+    conditioning: Conditioning,
+    trajectory: CorrectedRollout | None,
+    groups: SampleGroups,
+) -> RowBatch:
+    """The rows of the loss for some sample groups: samples, or single denoising steps of trajectories."""
+    numbers, device = np.concatenate(groups), conditioning.device
+    samples, steps = (numbers, None) if trajectory is None else trajectory.only(numbers)
+    keys, conditioning = batch.keys.take(samples), conditioning.rows(torch.from_numpy(batch.sample_index[samples]))
+    advantages = torch.from_numpy(batch.advantages[samples]).to(device)
+    if steps is not None:
+        return trajectory_batch(steps.to(device), conditioning, advantages, keys, ctx.config.sampler)
+    hyper = ctx.config.hyper
+    assert isinstance(hyper, ForwardConfig)
+    group_index = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    return forward_batch(rollouts.latents[samples].to(device), conditioning, advantages, keys, group_index, hyper, visit=0)
+
+
+def _update(ctx: StageContext, updater: PolicyUpdater, rows: RowBatch, groups: SampleGroups) -> dict[str, float]:
+    """One optimiser step of all ranks on some sample groups; ``rows`` are this rank's share of them."""
+    world, config = Ranks.current().world, ctx.config
+    draws = config.hyper.noise_levels if isinstance(config.hyper, ForwardConfig) else 1
+    metrics = updater.update(rows, num_micro_batches(groups, world, draws, config.micro_batch))
+    if len(groups) < world and "grad_variance" in metrics:  # every rank had all of them, and each counted as another row
+        metrics["grad_variance"] /= world
+    return metrics
+
+
+def _means(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates of a step; each metric over the updates that have it."""
+    names = dict.fromkeys(name for update in updates for name in update)
+    return {name: fmean(update[name] for update in updates if name in update) for name in names}

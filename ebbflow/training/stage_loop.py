@@ -1,0 +1,136 @@
+"""What surrounds the steps of every stage, online and offline: progress, metrics, checkpoints, and what ends it early."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ebbflow.algorithms.advantages import PromptStatistics
+from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.training.checkpoint import CheckpointError, Checkpoints
+from ebbflow.training.stop_conditions import Preempted, Stop, StopConditions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StageState:
+    """What a stage knows apart from policy and optimiser, and stores in a checkpoint.
+
+    Attributes:
+        history: rewards of each prompt so far, where ``advantages.running`` wants them.
+        step: training steps done.
+        samples: images generated for training.
+        updates: optimiser steps done.
+        seconds: time that workers were busy, by task.
+        elapsed: seconds of the stage so far, over all attempts.
+        alarms: raised by the stage.
+        training_alarms: raised by the training group.
+    """
+
+    history: PromptStatistics = field(default_factory=PromptStatistics)
+    step: int = 0
+    samples: int = 0
+    updates: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    elapsed: float = 0.0
+    alarms: list[str] = field(default_factory=list)
+    training_alarms: list[str] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "history": self.history.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"history": PromptStatistics.from_state(state["history"])})
+
+
+class StageLoop:
+    """The frame of a stage's loop::
+
+        for step in loop.steps():
+            ...                             # train
+            loop.finish_step(metrics)
+            if loop.preempted: save a checkpoint; raise loop.preemption()
+
+    Args:
+        num_steps: of the whole stage.
+        gpus: of the whole stage, for ``max_gpu_hours``.
+        steps_ahead: steps in flight while another one trains; a preempted stage waits for them.
+        quiet: no progress bar, for all ranks but the first.
+    """
+
+    def __init__(
+        self,
+        ctx: StageContext,
+        state: StageState,
+        recorder: MetricsRecorder,
+        checkpoints: Checkpoints | None,
+        num_steps: int,
+        gpus: float,
+        steps_ahead: int = 0,
+        quiet: bool = False,
+    ) -> None:
+        self.ctx, self.state, self.recorder, self.checkpoints = ctx, state, recorder, checkpoints
+        self.num_steps, self.first_step = num_steps, state.step
+        self.conditions = StopConditions(ctx.config, gpus, state.elapsed, steps_ahead)
+        self.stop = Stop.NO
+        name = f"{ctx.label} {ctx.config.algorithm_name}"
+        self.progress = tqdm(total=num_steps, desc=name, initial=state.step, unit="step", disable=True if quiet else None)
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, until the last one, or the one with which the budget is spent: that becomes an alarm."""
+        with self.progress:
+            while self.state.step < self.num_steps:
+                yield self.state.step
+                if self.stop is Stop.SPENT and self.state.step < self.num_steps:
+                    self.state.alarms.append(self.conditions.budget_message(self.state.step, self.num_steps))
+                    logger.warning("%s %s", self.ctx.label, self.state.alarms[-1])
+                    return
+
+    def finish_step(self, metrics: dict[str, float], **shown: str) -> None:
+        """Record the metrics of a step. All processes of a group finish a step together: they agree on what ends the stage.
+
+        Args:
+            shown: what the progress bar shows with the step.
+        """
+        self.recorder.log_metrics(metrics, self.state.step)
+        self.state.step += 1
+        self.state.elapsed = self.conditions.elapsed
+        self.progress.set_postfix(shown, refresh=False)
+        self.progress.update()
+        self.stop = self.conditions.after_step()
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the machine is taken away: save, and raise ``preemption()``."""
+        return self.stop is Stop.LEAVE
+
+    def preemption(self) -> Preempted:
+        saved = self.checkpoints is not None
+        return Preempted(self.conditions.preemption_message(self.ctx.label, self.state.step, self.num_steps, saved=saved))
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What a checkpoint holds apart from the training group's parts."""
+        return {"state": self.state.state_dict(), "rows": self.recorder.metrics, "num_steps": self.num_steps}
+
+
+def load_stage_state(
+    checkpoint: Path, saved: dict[str, Any], state: StageState, recorder: MetricsRecorder, num_steps: int
+) -> None:
+    """Continue from a checkpoint's state (``StageLoop.checkpoint_state``).
+
+    Raises:
+        CheckpointError: it is of training in another number of steps, as with another number of processes.
+    """
+    if saved["num_steps"] != num_steps:
+        raise CheckpointError(
+            f"{checkpoint} is of training in {saved['num_steps']} steps, this one has {num_steps}: train with as many processes "
+            "as before (EBBFLOW_TRAIN_PROCESSES), or remove it"
+        )
+    state.load_state_dict(saved["state"])
+    recorder.resume(saved["rows"])

@@ -1,0 +1,291 @@
+"""Pools and groups of workers, with workers that answer, die, hang and fail when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from ebbflow.online import rollout_queue
+from ebbflow.online.rollout_queue import RolloutQueue
+from ebbflow.online.workers import (
+    MAX_DEATHS,
+    CallFailed,
+    StageError,
+    ThreadWorker,
+    TrainingGroup,
+    WorkerDied,
+    WorkerPool,
+    reward_pool,
+    rollout_pool,
+)
+from ebbflow.recipe.online import ScoringConfig
+from ebbflow.rewards.combine import RewardError
+
+
+class Crew:
+    """Starts workers and notes what they are asked. ``script``: (argument, attempt) -> what happens instead of an answer."""
+
+    def __init__(self, script=None, loading=0):
+        self.script, self.loading = script or {}, loading
+        self.started, self.stopped, self.calls = [], [], []
+
+    def worker(self, index):
+        self.started.append(index)
+        return Hand(self, index)
+
+    async def start(self, index):
+        await asyncio.sleep(self.loading)
+        return self.worker(index)
+
+    def attempt(self, argument):
+        return sum(given == argument for _, given in self.calls)
+
+
+class Hand:
+    """A worker of a crew."""
+
+    def __init__(self, crew, index):
+        self.crew, self.index = crew, index
+
+    async def call(self, method, argument):
+        self.crew.calls.append((self.index, argument))
+        outcome = self.crew.script.get((argument, self.crew.attempt(argument)))
+        if outcome == "dies":
+            raise WorkerDied("killed")
+        if outcome == "hangs":
+            await asyncio.sleep(60)
+        if isinstance(outcome, Exception):
+            raise outcome
+        await asyncio.sleep(outcome or 0)
+        return argument
+
+    def stop(self):
+        self.crew.stopped.append(self.index)
+
+
+@pytest.fixture
+def work():
+    """``work(pool, arguments)``: (answers in the order in which they came, why calls failed by argument)."""
+
+    def do(pool, arguments):
+        done, failed = [], {}
+
+        async def one(argument):
+            try:
+                done.append(await pool.call("method", lambda: (argument,)))
+            except CallFailed as error:
+                failed[argument] = str(error)
+
+        async def everything():
+            async with asyncio.TaskGroup() as tasks:
+                for argument in arguments:
+                    tasks.create_task(one(argument))
+
+        try:
+            asyncio.run(everything())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return done, failed
+
+    return do
+
+
+def rollouts(crew, count):
+    return rollout_pool([crew.worker(index) for index in range(count)], crew.start)
+
+
+def rewards(crew, count, **scoring):
+    return reward_pool([crew.worker(index) for index in range(count)], crew.start, ScoringConfig(**scoring))
+
+
+def test_calls_start_in_order_one_per_worker(work):
+    crew = Crew({(1, 1): 0.05})
+    done, failed = work(rollouts(crew, 2), [1, 2, 3, 4, 5])
+    assert done == [2, 3, 4, 5, 1]
+    assert not failed
+    assert crew.calls == [(0, 1), (1, 2), (1, 3), (1, 4), (1, 5)]
+
+
+def test_the_work_of_a_worker_that_died_is_repeated_by_its_replacement(work, caplog):
+    crew = Crew({(2, 1): "dies"})
+    pool = rollouts(crew, 2)
+    assert sorted(work(pool, [1, 2, 3])[0]) == [1, 2, 3]
+    assert "rollout worker 1 died and is replaced; its work is repeated (killed)" in caplog.text
+    assert pool.num_replaced == 1
+    assert (crew.stopped, crew.started) == ([1], [0, 1, 1])
+
+
+def test_repeated_work_goes_before_the_rest_of_the_line(work):
+    crew = Crew({(1, 1): "dies"})
+    assert work(rollouts(crew, 1), [1, 2, 3])[0] == [1, 2, 3]
+
+
+def test_a_request_that_kills_every_worker_ends_the_stage(work):
+    crew = Crew({(7, attempt): "dies" for attempt in range(1, 9)})
+    _, failed = work(rollouts(crew, 1), [7])
+    assert failed == {7: f"WorkerDied: killed (attempt {MAX_DEATHS} of {MAX_DEATHS})"}
+
+    class Queue:
+        workers, spans = type("Workers", (), {"rollout": rollouts(Crew(crew.script), 1)}), []
+
+    Hand.call, whole = (lambda self, method, request, weights: whole(self, method, request)), Hand.call
+    try:
+        with pytest.raises(StageError, match=rf"{MAX_DEATHS} rollout workers died over the same request.*killed.*micro_batch"):
+            asyncio.run(RolloutQueue.generate(Queue(), 7, lambda: None))
+    finally:
+        Hand.call = whole
+
+
+def test_errors_of_an_engine_are_not_tried_again(work):
+    crew = Crew({(1, 1): OSError("CUDA")})
+    with pytest.raises(OSError, match="CUDA"):
+        work(rollouts(crew, 1), [1])
+    assert len(crew.calls) == 1
+
+
+def test_images_that_kill_every_reward_worker_have_no_score(work):
+    """As often as any other attempt may fail."""
+    crew = Crew({(7, attempt): "dies" for attempt in range(1, 9)})
+    done, failed = work(rewards(crew, 1, retries=1), [6, 7, 8])
+    assert done == [6, 8]
+    assert failed == {7: "WorkerDied: killed (attempt 2 of 2)"}
+
+
+def test_the_time_that_a_replacement_loads_is_nobodys_time_out(work):
+    """One of two workers dies, and the next one takes longer to load than a call may take."""
+    crew = Crew({(1, 1): "dies", (2, 1): 0.05}, loading=1.5)
+    pool = rewards(crew, 2, timeout=1, retries=1)
+    done, failed = work(pool, [1, 2])
+    assert (sorted(done), failed) == ([1, 2], {})
+    assert pool.num_replaced == 1
+    assert [given for _, given in crew.calls] == [1, 2, 1]
+
+
+def test_what_takes_too_long_is_tried_again_and_then_fails(work, caplog):
+    crew = Crew({(1, 1): "hangs", (2, 1): "hangs", (2, 2): "hangs"})
+    pool = rewards(crew, 1, timeout=0.5, retries=1)
+    done, failed = work(pool, [1, 2, 3])
+    assert done == [1, 3]
+    assert list(failed) == [2]
+    assert "no answer after 0.5 s (attempt 2 of 2)" in failed[2]
+    assert pool.num_replaced == len(crew.stopped) == 3
+    assert "reward worker 0 hung and is replaced" in caplog.text
+
+
+def test_a_time_out_of_the_reward_itself_keeps_its_worker(work):
+    crew = Crew({(1, 1): TimeoutError("the server is busy")})
+    pool = rewards(crew, 1, retries=1)
+    assert work(pool, [1]) == ([1], {})
+    assert pool.num_replaced == 0
+
+
+def test_errors_are_tried_again_unless_a_contract_is_broken(work):
+    crew = Crew({(1, 1): OSError("busy"), (2, 1): OSError("gone"), (2, 2): OSError("gone")})
+    pool = rewards(crew, 1, retries=1)
+    assert work(pool, [1, 2]) == ([1], {2: "OSError: gone (attempt 2 of 2)"})
+    assert pool.num_replaced == 0
+    crew.script[(3, 1)] = RewardError("a broken contract")
+    with pytest.raises(RewardError, match="broken contract"):
+        work(pool, [3])
+
+
+def test_arguments_are_those_of_the_moment_when_a_worker_takes_the_call():
+    crew, newest = Crew({(0, 1): 0.02}), [0]
+
+    async def run():
+        pool = WorkerPool("rollout", [crew.worker(0)], crew.start)
+        first = asyncio.ensure_future(pool.call("method", lambda: (newest[0],)))
+        second = asyncio.ensure_future(pool.call("method", lambda: (newest[0],)))
+        await asyncio.sleep(0)
+        newest[0] = 5
+        return await first, await second
+
+    assert asyncio.run(run()) == (0, 5)
+
+
+# Threads and ranks.
+
+
+class Meeting:
+    """Answers once three threads wait for it, or never."""
+
+    def __init__(self):
+        self.barrier, self.end = threading.Barrier(3), threading.Event()
+
+    def wait_for_others(self):
+        self.barrier.wait(60)
+        return threading.get_ident()
+
+    def hang(self):
+        self.end.wait(60)
+
+    def fail(self):
+        raise KeyError("no such image")
+
+
+def test_threads_work_beside_the_loop_and_their_errors_arrive():
+    async def run():
+        worker = ThreadWorker(Meeting())
+        threads = await asyncio.gather(*[worker.call("wait_for_others") for _ in range(3)])
+        with pytest.raises(KeyError, match="no such image"):
+            await worker.call("fail")
+        return threads
+
+    threads = asyncio.run(run())
+    assert len({*threads, threading.get_ident()}) == 4
+
+
+def test_a_thread_that_hangs_keeps_nobody_waiting(monkeypatch):
+    meeting, errors = Meeting(), []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+
+    async def run():
+        async with asyncio.timeout(0.05):
+            await ThreadWorker(meeting).call("hang")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
+    meeting.end.set()
+    for thread in threading.enumerate():
+        if thread.daemon and thread.name.startswith("reward"):
+            thread.join(60)  # it answers a loop that is closed
+    assert not errors
+
+
+class Rank:
+    """A rank that answers, fails or waits for the others."""
+
+    def __init__(self, outcome, seconds=0.0):
+        self.outcome, self.seconds = outcome, seconds
+
+    async def call(self, method):
+        await asyncio.sleep(self.seconds)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+def test_a_group_gives_every_ranks_answer_in_order():
+    assert asyncio.run(TrainingGroup([Rank("first", 0.02), Rank("second")]).call("train")) == ["first", "second"]
+
+
+def test_the_rank_that_died_explains_the_others():
+    """A rank that lost its peer fails before it is known that the peer died."""
+    died = StageError("training rank 1 died")
+    group = TrainingGroup([Rank(RuntimeError("connection reset")), Rank(died, 0.05), Rank("waits", 60)], grace=0.3)
+    with pytest.raises(StageError, match="rank 1 died") as error:
+        asyncio.run(group.call("train"))
+    assert error.value.__notes__ == ["another rank: connection reset"]
+
+
+def test_a_rank_that_died_is_said_at_once():
+    group = TrainingGroup([Rank(StageError("rank 0 died")), Rank("waits", 3600)], grace=3600)
+    with pytest.raises(StageError, match="rank 0 died"):
+        asyncio.run(asyncio.wait_for(group.call("train"), 60))
+
+
+def test_the_modes_differ_in_the_steps_that_run_ahead(make_recipe):
+    for keys, ahead in (({"mode": "sync"}, 0), ({"mode": "one_step_off"}, 1), ({"mode": "async", "staleness": 3}, 3)):
+        assert rollout_queue.max_steps_ahead(make_recipe(online=keys).stages[0]) == ahead
