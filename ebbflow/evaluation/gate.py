@@ -126,6 +126,6 @@ def _scored_by_both(guardrail: str, candidate: pa.Table, champion: pa.Table) -> 
 def _guardrail(guardrail: Comparison, tolerance: float) -> _Finding:
     passed = guardrail.difference >= -tolerance - ROUNDING
     change = f"from {guardrail.champion:.3f} to {guardrail.candidate:.3f} ({guardrail.difference:+.3f})"
-    relation = "within" if passed else "beyond"
     moved = f"Guardrail {guardrail.metric} went {change} over {guardrail.prompts} prompts"
+    relation = "within" if passed else "beyond"
     return _Finding(passed, f"{moved}, {relation} the allowed fall of {tolerance:.3f}.")

@@ -1,4 +1,4 @@
-"""What a person sees of a run: one self-contained HTML page, summary.json, and a table for the terminal."""
+"""The report of a run: one self-contained HTML page, summary.json, and a table for the terminal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jinja2
 import pyarrow.parquet as pq
 import yaml
+from PIL import Image
 
 from ebbflow.data.records import Evaluation, GateDecision, Registration, StageRecord, TrackedRun
 from ebbflow.evaluation.gate import REFUSED
@@ -22,40 +23,37 @@ from ebbflow.plots.images import fit, open_rgb
 from ebbflow.recipe import Recipe
 from ebbflow.storage.disk import write_text
 
-PICTURED_PROMPTS = 16
+MAX_PROMPTS = 16
 MAX_COLUMNS = 6
-"""Evaluations in the picture grid; of more, the first, the last ones and the chosen one are shown."""
+"""Evaluations in the image grid; of more, the first, the last ones and the chosen one are shown."""
 MAX_CURVES = 8
 """Stages whose curves are drawn; of more, the last ones."""
-SHARP_UP_TO = 96
-"""Pictures up to this width are embedded pixel by pixel, larger ones as small JPEGs."""
+MAX_SHARP_WIDTH = 96
+"""Images up to this width are embedded pixel by pixel, larger ones as small JPEGs."""
 
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """Everything the report tells."""
+    """Everything that the report shows."""
 
     recipe: Recipe
     tracked: TrackedRun
     evaluations: Sequence[tuple[Evaluation, Path]]
-    """In the order of the run, the base model first; each with its samples (Parquet, ``evaluation_schema``). A champion that
-    is not the run's own start is one of them, under the label that the decision gives it."""
+    """In the order of the run, its start first, each with its samples (Parquet, ``evaluation_schema``). A champion that is not
+    the run's own start is one of them, under the label that the decision gives it."""
     stages: Sequence[tuple[StageRecord, Sequence[dict[str, float]]]]
-    """Training stages with their metrics: one dictionary per step, with the key ``step``;
-    ``charts.PANELS`` says what is drawn."""
+    """Training stages with their metrics: one dictionary per step, with the key ``step`` (``charts.PANELS``: what is drawn)."""
     decision: GateDecision
     registration: Registration | None
     base_seconds: float
-    """Seconds that making the base model took; 0 when it was cached."""
+    """Seconds spent on the base model; 0 if it was cached."""
     outages: Sequence[str] = ()
-    """A sentence for every node to which MLflow was away (``ebbflow.tracking.outage.deliver_saved``)."""
+    """A sentence per outage or refusal of MLflow (``ebbflow.tracking.outage.deliver_saved``)."""
 
     def __post_init__(self) -> None:
         labels = [evaluation.label for evaluation, _ in self.evaluations]
         if self.decision.candidate not in labels:
-            raise ValueError(
-                f"the decision is about {self.decision.candidate!r}, but the evaluations are {labels}; pass that one too"
-            )
+            raise ValueError(f"the decision is about {self.decision.candidate!r}, but the evaluations are {labels}; add that one")
 
     @property
     def before(self) -> Evaluation:
@@ -67,7 +65,7 @@ class ReportInputs:
 
     @property
     def champion(self) -> Evaluation | None:
-        """The champion, when it is not this run's own start."""
+        """The champion, if it is not this run's own start."""
         others = (evaluation for evaluation, _ in self.evaluations[1:])
         return next((evaluation for evaluation in others if evaluation.label == self.decision.champion), None)
 
@@ -77,33 +75,32 @@ class ReportInputs:
 
     @property
     def awaits_approval(self) -> bool:
-        """Whether the gate said yes and a person is asked: until one says yes too, the version stays challenger."""
+        """Whether the gate approved and a person has yet to: until then the version stays challenger."""
         asked = self.recipe.promotion.approval is not None and self.decision.promote
         return asked and self.registration is not None and not self.promoted
 
 
 class Cell(NamedTuple):
-    """One picture of the grid."""
+    """One image of the grid."""
 
     source: str
     sharp: bool
-    right: bool | None
-    """Whether it reads exactly as the target; None when that was not measured."""
+    exact: bool | None
+    """Whether it matches the target exactly; None if that was not measured."""
     score: str
 
 
 class Row(NamedTuple):
+    """One prompt of the grid."""
+
     prompt: str
     target: str | None
     cells: list[Cell | None]
-    """Per shown evaluation; None where an evaluation lacks this sample."""
-
-
-# -------------------------------------------------------------------------------------------------------------- the summary
+    """One per shown evaluation; None if it lacks this sample."""
 
 
 def summary(inputs: ReportInputs) -> dict[str, Any]:
-    """The run in numbers, for machines."""
+    """The run in numbers, for programs."""
     seconds = {name: round(sum(phases.values()), 3) for name, phases in _times(inputs).items()}
     return {
         "before": _finite(inputs.before.held_out),
@@ -116,12 +113,12 @@ def summary(inputs: ReportInputs) -> dict[str, Any]:
 
 
 def write_summary(path: Path, inputs: ReportInputs) -> None:
-    """``summary`` as JSON."""
+    """Write ``summary`` as JSON."""
     write_text(path, json.dumps(summary(inputs), indent=2, allow_nan=False) + "\n")
 
 
 def summary_table(inputs: ReportInputs) -> str:
-    """Evaluations by metrics, for the terminal; a star marks the policy that the gate looked at."""
+    """Evaluations by metrics, for the terminal; a star marks the candidate."""
     metrics = _metrics(inputs)
     table = [["", *(charts.label(metric) for metric in metrics), "drift"]]
     for evaluation, _ in inputs.evaluations:
@@ -136,14 +133,11 @@ def summary_table(inputs: ReportInputs) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-# ----------------------------------------------------------------------------------------------------------------- the page
-
-
 def write_report(path: Path, inputs: ReportInputs) -> None:
-    """One HTML file without any reference to another file or a network."""
+    """Write one HTML file without references to other files or the network."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,  # prompts come from users' files
+        autoescape=True,  # prompts come from users
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -156,7 +150,7 @@ def write_report(path: Path, inputs: ReportInputs) -> None:
 def _page(inputs: ReportInputs) -> dict[str, Any]:
     metrics = _metrics(inputs)
     shown = _shown(inputs)
-    own_road = [evaluation for evaluation, _ in inputs.evaluations if evaluation is not inputs.champion]
+    own_evaluations = [evaluation for evaluation, _ in inputs.evaluations if evaluation is not inputs.champion]
     seconds = _times(inputs)
     return {
         "inputs": inputs,
@@ -165,7 +159,7 @@ def _page(inputs: ReportInputs) -> dict[str, Any]:
         "evaluations": [evaluation for evaluation, _ in inputs.evaluations],
         "shown": [evaluation for evaluation, _ in shown],
         "rows": _rows(shown),
-        "progress": charts.progress(own_road, metrics, inputs.after.label, inputs.champion),
+        "progress": charts.progress(own_evaluations, metrics, inputs.after.label, inputs.champion),
         "differences": charts.differences(inputs.decision, inputs.recipe.promotion.guardrail_tolerance, metrics),
         "curves": [(record, charts.training(steps)) for record, steps in inputs.stages[-MAX_CURVES:]],
         "times": charts.times(seconds),
@@ -179,7 +173,7 @@ def _guardrails(recipe: Recipe) -> list[str]:
 
 
 def _metrics(inputs: ReportInputs) -> list[str]:
-    """What to show, in this order: the trained rewards, exact match, guardrails. The combined reward only where it adds."""
+    """Metrics to show, in order: the total reward unless it equals the only one, trained rewards, exact match, guardrails."""
     trained = [reward.column for reward in inputs.recipe.rewards]
     combined = [] if len(trained) == 1 and trained[0] in inputs.before.held_out else ["reward"]
     wanted = [*combined, *trained, "exact_match", *_guardrails(inputs.recipe)]
@@ -191,16 +185,16 @@ def _metrics(inputs: ReportInputs) -> list[str]:
 
 
 def _shown(inputs: ReportInputs) -> list[tuple[Evaluation, Path]]:
-    everything = list(inputs.evaluations)
-    if len(everything) <= MAX_COLUMNS:
-        return everything
-    kept = {0, *range(len(everything) - MAX_COLUMNS + 2, len(everything))}
-    kept.add(next(index for index, (evaluation, _) in enumerate(everything) if evaluation is inputs.after))
-    return [everything[index] for index in sorted(kept)]
+    evaluations = list(inputs.evaluations)
+    if len(evaluations) <= MAX_COLUMNS:
+        return evaluations
+    kept = {0, *range(len(evaluations) - MAX_COLUMNS + 2, len(evaluations))}
+    kept.add(next(index for index, (evaluation, _) in enumerate(evaluations) if evaluation is inputs.after))
+    return [evaluations[index] for index in sorted(kept)]
 
 
 def _times(inputs: ReportInputs) -> dict[str, dict[str, float]]:
-    """Seconds by phase: base model, every stage, all evaluations together."""
+    """Seconds by phase of the base model, of every stage, and of all evaluations together."""
     evaluating: dict[str, float] = {}
     for evaluation, _ in inputs.evaluations:
         for phase, seconds in evaluation.seconds.items():
@@ -210,43 +204,43 @@ def _times(inputs: ReportInputs) -> dict[str, dict[str, float]]:
 
 
 def _rows(shown: Sequence[tuple[Evaluation, Path]]) -> list[Row]:
-    """The first held-out prompts, not chosen by how well they came out, with every policy's picture from the same noise."""
+    """The first held-out prompts, not the best ones, with every policy's image from the same noise."""
     samples = [_first_samples(path) for _, path in shown]
-    keys = sorted({key for table in samples for key in table})[:PICTURED_PROMPTS]
+    keys = sorted({key for table in samples for key in table})[:MAX_PROMPTS]
     return [_row([table.get(key) for table in samples]) for key in keys]
 
 
 def _first_samples(path: Path) -> dict[tuple[int, int], dict[str, Any]]:
-    """The first held-out samples by key. Only what is shown is read: the pictures of an evaluation can be gigabytes."""
+    """The first held-out samples by key. Reads only what is shown: the images of an evaluation can be gigabytes."""
     held_out = ("split", "==", "held_out")
     keys = pq.read_table(path, columns=["prompt_id", "sample"], filters=[held_out]).sort_by(
         [("prompt_id", "ascending"), ("sample", "ascending")]
     )
-    ids = list(dict.fromkeys(keys["prompt_id"].to_pylist()))[:PICTURED_PROMPTS]
+    ids = list(dict.fromkeys(keys["prompt_id"].to_pylist()))[:MAX_PROMPTS]
     rows = pq.read_table(path, filters=[held_out, ("prompt_id", "in", ids)]).to_pylist()
     first = {prompt: min(row["sample"] for row in rows if row["prompt_id"] == prompt) for prompt in ids}
     return {(row["prompt_id"], row["sample"]): row for row in rows if row["sample"] == first[row["prompt_id"]]}
 
 
 def _row(samples: list[dict[str, Any] | None]) -> Row:
-    one = next(sample for sample in samples if sample is not None)
-    return Row(one["prompt"], one["target"], [_cell(sample) if sample else None for sample in samples])
+    first = next(sample for sample in samples if sample is not None)
+    return Row(first["prompt"], first["target"], [_cell(sample) if sample else None for sample in samples])
 
 
 def _cell(sample: dict[str, Any]) -> Cell:
-    picture = open_rgb(sample["image"])
-    sharp = picture.width <= SHARP_UP_TO
+    image = open_rgb(sample["image"])
+    sharp = image.width <= MAX_SHARP_WIDTH
     exact = sample.get("exact_match")
     score = sample.get("ocr", sample.get("reward"))
-    return Cell(_data_uri(picture, sharp), sharp, None if exact is None else exact >= 1, _number(score))
+    return Cell(_data_uri(image, sharp), sharp, None if exact is None else exact >= 1, _number(score))
 
 
-def _data_uri(picture: Any, sharp: bool) -> str:
+def _data_uri(image: Image.Image, sharp: bool) -> str:
     buffer = io.BytesIO()
     if sharp:
-        picture.save(buffer, "PNG", optimize=True)
+        image.save(buffer, "PNG", optimize=True)
     else:
-        fit(picture, 1, 2 * SHARP_UP_TO).save(buffer, "JPEG", quality=80)
+        fit(image, 1, 2 * MAX_SHARP_WIDTH).save(buffer, "JPEG", quality=80)
     return f"data:image/{'png' if sharp else 'jpeg'};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 

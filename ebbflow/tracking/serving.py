@@ -1,6 +1,6 @@
-"""How MLflow loads a registered policy: ``mlflow.pyfunc.load_model("models:/<name>@champion").predict(prompts)``.
+"""MLflow loads a registered policy here: ``mlflow.pyfunc.load_model("models:/<name>@champion").predict(prompts)``.
 
-The model's data folder holds ``policy/`` and, unless the base model was registered by reference only, ``base/``.
+The model's data folder has ``policy/`` and, unless the base model is only referenced, ``base/``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ebbflow.tracking.store import TrackingError
 
 
 class ServedPolicy:
-    """Renders prompts with fixed noise: the same prompt and seed give the same image."""
+    """Generates images from prompts with fixed noise: the same prompt and seed give the same image."""
 
     def __init__(self, base: Path, policy: Path) -> None:
         self.base, self.policy = base, policy
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        """One PNG per row of ``prompt`` and, where given, ``negative_prompt``, ``seed`` (0 without it) and ``image`` to edit."""
+        """One PNG per row of ``prompt`` and, optionally, ``negative_prompt``, ``seed`` (default 0) and ``image`` to edit."""
         from ebbflow.evaluation.serve import generate_images
 
         rows = model_input.astype(object).where(model_input.notna(), None).to_dict("records")
@@ -33,7 +33,7 @@ class ServedPolicy:
 
 
 def _prompt(row: dict[Hashable, Any]) -> Prompt:
-    """A row as one of a prompt table that no file ever held."""
+    """A row as an entry of a prompt table."""
     negative, image = row.get("negative_prompt") or "", row.get("image")
     return Prompt(0, str(row["prompt"]), str(negative), None, source="", split="", metadata="{}", image=image)
 
@@ -45,14 +45,18 @@ def _load_pyfunc(data_path: str) -> ServedPolicy:
 
 
 def _referenced_base(data_path: str, policy: Path) -> Path:
-    """The base model that a version only refers to, from the hub's cache or from the hub."""
+    """The base model that a version only references, from the hub or its cache.
+
+    Raises:
+        TrackingError: it is not on the hub.
+    """
     from ebbflow.models.prepare import fetch_pipeline
     from ebbflow.training.policy_metadata import read_policy_metadata
 
     model = read_policy_metadata(policy).model
     if not model.on_hub:
         raise TrackingError(
-            f"{data_path} was registered without its base model, so it cannot render by itself; "
-            f"put the base model that {policy / 'policy.json'} names into {Path(data_path) / 'base'}"
+            f"{data_path} was registered without its base model; put the one that {policy / 'policy.json'} names into "
+            f"{Path(data_path) / 'base'}"
         )
     return fetch_pipeline(model)

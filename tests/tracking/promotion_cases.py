@@ -19,9 +19,9 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from ebbflow.data.records import Comparison, GateDecision, Registration, TrackedRun
-from ebbflow.tracking import claim, registry
-from ebbflow.tracking.claim import CLAIM, ClaimError
+from ebbflow.tracking import registry, registry_lock
 from ebbflow.tracking.registry import RegistryError
+from ebbflow.tracking.registry_lock import LOCK, RegistryLockError
 
 WON = GateDecision(
     promote=True,
@@ -55,7 +55,7 @@ class SmallRegistry:
 
     def search_model_versions(self, condition: str) -> list[SimpleNamespace]:
         name = condition.split("'")[1]
-        found = self.database.execute("SELECT version FROM tags WHERE name = ? AND key = ?", (name, CLAIM)).fetchall()
+        found = self.database.execute("SELECT version FROM tags WHERE name = ? AND key = ?", (name, LOCK)).fetchall()
         return [SimpleNamespace(version=version) for (version,) in found]
 
     def set_model_version_tag(self, name: str, version: str, key: str, value: str) -> None:
@@ -99,13 +99,13 @@ def race(file: Path, version: int, rounds: int, start: Barrier, results: SimpleQ
     chance = random.Random(version)
     client = Watched(SmallRegistry(file), lambda _: time.sleep(chance.choice((0, 0, 0.001, 0.003))))
     registry.connect = lambda uri: client  # type: ignore[assignment, return-value]
-    claim.POLL = 0.001
+    registry_lock.POLL = 0.001
     for number in range(rounds):
         start.wait(120)
         try:
             registry.promote(tracked(), challenger(f"m{number}", version), {}, expected_champion=None)
             results.put((number, version, "won"))
-        except (RegistryError, ClaimError) as error:
+        except (RegistryError, RegistryLockError) as error:
             results.put((number, version, str(error)))
 
 
@@ -116,7 +116,7 @@ def race_in_mlflow(uri: str, names: list[str], version: int, start: Barrier, res
         try:
             registry.promote(tracked(uri=uri), challenger(name, version), {}, expected_champion=None)
             results.put((number, version, "won"))
-        except (RegistryError, ClaimError) as error:
+        except (RegistryError, RegistryLockError) as error:
             results.put((number, version, str(error)))
 
 

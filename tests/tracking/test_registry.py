@@ -23,7 +23,8 @@ from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import ArtifactError, verify
-from ebbflow.tracking import registry
+from ebbflow.tracking import model_version
+from ebbflow.tracking.model_version import served_folder
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.registry import (
     Registration,
@@ -33,7 +34,6 @@ from ebbflow.tracking.registry import (
     find_champion,
     promote,
     register,
-    served_folder,
 )
 from ebbflow.tracking.store import connect
 from ebbflow.training.policy import Policy
@@ -238,7 +238,7 @@ def test_a_champion_that_somebody_else_made_is_named(recipe: Recipe, name: str, 
     client.set_registered_model_alias(name, "champion", "1")
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
-    with pytest.raises(RegistryError, match="holds no policy/policy.json, so Ebbflow did not register it; move the alias"):
+    with pytest.raises(RegistryError, match="has no policy/policy.json, so Ebbflow did not register it; move the alias"):
         download_champion(champion, tmp_path / "champion")
 
 
@@ -340,7 +340,7 @@ def test_the_registered_model_renders_with_seeds(
 def test_a_large_base_model_is_only_referred_to(
     recipe: Recipe, name: str, policy: Path, base_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "STORED_BASE", registry.folder_bytes(base_folder) - 1)
+    monkeypatch.setattr(model_version, "MAX_STORED_BASE", model_version.folder_bytes(base_folder) - 1)
     tracked = new_run(recipe)
     crown(tracked, policy, base_folder, {"base_digest": verify(base_folder)}, model_name=name, expected_champion=None)
     champion = find_champion(tracked.tracking_uri, name)

@@ -226,7 +226,7 @@ def test_many_rounds_and_large_pictures_stay_small(inputs: ReportInputs, tmp_pat
     )
     page = written(many, tmp_path / "report.html")
     assert len(page) < 3_000_000
-    assert "evaluations in between are left out here" in page
+    assert "evaluations in between are not shown" in page
     assert "The curves of the first 32 stages are in MLflow" in page
     assert f"{labels[7]} ★" in page
 
@@ -264,7 +264,7 @@ def test_an_unmeasured_guard_and_a_missing_metric_do_not_break_the_page(inputs: 
     ]
     bare = replace(inputs, evaluations=without, stages=[(inputs.stages[0][0], [])])
     page = written(bare, tmp_path / "report.html")
-    assert "This stage reported no metrics" in page
+    assert "This stage logged no metrics" in page
     assert "tesseract" not in summary(bare)["before"]
 
 

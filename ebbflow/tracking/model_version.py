@@ -1,0 +1,141 @@
+"""A policy as a version of a registered MLflow model: what is stored, and how it gets there exactly once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from importlib.metadata import version as installed
+from pathlib import Path
+
+import mlflow.pyfunc
+import pandas as pd
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel, LoggedModelOutput
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.models import Model, ModelSignature
+from mlflow.types import ColSpec, Schema
+
+from ebbflow.data.records import TrackedRun
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder
+from ebbflow.tracking.store import RUN, TrackingError, uploading
+from ebbflow.training.policy_metadata import METADATA, STATISTICS, read_policy_metadata
+
+MAX_STORED_BASE = 2**30
+"""Bytes up to which a base model is stored with its version; larger ones are only referenced, or they would fill the store."""
+REQUIREMENTS = ("diffusers", "peft", "pillow", "safetensors", "torch", "transformers")
+"""What serving imports besides Ebbflow, pinned to the installed versions. MLflow would load the model to find out."""
+SIGNATURE = ModelSignature(
+    inputs=Schema(
+        [
+            ColSpec("string", "prompt"),
+            ColSpec("string", "negative_prompt", required=False),
+            ColSpec("long", "seed", required=False),
+            ColSpec("binary", "image", required=False),
+        ]
+    ),
+    outputs=Schema([ColSpec("binary", "image")]),
+)
+
+
+class RegistryError(TrackingError):
+    """The registry was not, or must not be, changed."""
+
+
+def find_version(client: MlflowClient, name: str, run_id: str) -> ModelVersion | None:
+    """The version that this run registered; the oldest one, should two attempts have raced."""
+    found = client.search_model_versions(f"name = '{name}' and tags.`{RUN}` = '{run_id}'")
+    return min(found, key=lambda version: int(version.version), default=None)
+
+
+def create_version(
+    client: MlflowClient, tracked: TrackedRun, policy: Path, base: Path | None, name: str, tags: dict[str, str]
+) -> ModelVersion:
+    """Log the folders as an MLflow model of the parent run and register that. Uses neither pickle nor MLflow's active run."""
+    if not (policy / METADATA).is_file():
+        raise RegistryError(f"{policy} is no policy folder (it has no {METADATA}); pass one that a training stage committed")
+    model = find_logged_model(client, tracked) or _create_logged_model(client, tracked, name, tags)
+    _upload(client, tracked, model, policy, base)
+    client.finalize_logged_model(model.model_id, "READY")
+    outputs = client.get_run(tracked.run_id).outputs
+    if outputs is None or model.model_id not in [output.model_id for output in outputs.model_outputs]:
+        client.log_outputs(tracked.run_id, [LoggedModelOutput(model.model_id, step=0)])
+    created = client.create_model_version(name, model.artifact_location, tracked.run_id, tags=tags, model_id=model.model_id)
+    oldest = find_version(client, name, tracked.run_id) or created
+    if int(oldest.version) != int(created.version):  # numbers in some stores, strings in others
+        client.delete_model_version(name, created.version)  # its own duplicate, as in store.create_run
+    return oldest
+
+
+def find_logged_model(client: MlflowClient, tracked: TrackedRun) -> LoggedModel | None:
+    """The run's policy as MLflow logged it. Without a version, a killed attempt left it, and this one completes it."""
+    found = client.search_logged_models([tracked.experiment_id], f"tags.`{RUN}` = '{tracked.run_id}'")
+    return min(found, key=lambda model: model.creation_timestamp, default=None)
+
+
+def link_to_run(client: MlflowClient, tracked: TrackedRun, version: ModelVersion) -> None:
+    """Tag the logged model, so that MLflow's UI finds the version from the run."""
+    link = json.dumps([{"name": version.name, "version": version.version}])
+    if model := find_logged_model(client, tracked):
+        client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": link})
+
+
+def served_folder(policy: Path, target: Path) -> None:
+    """The part of a policy folder that serving reads, as a committed policy folder made of links.
+
+    Copies, which can be twice the weights, and statistics are left out, as only training needs them. A folder without either is
+    linked as a whole, COMMIT included.
+
+    Raises:
+        ArtifactError: the policy folder is incomplete.
+    """
+    metadata = read_policy_metadata(policy)
+    if not metadata.copies and not (policy / STATISTICS).exists():
+        target.symlink_to(policy.resolve(), target_is_directory=True)
+        return
+    left_out = shutil.ignore_patterns(*metadata.copies, STATISTICS, METADATA, MANIFEST, COMMIT)
+    with new_folder(target) as partial:
+        shutil.copytree(policy.resolve(), partial, ignore=left_out, copy_function=os.symlink, dirs_exist_ok=True)
+        (partial / METADATA).write_text(metadata.model_copy(update={"copies": ()}).model_dump_json(indent=2))
+
+
+def folder_bytes(folder: Path) -> int:
+    """Total size of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _create_logged_model(client: MlflowClient, tracked: TrackedRun, name: str, tags: dict[str, str]) -> LoggedModel:
+    created = client.create_logged_model(
+        tracked.experiment_id, name=name, source_run_id=tracked.run_id, tags=tags, model_type="diffusion policy"
+    )
+    oldest = find_logged_model(client, tracked) or created
+    if oldest.model_id != created.model_id:
+        client.delete_logged_model(created.model_id)
+    return oldest
+
+
+def _upload(client: MlflowClient, tracked: TrackedRun, model: LoggedModel, policy: Path, base: Path | None) -> None:
+    location, model_id = model.artifact_location, model.model_id
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "model"
+        mlflow.pyfunc.save_model(
+            str(saved),
+            loader_module="ebbflow.tracking.serving",
+            data_path=str(_collect_data(Path(folder) / "ebbflow", policy, base)),
+            mlflow_model=Model(artifact_path=location, run_id=tracked.run_id, model_uuid=model_id, model_id=model_id),
+            signature=SIGNATURE,
+            input_example=pd.DataFrame({"prompt": ['"EBBS"'], "seed": [0]}),
+            pip_requirements=[f"{package}=={installed(package)}" for package in REQUIREMENTS],
+        )
+        with uploading():
+            client.log_model_artifacts(model_id, str(saved))
+
+
+def _collect_data(data: Path, policy: Path, base: Path | None) -> Path:
+    """``policy/`` and ``base/`` side by side, as links: weights are large, and MLflow follows links when it copies."""
+    data.mkdir()
+    served_folder(policy, data / "policy")
+    if base is not None and folder_bytes(base) <= MAX_STORED_BASE:
+        (data / "base").symlink_to(base.resolve(strict=True), target_is_directory=True)
+    return data
