@@ -1,0 +1,22 @@
+"""Losses and advantages: one file per algorithm, pure functions on tensors.
+
+Where it fits
+    ``ebbflow.training`` builds the rows of a loss and takes the optimiser step; online and offline stages compute advantages.
+    This room knows neither a model nor a stage: only ``ebbflow.flow`` and ``ebbflow.recipe``.
+
+Why
+    Algorithms differ in a formula, not in a training loop. A loss that is a function from rows to a value per row can be
+    checked against its closed form, and every stage runs it unchanged.
+
+How
+    - ``base``: ``Algorithm`` (loss, policy copies, grouping, decay of the old copy) and the rows that a loss gets:
+      ``TrajectoryRows`` (transitions with log-probs) or ``ForwardRows`` (noised final latents).
+    - ``registry``: the algorithm of a recipe's ``algorithm.name``, or of a user's ``package.module:Name``.
+    - ``advantages``: rewards to advantages inside a group; ``grouping``: which samples are trained on and which stay together.
+    - ``reference`` and ``correction``: the penalty against the base model, and importance weights against the rollout policy.
+
+Gotchas
+    - Log-probs are means over latent elements, not sums: a clip range depends on their number.
+    - A loss returns one value per row, [M], and takes no mean; the update averages over all processes.
+    - Rows of one ``group_index`` (a pair, a group) share sigma and noise and are always in the same micro-batch.
+"""

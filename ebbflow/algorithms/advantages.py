@@ -187,7 +187,7 @@ def _extremes(advantage: np.ndarray, group: np.ndarray, most: int) -> np.ndarray
 
 
 def _rank(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Place of each value in its group, from 0 for the smallest; equal values by position, [n]."""
+    """Rank of each value in its group, from 0 for the smallest; equal values by position, [n]."""
     order = np.lexsort((values, group))  # stable
     sorted_group = group[order]
     rank = np.empty(len(order), np.int64)

@@ -20,7 +20,7 @@ TINY = 1e-10
 
 
 def loss(rows: ForwardRows, config: AWMConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each term, [M]."""
+    """Loss and metrics of each row, [M]."""
     error = flow_matching_error(rows, rows.velocity)
     total = -rows.advantage / 5 * surrogate(error, rows.sigma, config)
     metrics = {"awm/error": error}
@@ -32,7 +32,7 @@ def loss(rows: ForwardRows, config: AWMConfig) -> tuple[Tensor, RowMetrics]:
 
 
 def surrogate(error: Tensor, sigma: Tensor, config: AWMConfig) -> Tensor:
-    """s of each term, [M]."""
+    """s of each row, [M]."""
     if config.surrogate == "power":
         return -sigma / config.power * ((error + TINY) ** config.power - TINY**config.power)
     return -error * sigma ** {"plain": 0, "sigma": 1, "sigma_squared": 2}[config.surrogate]

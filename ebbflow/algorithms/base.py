@@ -1,8 +1,8 @@
-"""What an algorithm is: a pure function from typed terms to a loss for each, and a statement of what it needs.
+"""What an algorithm is: a pure function from typed rows to a loss for each, and a statement of what it needs.
 
-A *term* is one row of the loss. Trajectory algorithms have a term per (sample, trained denoising step), forward-process
-algorithms one per (sample, draw of sigma and noise). The update takes the mean over the terms, weighs them where rollouts are
-corrected, adds the reference penalty, and can say which term was not finite: no algorithm does any of this itself.
+A *row* is one entry of the loss. Trajectory algorithms have a row per (sample, trained denoising step), forward-process
+algorithms one per (sample, draw of sigma and noise). The update averages over the rows, weighs them where rollouts are
+corrected, adds the reference penalty, and names a row that is not finite: no algorithm does any of this itself.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ebbflow.recipe.algorithms import AlgorithmConfig
 
 CopyName = Literal["reference", "old", "teacher"]
 RowMetrics = dict[str, Tensor]
-"""Metrics by name, a value for each term: [M]."""
+"""Metrics by name, a value for each row: [M]."""
 
 
 @dataclass(frozen=True)
 class TrajectoryRows:
-    """Terms of a policy gradient, M rows.
+    """M rows of a policy-gradient loss.
 
     Attributes:
         transition: the step under the policy being trained, with gradient.
@@ -46,7 +46,7 @@ class TrajectoryRows:
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """Terms of a forward-process loss, M rows.
+    """M rows of a forward-process loss.
 
     Attributes:
         clean: x0, [M, ...].
@@ -55,7 +55,7 @@ class ForwardRows:
         velocity: under the policy being trained, with gradient, [M, ...].
         copies: the velocity under each policy copy that the algorithm asked for.
         advantage: [M].
-        unit: integer [M], ascending; equal for the rows of one pair or group, which share sigma and noise and are all here.
+        group_index: integer [M], ascending; equal for rows of one pair or group, which share sigma and noise and are all here.
     """
 
     clean: Tensor
@@ -69,14 +69,14 @@ class ForwardRows:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm; its hyper-parameters' class says in a line what it does and which terms and stages are its own.
+    """One algorithm; its hyper-parameters' class says in a line what it does and which rows and stages are its own.
 
     Attributes:
         config: the class of its hyper-parameters.
-        loss: (terms, hyper-parameters) -> (loss of each term [M], metrics of each term).
+        loss: (rows, hyper-parameters) -> (loss of each row [M], metrics of each row).
         copies: the policy copies whose predictions the loss needs, given its hyper-parameters.
-        select: (advantage [N], keep [N], prompt ids [N], hyper-parameters) -> the units to train on, each the indices of samples
-            whose terms must stay together; by default every kept sample by itself.
+        select: (advantage [N], keep [N], prompt ids [N], hyper-parameters) -> the groups to train on, each the indices of samples
+            whose rows must stay together; by default every kept sample by itself.
         old_decay: (hyper-parameters, step from one) -> d of old <- d old + (1 - d) theta, after every rollout step where the old
             copy generates and after every optimiser step elsewhere.
         generates: which policy makes the rollouts.
@@ -111,7 +111,7 @@ def flow_matching_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
 
 
 def group_mean(values: Tensor, group_index: Tensor) -> Tensor:
-    """The mean of [M] values over the rows of the same unit, at every row."""
+    """The mean of [M] values over the rows of the same group, at every row."""
     _, index = group_index.unique_consecutive(return_inverse=True)
     count = index.bincount()
     total = values.new_zeros(len(count)).index_add(0, index, values)

@@ -16,7 +16,7 @@ from ebbflow.recipe.algorithms import CRDConfig
 
 
 def loss(rows: ForwardRows, config: CRDConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each term, [M]."""
+    """Loss and metrics of each row, [M]."""
     implied = -(_weighted_error(rows, rows.velocity) - _weighted_error(rows, rows.copies["old"]))
     target = _centred(rows.advantage, rows.group_index)
     miss = config.beta * _centred(implied, rows.group_index) - target

@@ -4,7 +4,7 @@ r"""DGPO (2510.08425): direct preference between the better and the worse part o
     S_g = (1 / K) sum over the group of A beta (sg d - d_ref)
     L   = mean[sg sigmoid(S_g) A d]
 
-sigma and eps are shared inside a group. What a group still has to gain, sigmoid(S_g), weighs its terms; the sampler may be
+sigma and eps are shared inside a group. What a group still has to gain, sigmoid(S_g), weighs its rows; the sampler may be
 deterministic.
 """
 
@@ -19,7 +19,7 @@ from ebbflow.recipe.algorithms import DGPOConfig
 
 
 def loss(rows: ForwardRows, config: DGPOConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each term, [M]."""
+    """Loss and metrics of each row, [M]."""
     error = flow_matching_error(rows, rows.velocity)
     change = error.detach() - flow_matching_error(rows, rows.copies["reference"])
     weight = torch.sigmoid(group_mean(rows.advantage * config.beta * change, rows.group_index))

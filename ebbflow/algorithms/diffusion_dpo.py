@@ -5,7 +5,7 @@ r"""Diffusion-DPO (2311.12908): of a pair, the better sample's error must fall m
 
 sigma (logit-normal) and eps are shared inside a pair. Pairs come from a file, or from a group: the best quarter against the worst
 quarter; ties make no pair (published code trains on them). The reference is the base model, or, refreshed every n optimiser
-steps, an older self. Both rows of a pair carry its loss, so that the mean over the terms is the mean over the pairs.
+steps, an older self. Both rows of a pair carry its loss, so that the mean over the rows is the mean over the pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ebbflow.recipe.algorithms import DiffusionDPOConfig
 
 
 def loss(rows: ForwardRows, config: DiffusionDPOConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each term, [M]; rows 2i and 2i + 1 are the better and the worse sample of a pair."""
+    """Loss and metrics of each row, [M]; rows 2i and 2i + 1 are the better and the worse sample of a pair."""
     change = flow_matching_error(rows, rows.velocity) - flow_matching_error(rows, rows.copies[anchor(config)])
     better, worse = change.view(-1, 2).unbind(1)
     margin = -0.5 * config.beta * (better - worse)

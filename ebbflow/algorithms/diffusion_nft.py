@@ -22,7 +22,7 @@ from ebbflow.recipe.algorithms import DiffusionNFTConfig
 
 
 def loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each term, [M]."""
+    """Loss and metrics of each row, [M]."""
     old = rows.copies["old"]
     preference = (shaped(rows.advantage, config) / 10 + 0.5).clamp(0, 1)
     better = config.beta * rows.velocity + (1 - config.beta) * old

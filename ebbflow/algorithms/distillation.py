@@ -1,6 +1,6 @@
 r"""On-policy distillation: on the policy's own trajectories, every trained step is pulled to the teacher's.
 
-    L = mean over the terms of mean((mu - mu_teacher)^2) / (2 b^2)
+    L = mean over the rows of mean((mu - mu_teacher)^2) / (2 b^2)
 
 The rewards are watched, not learnt from, so groups without variance are trained on as well.
 """
@@ -16,7 +16,7 @@ from ebbflow.recipe.algorithms import DistillationConfig
 
 
 def loss(rows: TrajectoryRows, config: DistillationConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each term, [M]."""
+    """Loss and metrics of each row, [M]."""
     divergence = gaussian_kl(rows.transition, rows.copies["teacher"].mean)
     return divergence, ratio_metrics(rows) | {"kl/teacher": divergence}
 

@@ -1,10 +1,10 @@
 r"""Flow-DPPO: instead of a clipped ratio, a limit on the divergence of each step.
 
     D_kl = mean((mu - mu_old)^2) / (2 b^2)
-    L    = mean -A rho,   without the terms that are at the limit and move further away:
+    L    = mean -A rho,   without the rows that are at the limit and move further away:
            D_kl >= tau and ((rho > 1 and A > 0) or (rho < 1 and A < 0))
 
-A dropped term counts as 0 in the mean, as a clipped one has no gradient.
+A dropped row counts as 0 in the mean, as a clipped one has no gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ebbflow.recipe.algorithms import FlowDPPOConfig
 
 
 def loss(rows: TrajectoryRows, config: FlowDPPOConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each term, [M]."""
+    """Loss and metrics of each row, [M]."""
     ratio = torch.exp(rows.log_prob - rows.old_log_prob)
     divergence = gaussian_kl(rows.transition, rows.old_mean)
     away = torch.where(rows.advantage > 0, ratio > 1, ratio < 1) & (rows.advantage != 0)

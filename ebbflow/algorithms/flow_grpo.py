@@ -3,7 +3,7 @@ r"""Flow-GRPO (2505.05470), and by their windows and samplers Flow-GRPO-Fast, Mi
     rho = exp(log_prob - old_log_prob)
     L   = mean max(-A rho, -A clip(rho, 1 - eps, 1 + eps))
 
-over the terms, one per (sample, trained step); MixGRPO's division by the window length is this mean. Log-probs are means over the
+over the rows, one per (sample, trained step); MixGRPO's division by the window length is this mean. Log-probs are means over the
 D elements of a latent, so rho stays close to 1 and eps follows 1/sqrt(D). What tells the four apart are defaults of the stage:
 which steps are stochastic and trained, the sampler, the standard deviation of the advantages, the reference penalty.
 """
@@ -19,7 +19,7 @@ from ebbflow.recipe.algorithms import ClippedConfig, DanceGRPOConfig, FlowGRPOCo
 
 
 def loss(rows: TrajectoryRows, config: ClippedConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each term, [M]."""
+    """Loss and metrics of each row, [M]."""
     ratio = torch.exp(rows.log_prob - rows.old_log_prob)
     metrics = ratio_metrics(rows) | clip_metrics(ratio, rows.advantage, config.clip_range)
     return clipped(ratio, rows.advantage, config.clip_range), metrics

@@ -20,7 +20,7 @@ from ebbflow.recipe.algorithms import GRPOGuardConfig
 
 
 def loss(rows: TrajectoryRows, config: GRPOGuardConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each term, [M]."""
+    """Loss and metrics of each row, [M]."""
     step = rows.transition
     bias = gaussian_kl(step, rows.old_mean)
     regulated = torch.exp((rows.log_prob - rows.old_log_prob + bias) * step.std)

@@ -12,12 +12,12 @@ from ebbflow.algorithms.base import RowMetrics, TrajectoryRows
 
 
 def clipped(ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
-    """The clipped loss of each term, [M] (PPO, 1707.06347)."""
+    """The clipped loss of each row, [M] (PPO, 1707.06347)."""
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range))
 
 
 def clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> RowMetrics:
-    """Which terms have no gradient because their ratio went far enough already: up for good samples, down for bad ones."""
+    """Which rows have no gradient because their ratio went far enough already: up for good samples, down for bad ones."""
     return {
         "clip/up": ((ratio > 1 + clip_range) & (advantage > 0)).float(),
         "clip/down": ((ratio < 1 - clip_range) & (advantage < 0)).float(),

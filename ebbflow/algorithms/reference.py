@@ -14,7 +14,7 @@ from ebbflow.recipe.choices import ReferenceConfig
 
 
 def penalty(config: ReferenceConfig, rows: TrajectoryRows | ForwardRows, velocity: Tensor, reference: Tensor) -> Tensor:
-    """The penalty of each term, [M], before its weight; ``reference`` is the base model's velocity at the same points."""
+    """The penalty of each row, [M], before its weight; ``reference`` is the base model's velocity at the same points."""
     if config.penalty == "velocity":
         return per_row((velocity - reference) ** 2)
     assert isinstance(rows, TrajectoryRows)

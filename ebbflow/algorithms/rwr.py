@@ -13,7 +13,7 @@ from ebbflow.recipe.algorithms import RWRConfig
 
 
 def loss(rows: ForwardRows, config: RWRConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each term, [M]."""
+    """Loss and metrics of each row, [M]."""
     weight = (rows.advantage / config.temperature).exp()
     return weight * flow_matching_error(rows, rows.velocity), {"rwr/weight": weight}
 

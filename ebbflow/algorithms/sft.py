@@ -10,7 +10,7 @@ from ebbflow.recipe.algorithms import SFTConfig
 
 
 def loss(rows: ForwardRows, config: SFTConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each term, [M]."""
+    """Loss and metrics of each row, [M]."""
     return flow_matching_error(rows, rows.velocity), {}
 
 

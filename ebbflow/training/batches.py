@@ -1,4 +1,4 @@
-"""From samples to the terms of a loss: where the network is evaluated, and what the algorithm then gets to see."""
+"""From samples to the rows of a loss: where the network is evaluated, and what the algorithm then gets to see."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ebbflow.seeding import Stream, generator
 from ebbflow.training.distributed import Ranks
 
 SampleGroups = list[np.ndarray]
-"""Positions of samples or terms; those of a unit stay together."""
+"""Positions of samples or rows; those of a group stay together."""
 
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """Where the network is evaluated, one row per term.
+    """Where the network is evaluated, M rows.
 
     Attributes:
         latents: [M, ...].
         sigma: [M].
-        conditioning: of the samples; large, so it is repeated for the terms of one micro-batch at a time.
-        owner: integer [M], the sample of each term.
+        conditioning: of the samples; large, so it is repeated for the rows of one micro-batch at a time.
+        sample_index: integer [M], the sample of each row.
     """
 
     latents: Tensor
@@ -50,12 +50,12 @@ class ForwardInputs:
 
 
 class RowBatch(Protocol):
-    """The terms of one optimiser step.
+    """The rows of one optimiser step.
 
     Attributes:
-        points: where the network is evaluated, [M].
-        weight: [M], of each term's loss; 1 where rollouts need no correction.
-        unit: integer [M], ascending: the terms of a unit stay in one micro-batch.
+        inputs: where the network is evaluated, [M].
+        weight: [M], of each row's loss; 1 where rollouts need no correction.
+        group_index: integer [M], ascending: the rows of a group stay in one micro-batch.
     """
 
     @property
@@ -68,15 +68,15 @@ class RowBatch(Protocol):
     def group_index(self) -> Tensor: ...
 
     def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> TrajectoryRows | ForwardRows:
-        """The terms of some rows, given the velocities there under the policy and under its copies."""
+        """Rows of the loss, given the velocities there under the policy and under its copies."""
 
     def describe(self, row: int) -> str:
-        """Which sample and which step or noise level a term belongs to, for people."""
+        """Which sample and which step or noise level a row belongs to, for people."""
 
 
 @dataclass(frozen=True)
 class TrajectoryBatch:
-    """One term per (sample, trained step); rows of a sample are adjacent."""
+    """One row per (sample, trained step); rows of a sample are adjacent."""
 
     inputs: ForwardInputs
     weight: Tensor
@@ -114,7 +114,7 @@ class TrajectoryBatch:
 
 @dataclass(frozen=True)
 class CorrectedRollout:
-    """Trajectories of N samples at W steps, what their ratio is against, and how much each term counts.
+    """Trajectories of N samples at W steps, what their ratio is against, and how much each row counts.
 
     Attributes:
         old_mean: [N, W, ...].
@@ -142,12 +142,12 @@ class CorrectedRollout:
         return CorrectedRollout(self.trajectory.take(samples), *(part[samples] for part in parts))
 
     def kept(self, samples: np.ndarray) -> SampleGroups:
-        """The terms of some samples that are kept, each by itself: their numbers, row by row of [N, W]."""
+        """The rows of some samples that are kept, each by itself: their numbers, row by row of [N, W]."""
         numbers = torch.arange(self.keep.numel()).view_as(self.keep)[samples]
         return list(numbers[self.keep[samples]].numpy()[:, None])
 
     def only(self, rows: np.ndarray) -> tuple[np.ndarray, CorrectedRollout]:
-        """(the samples of some terms, those samples with nothing but these terms); the terms of a sample are adjacent."""
+        """(the samples of some rows, those samples with nothing but these rows); the rows of a sample are adjacent."""
         sample, column = np.divmod(rows, self.keep.shape[1])
         samples, row = torch.from_numpy(sample).unique_consecutive(return_inverse=True)
         part = self.take(samples)
@@ -164,7 +164,7 @@ class CorrectedRollout:
 def trajectory_batch(
     rollout: CorrectedRollout, conditioning: Conditioning, advantage: Tensor, keys: SampleKeys, sampler: SamplerConfig
 ) -> TrajectoryBatch:
-    """A term for every recorded step of N samples that the correction kept; all arguments cover the N samples."""
+    """A row for every recorded step of N samples that the correction kept; all arguments cover the N samples."""
     trajectory, keep = rollout.trajectory, rollout.keep.flatten()
     sample_index = torch.arange(len(keys), device=keep.device).repeat_interleave(len(trajectory.steps))[keep]
     steps = trajectory.steps.repeat(len(keys))[keep]
@@ -185,7 +185,7 @@ def trajectory_batch(
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One term per (sample, draw of sigma and noise)."""
+    """One row per (sample, draw of sigma and noise)."""
 
     inputs: ForwardInputs
     weight: Tensor
@@ -220,10 +220,10 @@ def forward_batch(
     config: ForwardConfig,
     visit: int,
 ) -> ForwardBatch:
-    """``config.noise_levels`` terms for each of N clean latents.
+    """``config.noise_levels`` rows for each of N clean latents.
 
     Args:
-        unit: integer [N], ascending; the samples of a unit share sigma and noise, those of its first sample.
+        group_index: integer [N], ascending; the samples of a group share sigma and noise, those of its first sample.
         visit: how often these samples were trained on before.
 
     The draws of a sample are stratified: one sigma from each of as many equal parts of the distribution. The loss is on the
@@ -232,7 +232,7 @@ def forward_batch(
     draws = config.noise_levels
     _, first, index = np.unique(group_index, return_index=True, return_inverse=True)
     drawn = [_draw(clean.shape[1:], keys.take(first), config, visit, draw) for draw in range(draws)]
-    # All draws of a unit are adjacent, so that every micro-batch sees the whole range of noise levels.
+    # All draws of a group are adjacent, so that every micro-batch sees the whole range of noise levels.
     draw, sample_index = np.repeat(np.arange(draws), len(keys)), np.tile(np.arange(len(keys)), draws)
     order = np.argsort(index[sample_index], kind="stable")
     draw, sample_index = draw[order], sample_index[order]
@@ -271,24 +271,24 @@ def _sigma(quantile: Tensor, config: ForwardConfig) -> Tensor:
 
 
 def split_evenly(groups: SampleGroups, count: int) -> list[SampleGroups]:
-    """The units in ``count`` runs of about as many units."""
+    """The groups in ``count`` runs of about as many groups."""
     return [[groups[i] for i in part] for part in np.array_split(np.arange(len(groups)), count)]
 
 
 def shard_for_rank(groups: SampleGroups, ranks: Ranks) -> SampleGroups:
-    """This process's units of a batch.
+    """This process's groups of a batch.
 
-    Where there are too few to go round, every process takes all of them: the mean over the terms of all processes is the same.
+    Where there are too few to go round, every process takes all of them: the mean over the rows of all processes is the same.
     """
     return groups if len(groups) < ranks.world else split_evenly(groups, ranks.world)[ranks.rank]
 
 
 def num_micro_batches(groups: SampleGroups, world: int, draws: int, size: int) -> int:
-    """Passes of about ``size`` terms that every process can take part in: their shares of the units may differ by one.
+    """Passes of about ``size`` rows that every process can take part in: their shares of the groups may differ by one.
 
     Args:
-        units: of the whole batch.
-        draws: terms of each sample.
+        groups: of the whole batch.
+        draws: rows of each sample.
     """
     dealt = world if len(groups) >= world else 1
     largest, smallest = math.ceil(len(groups) / dealt) * draws, len(groups) // dealt * draws
@@ -296,19 +296,19 @@ def num_micro_batches(groups: SampleGroups, world: int, draws: int, size: int) -
 
 
 def micro_batches(group_index: Tensor, size: int) -> int:
-    """How many passes of at most ``size`` terms a batch takes; a unit larger than that is a pass of its own."""
+    """How many passes of at most ``size`` rows a batch takes; a group larger than that is a pass of its own."""
     counts = group_index.unique_consecutive(return_counts=True)[1]
     return passes(len(counts), int(counts.max()), size)
 
 
-def passes(groups: int, unit_size: int, size: int) -> int:
-    """Passes of at most ``size`` terms over ``units`` units of at most ``unit_size`` terms."""
-    return math.ceil(groups / max(1, size // unit_size))
+def passes(groups: int, group_size: int, size: int) -> int:
+    """Passes of at most ``size`` rows over ``groups`` groups of at most ``group_size`` rows."""
+    return math.ceil(groups / max(1, size // group_size))
 
 
 def parts(group_index: Tensor, passes: int) -> list[slice]:
-    """The rows of a batch in ``passes`` parts of whole units, about as many in each."""
+    """The rows of a batch in ``passes`` parts of whole groups, about as many in each."""
     ends = group_index.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
-    assert passes <= len(ends), f"{passes} passes over {len(ends)} units would leave some empty"
+    assert passes <= len(ends), f"{passes} passes over {len(ends)} groups would leave some empty"
     chunks = [chunk.tolist() for chunk in torch.arange(len(ends)).tensor_split(passes)]
     return [slice(ends[chunk[0] - 1] if chunk[0] else 0, ends[chunk[-1]]) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""The card of a policy folder: what it holds and where it comes from. Reading it needs no torch."""
+"""The metadata of a policy folder: what it holds and where it comes from. Reading it needs no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ITERATE = "iterate"  # the parameters themselves, where the folder's weights are
 
 
 class PolicyError(Exception):
-    """A policy folder that does not fit: names the folder, what differs and the way out."""
+    """A policy folder that does not fit: names the folder, what differs and how to fix it."""
 
 
 class Progress(Strict):
@@ -40,7 +40,7 @@ class PolicyMetadata(Strict):
     recipe_digest: str
     config: PolicyConfig
     model: ModelConfig = ModelConfig()
-    """The base model, and how it draws."""
+    """The base model, and how it generates."""
     steps: int = EvaluationConfig().steps
     """Denoising steps that it is evaluated with, and served."""
     start: str | None = None
@@ -60,7 +60,7 @@ def progress_of(metadata: PolicyMetadata, algorithm: str) -> Progress:
 
 
 def read_policy_metadata(folder: Path) -> PolicyMetadata:
-    """The card of a whole policy folder."""
+    """The metadata of a committed policy folder."""
     verify(folder)
     if not (folder / METADATA).is_file():
         raise PolicyError(f"{folder} is no policy folder: it has no {METADATA}")

@@ -1,4 +1,4 @@
-"""Rollout correction: what the ratio of a trajectory is against, and how much each of its terms counts."""
+"""Rollout correction: what the ratio of a trajectory is against, and how much each of its rows counts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def apply_rollout_correction(
     Args:
         trajectory, keys: of N samples.
         conditioning: where the policy is.
-        owner: integer [N], the row of ``conditioning`` of each sample; left out, it has a row for each of them.
+        sample_index: integer [N], the row of ``conditioning`` of each sample; left out, it has a row for each of them.
     """
     as_it_is, correction = CorrectedRollout.nothing(trajectory), correction_of(stage, policy.model.precision)
     if correction is None:
@@ -87,7 +87,7 @@ def _of_all(mine: Tensor, like: Tensor) -> Tensor:
 def _under(
     policy: Policy, stage: StageConfig, rollout: CorrectedRollout, conditioning: Conditioning, keys: SampleKeys
 ) -> tuple[Tensor, Tensor]:
-    """(mu [N, W, ...], log-prob [N, W]) of every term of N samples under the policy as it is now."""
+    """(mu [N, W, ...], log-prob [N, W]) of every row of N samples under the policy as it is now."""
     rollout = rollout.to(conditioning.device)
     no_advantage = rollout.old_log_prob.new_zeros(len(keys))
     batch = trajectory_batch(rollout, conditioning, no_advantage, keys, stage.sampler)

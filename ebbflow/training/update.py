@@ -25,7 +25,7 @@ from ebbflow.training.policy_metadata import PolicyMetadata, Progress, progress_
 
 
 class TrainingError(Exception):
-    """Training that must not go on: names the sample, the step and the term, and what to change."""
+    """Training that must not go on: names the sample, the step and the row, and what to change."""
 
 
 def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -81,14 +81,14 @@ class PolicyUpdater:
             self._let_old_follow(self.progress.steps)
 
     def update(self, batch: RowBatch, passes: int) -> dict[str, float]:
-        """Take one optimiser step on the mean loss over all terms of all processes.
+        """Take one optimiser step on the mean loss over all rows of all processes.
 
         Args:
-            batch: this process's share of the terms.
+            batch: this process's share of the rows.
             passes: forward-backward passes, the same number on every process (they communicate in each).
 
         Returns:
-            The algorithm's metrics, averaged over the terms, and the gradient's.
+            The algorithm's metrics, averaged over the rows, and the gradient's.
 
         Raises:
             TrainingError: the loss or the gradient is not finite; the parameters and their copies are as they were.
@@ -115,7 +115,7 @@ class PolicyUpdater:
 
     def _passes(self, batch: RowBatch, slices: list[slice], total: int) -> _Passes:
         """Forward and backward over every part; the gradients are left in the parameters."""
-        # FSDP averages gradients over processes; this weight makes the result the mean over all terms however they are dealt out.
+        # FSDP averages gradients over processes; this weight makes the result the mean over all rows however they are dealt out.
         weight = self.loss_scale * _world_size() / total
         self.optimizer.zero_grad(set_to_none=True)
         copies = self._copies(batch.inputs, slices)
@@ -139,14 +139,14 @@ class PolicyUpdater:
     def _loss(
         self, batch: RowBatch, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
     ) -> tuple[Tensor, RowMetrics]:
-        """The loss of each term with its weight and the reference penalty, and the metrics of each term."""
+        """The loss of each row with its weight and the reference penalty, and the metrics of each row."""
         rows = batch.rows(part, velocity, copies)
         loss, metrics = self.algorithm.loss(rows, self.hyper)
         for name, values in {"loss": loss, **metrics}.items():
             if values.shape != rows.advantage.shape:
                 raise TrainingError(
                     f"{self.stage.algorithm_name} gives {name!r} the shape {list(values.shape)} for {len(rows.advantage)} "
-                    "terms; an algorithm gives a value for each term and takes no mean"
+                    "rows; an algorithm gives a value for each row and takes no mean"
                 )
         loss = loss * batch.weight[part]
         reference = self.stage.reference
@@ -186,13 +186,13 @@ class PolicyUpdater:
 
 @dataclass
 class _Passes:
-    """What the passes over one batch leave behind, a row per term of this process.
+    """What the passes over one batch leave behind, one entry per row of this process.
 
     Attributes:
         rows: loss and metrics, each a list of [m] tensors.
-        gradient_is_finite: of the loss with respect to the velocity of each term, a list of bool [m].
+        gradient_is_finite: of the loss with respect to the velocity of each row, a list of bool [m].
         first_norm: of the gradient of the first part alone, scaled to a mean.
-        drift: mean (v - v_base)^2 of the terms where the base's prediction is known, a list of [m].
+        drift: mean (v - v_base)^2 of the rows where the base's prediction is known, a list of [m].
     """
 
     rows: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -207,14 +207,14 @@ class _Passes:
         self.gradient_is_finite.append(velocity.grad.flatten(1).isfinite().all(1))
 
     def means(self, total: int) -> dict[str, float]:
-        """Over the terms of all processes."""
+        """Over the rows of all processes."""
         names = sorted(self.rows)
         sums = torch.stack([torch.cat(self.rows[name]).double().sum() for name in names])
         drift = _shared_mean(torch.cat(self.drift)).item()
         return dict(zip(names, (_over_processes(sums) / total).tolist(), strict=True)) | {"velocity_drift": drift}
 
     def first_wrong(self, batch: RowBatch) -> str | None:
-        """The first term of this process that is not finite, with what is wrong with it."""
+        """The first row of this process that is not finite, with what is wrong with it."""
         wrong = {name: ~torch.cat(values).isfinite() for name, values in self.rows.items()}
         wrong["the gradient"] = ~torch.cat(self.gradient_is_finite)
         rows = torch.stack(list(wrong.values())).any(0).nonzero()
@@ -246,7 +246,7 @@ def _gradient_norm(policy: Policy, scale: float = 1.0) -> Tensor:
 def _gradient_metrics(norm: Tensor, first_norm: Tensor, passes: int, total: int) -> dict[str, float]:
     """The norm before clipping, and how much single samples disagree.
 
-    ``grad_variance`` estimates the trace of the per-term covariance of the gradient from the norms of a small and of the
+    ``grad_variance`` estimates the trace of the per-row covariance of the gradient from the norms of a small and of the
     whole batch, (|g_small|^2 - |g|^2) / (1/B_small - 1/B) (An Empirical Model of Large-Batch Training, 1812.06162, A.1).
     One step's value is noisy and may be negative: look at its average.
     """
@@ -258,10 +258,10 @@ def _gradient_metrics(norm: Tensor, first_norm: Tensor, passes: int, total: int)
 
 
 def _non_finite_error(done: _Passes, batch: RowBatch, means: dict[str, float], norm: Tensor, policy: Policy) -> TrainingError:
-    """The error that names the first term that is not finite, or, where all terms are fine, the parameters."""
+    """The error that names the first row that is not finite, or, where all rows are fine, the parameters."""
     wrong = done.first_wrong(batch)
     if wrong is None and not all(math.isfinite(value) for value in means.values()):
-        wrong = "a term of another process"
+        wrong = "a row of another process"
     if wrong is None:
         broken = [name for name, p in policy.parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
         wrong = f"the gradient of {broken[0]} and {len(broken) - 1} more parameters" if broken else "the gradient"

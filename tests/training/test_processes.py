@@ -107,7 +107,7 @@ def test_two_processes_take_the_step_of_one(base_folder, two_processes, tmp_path
 
 def test_two_processes_stop_together(two_processes):
     errors = [json.loads((two_processes / f"said-{rank}.json").read_text())["error"] for rank in range(2)]
-    assert "not finite: a term of another process (" in errors[0]
+    assert "not finite: a row of another process (" in errors[0]
     assert "of prompt 4, sample 7, noised to sigma" in errors[1]
 
 
