@@ -157,7 +157,7 @@ def as_restructured_text(app: Sphinx, what: str, name: str, documented: object, 
         if not line.startswith("    "):
             in_block = in_block and not line.strip()
         elif not before.startswith((" ", "-", "*")) and before not in SECTIONS:
-            written += ["", "::", ""]
+            written += [] if before.endswith("::") else ["", "::", ""]
             in_block = True
         written.append(line if in_block else escape(line))
     lines[:] = written
