@@ -38,7 +38,7 @@ from ebbflow.online.local_workers import local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTrainingConfig
-from ebbflow.recipe.rewards import reward
+from ebbflow.recipe.registry import reward
 from ebbflow.rewards.combine import Scorer, load_scorer
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify

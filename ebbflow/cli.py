@@ -15,9 +15,10 @@ from pydantic.fields import FieldInfo
 
 from ebbflow.logs import configure_logging
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
-from ebbflow.recipe.algorithms import BUILT_IN, import_path
 from ebbflow.recipe.choices import SAMPLERS, STOCHASTIC_SAMPLERS, WINDOWS
-from ebbflow.recipe.rewards import REWARD_NAMES, REWARDS, CustomRewardConfig, OcrConfig, TesseractConfig
+from ebbflow.recipe.plugins import import_path
+from ebbflow.recipe.registry import ALGORITHMS, REWARDS
+from ebbflow.recipe.registry import reward as reward_named
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,18 +41,12 @@ def check(recipe: Path) -> None:
     """Check RECIPE, a YAML file, and print it with all defaults."""
     try:
         resolved = load_recipe(recipe)
-        for path in _paths(resolved):
+        for path in resolved.own_paths:
             import_path(path)
     except RecipeError as error:
         sys.exit(str(error))
     click.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), nl=False)
     click.echo(f"# digest {resolved.digest}")
-
-
-def _paths(recipe: Recipe) -> list[str]:
-    """Import paths of the user's own rewards and model family; the algorithms' were imported when the recipe was read."""
-    rewards = [config.path for config in (*recipe.rewards, *recipe.guardrails) if isinstance(config, CustomRewardConfig)]
-    return [*rewards, *([recipe.model.family] if ":" in recipe.model.family else [])]
 
 
 @main.command()
@@ -142,15 +137,14 @@ def list_choices() -> None:
     """List the algorithms, samplers, windows and rewards that a recipe can use."""
     from ebbflow.rewards.combine import load_reward  # imports pandas
 
-    _table("algorithms", {config.model_fields["name"].default: (_summary(config), config.stages) for config in BUILT_IN})
+    _table("algorithms", {name: (_summary(config), config.stages) for name, config in ALGORITHMS.items()})
     _table("samplers", {name: (text, ("log-probs",) * (name in STOCHASTIC_SAMPLERS)) for name, text in SAMPLERS.items()})
     _table("windows", {name: (text, ()) for name, text in WINDOWS.items()})
     missing: dict[str, str | None] = {
-        config.name: load_reward(config).unavailable() for config in (OcrConfig(), TesseractConfig())
+        config.name: load_reward(config).unavailable() for config in map(reward_named, ("ocr", "tesseract"))
     }
-    names = dict(zip(REWARD_NAMES, REWARDS, strict=True))
     _table(
-        "rewards", {name: (_summary(config), ("not installed",) if missing.get(name) else ()) for name, config in names.items()}
+        "rewards", {name: (_summary(config), ("not installed",) if missing.get(name) else ()) for name, config in REWARDS.items()}
     )
     for reason in filter(None, missing.values()):
         click.echo(f"  {reason}")

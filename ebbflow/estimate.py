@@ -149,10 +149,10 @@ def estimate(recipe: Recipe, processes: int = 2) -> Estimate:
         raise ValueError(f"processes = {processes}: an offline stage trains with at least one")
     sizes, sample = measure(recipe.model)
     facts = _Facts(recipe, sizes, sample, trained_parameters(recipe, sizes))
-    contexts = [StageContext(recipe, 0, index) for index in range(len(recipe.stages))]
+    contexts = [StageContext(recipe, 0, index) for index, stage in enumerate(recipe.stages) if stage.kind != "custom"]
     work = {ctx.label: _work(facts, ctx) for ctx in contexts}
     judged = recipe.prompts.validation + recipe.prompts.held_out
-    evaluations = 2 + recipe.rounds * len(contexts)  # of the base model, the champion, and after every stage
+    evaluations = 2 + recipe.rounds * len(recipe.stages)  # of the base model, the champion, and after every stage
     return Estimate(
         recipe=recipe,
         sizes=sizes,
@@ -389,14 +389,15 @@ def _amounts(ctx: StageContext) -> tuple[int, int, int]:
     if config.kind == "online":
         samples = config.steps * config.prompts_per_step * config.group_size
         return samples, config.steps, config.steps * config.updates_per_step
-    samples = 0 if config.pairs else config.prompts * config.group_size
-    return samples, 0 if config.pairs else config.epochs, config.epochs * max(1, math.ceil(samples / config.batch_size))
+    offline = ctx.offline
+    samples = 0 if offline.pairs else offline.prompts * offline.group_size
+    return samples, 0 if offline.pairs else offline.epochs, offline.epochs * max(1, math.ceil(samples / offline.batch_size))
 
 
 def units_of(ctx: StageContext) -> tuple[int, int]:
     """(samples that the algorithm selects of a step or a stage at most, the largest number that must stay together)."""
     config = ctx.config
-    prompts = config.prompts_per_step if config.kind == "online" else config.prompts
+    prompts = config.prompts_per_step if config.kind == "online" else ctx.offline.prompts
     advantage = np.tile(np.linspace(1, -1, config.group_size), prompts)
     rank = np.tile(np.arange(config.group_size), prompts)
     extremes = config.advantages.keep_extremes or config.group_size
@@ -417,7 +418,7 @@ def trained_steps(ctx: StageContext) -> int:
 def denoising_steps(ctx: StageContext) -> float:
     """Of a sample; on average over the steps of the stage's first round where a window's tail shortens the schedule."""
     config, steps = ctx.config, ctx.config.sampler.steps
-    if config.kind == "offline" or config.window is None or config.window.tail is None:
+    if config.kind != "online" or config.window is None or config.window.tail is None:
         return steps
     sigmas = torch.linspace(1, 0, steps + 1)
     ends = [plan(config.window, steps, step, ctx.seed).stochastic[-1] + 1 for step in range(config.steps)]
@@ -469,6 +470,7 @@ def describe(made: Estimate) -> str:
         ),
         f"  {made.evaluation:,} in the evaluation after each stage, of the base model and of the champion.",
         *["  Pairs from a file are not counted."] * any(stage.kind == "offline" and bool(stage.pairs) for stage in recipe.stages),
+        *["  Stages of your own kinds are not counted."] * any(stage.kind == "custom" for stage in recipe.stages),
         "",
         f"GiB that a whole run keeps, at most: {kept / GIB:.3g}",
         *_table(["", "GiB"], [[kind, f"{size / GIB:.3g}"] for kind, size in made.stored.items()]),

@@ -10,6 +10,7 @@ from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.stages import StageConfig
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.storage.artifacts import ArtifactError
@@ -41,6 +42,8 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
         if stage.kind == "offline" and stage.pairs and "://" not in stage.pairs:
             _check_pairs(f"stages.{index}.pairs = {stage.pairs!r}", Path(stage.pairs), on_cluster)
         _check_teacher(f"stages.{index}.algorithm", stage, on_cluster)
+    for path in recipe.own_paths:
+        import_path(path)
     _check_model(recipe.model, on_cluster)
     if (start := recipe.policy.start) and not start.on_hub:
         _check_start(start.path or "", on_cluster)

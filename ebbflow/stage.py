@@ -13,7 +13,7 @@ from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
+from ebbflow.recipe.stages import CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class StageContext:
     stage: int
 
     @property
-    def config(self) -> OnlineStageConfig | OfflineStageConfig:
+    def config(self) -> OnlineStageConfig | OfflineStageConfig | CustomStageConfig:
         return self.recipe.stages[self.stage]
 
     @property

@@ -19,8 +19,8 @@ from ebbflow.models import Model, load_model
 from ebbflow.models.families.glyph import new_glyph
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.algorithms import BUILT_IN
 from ebbflow.recipe.model import GlyphTrainingConfig
+from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.parity import measure_parity, parity_plan
@@ -113,11 +113,7 @@ def make_recipe() -> Callable[..., Recipe]:
 
     What is not given is small, and otherwise the algorithm's default.
     """
-    moving = {
-        config.model_fields["name"].default
-        for config in BUILT_IN
-        if config.stage_defaults.get("window", {}).get("kind") == "progressive"
-    }
+    moving = {name for name, config in ALGORITHMS.items() if config.stage_defaults.get("window", {}).get("kind") == "progressive"}
 
     def make(online: dict[str, Any] | None = None, offline: dict[str, Any] | None = None, **rest: Any) -> Recipe:
         small = {"group_size": 4, "micro_batch": 8}

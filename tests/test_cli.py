@@ -5,8 +5,9 @@ from click.testing import CliRunner
 
 from ebbflow.cli import main
 from ebbflow.recipe import Recipe, load_recipe
-from ebbflow.recipe.rewards import REWARD_NAMES
-from ebbflow.rewards.tesseract import Tesseract
+from ebbflow.recipe.choices import SAMPLERS
+from ebbflow.recipe.registry import REWARDS
+from ebbflow.rewards.built_in.tesseract import Tesseract
 
 RECIPES = Path(__file__).parents[1] / "workflows" / "recipes"
 
@@ -57,11 +58,12 @@ def listed() -> dict[str, dict[str, str]]:
 def test_list_has_everything_that_a_recipe_can_name() -> None:
     schema = Recipe.model_json_schema()["$defs"]
     tables = listed()
-    for table, model, key in (("samplers", "SamplerConfig", "name"), ("windows", "WindowConfig", "kind")):
-        assert list(tables[table]) == schema[model]["properties"][key]["enum"]
+    assert list(tables["windows"]) == schema["WindowConfig"]["properties"]["kind"]["enum"]
+    assert list(tables["samplers"]) == list(SAMPLERS)
+    assert all(f"{name}: " in schema["SamplerConfig"]["properties"]["name"]["description"] for name in SAMPLERS)
     algorithms = schema["OnlineStageConfig"]["properties"]["algorithm"]["discriminator"]["mapping"]
     assert set(tables["algorithms"]) == set(algorithms) - {"custom"}
-    assert list(tables["rewards"])[: len(REWARD_NAMES)] == list(REWARD_NAMES)  # why some are not installed comes after them
+    assert list(tables["rewards"])[: len(REWARDS)] == list(REWARDS)  # why some are not here comes after them
     assert all(text for table in tables.values() for text in table.values())
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -18,27 +19,36 @@ from PIL import Image
 from ebbflow.algorithms.base import TrajectoryRows
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.data.prepare import prepare
-from ebbflow.data.prompts import Prompt, PromptError
+from ebbflow.data.prompts import Prompt, PromptError, write_prompts
+from ebbflow.data.schema import PROMPTS
 from ebbflow.evaluation.serve import generate_images
 from ebbflow.flow.noise import SampleKeys
+from ebbflow.flow.transition import Sampler as OwnSampler
+from ebbflow.flow.transition import transition
 from ebbflow.models import load_model
 from ebbflow.models.families.glyph import to_latents
 from ebbflow.models.prepare import copy_base
+from ebbflow.offline.rollouts import generate_shard
+from ebbflow.offline.shards import read_latents
 from ebbflow.online.local_workers import local_workers
-from ebbflow.online.loop import run_online_stage
+from ebbflow.online.loop import run_online_stage, train_online_folder
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.recipe import PolicyConfig
-from ebbflow.recipe.rewards import reward
+from ebbflow.recipe.registry import reward
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rewards.combine import RewardError, load_scorer
+from ebbflow.rollouts.engine import open_engine
 from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.parity import ParityError
 from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.storage.tables import read_table_metadata
+from ebbflow.training.custom_stage import StageFolders, train_custom_folder
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import write_base_policy
+from ebbflow.training.policy_metadata import read_policy_metadata, write_base_policy
 from ebbflow.training.update import PolicyUpdater
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +56,7 @@ EXAMPLES = ROOT / "examples"
 DOC = (ROOT / "docs" / "extending.md").read_text()
 REINFORCE = {"name": "custom", "path": "mine.reinforce:ALGORITHM"}
 CONTRAST, SHIFTED = "mine.contrast:Contrast", "mine.shifted:ShiftedGlyph"
+FADING, COPY, SOUP = "mine.fading:FADING", "mine.second_copy:SecondCopy", "mine.soup:average_with_base"
 MODEL = ModelConfig(family=SHIFTED, path="base")
 
 
@@ -58,6 +69,18 @@ def test_the_code_of_the_page_is_that_of_the_examples():
     shown = dict(re.findall(r"^`(examples/\S+)`\n\n```\w+\n(.*?)^```", DOC, re.DOTALL | re.MULTILINE))
     files = [file for kind in ("*.py", "*.yaml") for file in EXAMPLES.rglob(kind) if file.name != "__init__.py"]
     assert shown == {str(file.relative_to(ROOT)): file.read_text() for file in files}
+
+
+def test_the_page_counts_the_lines_of_the_examples():
+    rows = re.findall(r"^\| \[.*\| (\d+) \|$", DOC, re.MULTILINE)
+    files = ("reinforce", "contrast", "fading", "second_copy", "soup", "shifted")
+    texts = [(EXAMPLES / "mine" / f"{name}.py").read_text() for name in files]
+    assert rows == [str(len(text.splitlines())) for text in texts]
+
+
+@pytest.mark.parametrize("statement", sorted(set(re.findall(r"^from ebbflow[\w.]* import [\w, ]+$", DOC, re.MULTILINE))))
+def test_every_import_of_the_page_is_right(statement):
+    exec(statement, {})
 
 
 def test_the_links_of_the_page_lead_somewhere():
@@ -73,7 +96,7 @@ def check(*, python_path: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_check_accepts_a_recipe_that_uses_all_three(tmp_path):
+def test_check_accepts_a_recipe_that_uses_them_all(tmp_path):
     done = check(python_path="examples")
     assert done.returncode == 0, done.stderr
     (tmp_path / "resolved.yaml").write_text(done.stdout)
@@ -81,6 +104,7 @@ def test_check_accepts_a_recipe_that_uses_all_three(tmp_path):
     assert resolved == load_recipe(EXAMPLES / "recipe.yaml")
     assert resolved.stages[0].window.kind == "random"  # which the algorithm asked for, not the recipe
     assert resolved.stages[0].hyper.negatives == 0.5
+    assert set(resolved.own_paths) == {SHIFTED, CONTRAST, COPY, SOUP}
 
 
 def test_check_says_what_to_do_when_the_package_is_not_on_the_path():
@@ -111,7 +135,7 @@ def test_a_recipe_that_cannot_be_run_is_refused_as_the_page_shows(changes):
 
 
 @pytest.mark.parametrize(
-    ("path", "error"), [("mine.contrast:Brightness", RecipeError), ("mine.reinforce:Reinforce", RewardError)]
+    ("path", "error"), [("mine.contrast:Brightness", RecipeError), ("mine.reinforce:ReinforceConfig", RewardError)]
 )
 def test_the_first_task_refuses_a_wrong_reward_as_the_page_shows(tmp_path, path, error):
     recipe = Recipe.model_validate({"output": str(tmp_path), "rewards": [{"name": path}]})
@@ -264,3 +288,144 @@ def test_a_registered_policy_is_served_by_its_family(base_folder, tmp_path, shif
         write_base_policy(folder, "base", "recipe", PolicyConfig(), ModelConfig(family=family, path="base"))
         (png,) = generate_images(base_folder, folder, [Prompt(0, '"EBBS"', "", None, "", "", "{}")], [7])
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), draw(drawn, ['"EBBS"'], seed=7)[0])
+
+
+# A sampler, an engine, a stage kind
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({"sampler": {"name": "mine.fading:FADIN"}}, "sampler.name"),
+        ({"sampler": {"name": "mine.fading:step"}}, "sampler.name"),
+        ({"sampler": {"name": "fading"}}, "sampler.name"),
+        ({"engine": "copy"}, "engine"),
+    ],
+    ids=["no such name", "no sampler", "neither a name nor a path", "an engine that is neither"],
+)
+def test_a_sampler_or_engine_that_is_none_is_refused_as_the_page_shows(changes, lines):
+    with pytest.raises(RecipeError) as refused:
+        Recipe.model_validate({"stages": [{"kind": "online", **changes}]})
+    shown = str(refused.value).removeprefix("this recipe cannot be run:\n")
+    assert lines.split(".")[0] in shown
+    assert shown in DOC.splitlines()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"engine": "mine.second_copy:Second"}, {"kind": "custom", "path": "mine.soup:average_with_bas"}],
+    ids=["engine", "stage kind"],
+)
+def test_the_first_task_refuses_a_path_that_leads_nowhere(tmp_path, changes):
+    recipe = Recipe.model_validate({"output": str(tmp_path), "stages": [{"kind": "offline", **changes}]})
+    with pytest.raises(RecipeError, match="has no '(Second|average_with_bas)'; did you mean"):
+        check_recipe(recipe, "https://mlflow.example", on_cluster=False)
+
+
+def test_the_sampler_is_an_sde_whose_noise_fades():
+    sigmas, latents, velocity = torch.linspace(1, 0, 5), torch.randn(3, 2, 4), torch.randn(3, 2, 4)
+    early, late = (transition(FADING, latents, velocity, sigmas, step) for step in (0, 2))
+    assert early.sampler == FADING
+    assert early.std.item() == pytest.approx(0.5 * 1.0 * 0.25**0.5)
+    assert late.std.item() == pytest.approx(early.std.item() / 2)
+    rows = transition(FADING, latents, velocity, sigmas, torch.tensor([0, 2, 2]))
+    torch.testing.assert_close(rows.mean[0], early.mean[0])
+    torch.testing.assert_close(rows.mean[1:], late.mean[1:])
+    torch.testing.assert_close(transition(FADING, latents, velocity, sigmas, 1, eta=0.0).mean, latents - 0.25 * velocity)
+
+
+def test_a_stage_trains_on_the_trajectories_of_the_sampler(train):
+    updater, before, logged, _ = train({"name": "mix_grpo"}, sampler={"name": FADING, "steps": 4, "eta": 0.7})
+    assert any(not torch.equal(value, before[name]) for name, value in updater.policy.parameters.items())
+    assert all(metrics["ratio/deviation"] < 1e-3 for metrics in logged)  # training scores the steps that rollouts sampled
+
+
+def test_a_deterministic_sampler_of_ones_own_has_no_log_probs(monkeypatch):
+    monkeypatch.setattr("mine.fading.FADING", OwnSampler(lambda *step: None, eta=None))
+    assert not SamplerConfig(name=FADING).stochastic
+    with pytest.raises(RecipeError, match="needs the log-probabilities of a stochastic sampler"):
+        Recipe.model_validate({"stages": [{"kind": "online", "sampler": {"name": FADING}}]})
+
+
+@pytest.fixture
+def shard(make_recipe, make_prompts, model, base_folder, tmp_path):
+    """``shard(engine)``: the latents and the metadata of an offline stage's first shard."""
+
+    def generated(name, open_it=open_engine, push=True):
+        ctx = StageContext(make_recipe(offline={"engine": name}), 0, 1)
+        policy = Policy(model, ctx.recipe.policy, 0)
+        policy.ensure("old")
+        with torch.no_grad():
+            for value in policy.copies["old"].values():
+                value.mul_(1.5)  # what generates is not what the base model has
+        engine = None
+        if name != "diffusers":
+            engine = open_it(ctx, base_folder)
+            if push:
+                engine.load(policy.copies["old"])
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet"
+        generate_shard(ctx, model, policy, 1, make_prompts(6), 0, path, engine)
+        return read_latents(path), read_table_metadata(path)["engine"]
+
+    return generated
+
+
+def test_an_offline_stage_generates_with_the_engine(shard):
+    latents, engine = shard(COPY)
+    assert engine == COPY
+    expected, engine = shard("diffusers")
+    assert engine == "diffusers"
+    assert torch.equal(latents, expected)
+
+
+def test_an_engine_without_the_policy_s_weights_does_not_pass_the_gate(shard):
+    with pytest.raises(ParityError, match="log-probs"):
+        shard(COPY, push=False)
+
+
+def test_what_is_no_engine_is_named(make_recipe, base_folder):
+    ctx = StageContext(make_recipe(offline={"engine": "mine.soup:StageFolders"}), 0, 1)
+    with pytest.raises((RecipeError, TypeError)):
+        open_engine(ctx, base_folder)
+
+
+def test_a_stage_kind_leaves_a_policy_folder(make_recipe, base_folder, tmp_path):
+    stages = [{"kind": "custom", "path": SOUP, "options": {"share": 0.25}}]
+    recipe = make_recipe().model_copy(update={"stages": Recipe.model_validate({"stages": stages}).stages})
+    ctx, start, prompts = StageContext(recipe, 0, 0), tmp_path / "start", tmp_path / "prompts.parquet"
+    policy = Policy(load_model(base_folder), recipe.policy, recipe.seed)
+    base = {name: value.detach().clone() for name, value in policy.parameters.items()}
+    policy.assign({name: value + 1 for name, value in base.items()})
+    write_base_policy(tmp_path / "untrained", "base", recipe.digest, recipe.policy, recipe.model)
+    policy.save(start, read_policy_metadata(tmp_path / "untrained").model_copy(update={"version": 3}))
+    recorder = MetricsRecorder()
+    record = train_custom_folder(ctx, StageFolders(base_folder, start, prompts, tmp_path / "trained"), recorder)
+    assert (record.label, recorder.metrics) == ("1.1 custom", [{"step": 0, "soup/share": 0.25}])
+    trained = Policy(load_model(base_folder), recipe.policy, recipe.seed)
+    assert trained.load(tmp_path / "trained").stages[-1] == "1.1 custom"
+    for name, value in trained.parameters.items():
+        torch.testing.assert_close(value.detach(), base[name] + 0.25)
+
+
+def test_a_stage_that_returns_no_record_is_named(make_recipe, base_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("mine.soup.average_with_base", lambda ctx, folders, recorder: None)
+    recipe = Recipe.model_validate({"stages": [{"kind": "custom", "path": SOUP}]})
+    folders = StageFolders(base_folder, tmp_path, tmp_path, tmp_path / "trained")
+    with pytest.raises(RecipeError, match="average_with_base returned NoneType; return"):
+        train_custom_folder(StageContext(recipe, 0, 0), folders, MetricsRecorder())
+
+
+def test_an_online_stage_generates_with_the_engine(make_recipe, make_prompts, base_folder, tmp_path):
+    """Its first samples, before any weights are pushed, and all others are those of diffusers."""
+    prompts, policies = tmp_path / "prompts.parquet", {}
+    write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), prompts)
+    for name in (COPY, "diffusers"):
+        recipe = make_recipe(online={"engine": name}, rewards=[CONTRAST], guardrails=[])
+        ctx, start, trained = StageContext(recipe, 0, 0), tmp_path / "start", tmp_path / f"trained-{len(policies)}"
+        if not start.exists():
+            write_base_policy(start, "base", recipe.digest, recipe.policy, recipe.model)
+        train_online_folder(ctx, base_folder, start, prompts, trained, MetricsRecorder())
+        policies[name] = Policy(load_model(base_folder), recipe.policy, recipe.seed)
+        policies[name].load(trained)
+    for key, value in policies[COPY].parameters.items():
+        assert torch.equal(value, policies["diffusers"].parameters[key])

@@ -3,11 +3,12 @@ from pathlib import Path
 import pytest
 
 from ebbflow.algorithms.base import Algorithm
+from ebbflow.algorithms.built_in.distillation import DistillationConfig
 from ebbflow.data.pairs import PairError
 from ebbflow.models import ModelError
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.algorithms import DistillationConfig, TrajectoryConfig
+from ebbflow.recipe.algorithms import TrajectoryConfig
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import new_folder
 from ebbflow.training.policy_metadata import write_base_policy

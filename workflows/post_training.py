@@ -34,6 +34,7 @@ from tasks.score_rollouts import score_rollouts
 from tasks.start_policy import start_policy
 from tasks.start_run import start_run
 from tasks.train_base_model import train_base_model
+from tasks.train_custom import train_custom
 from tasks.train_offline import train_offline
 from tasks.train_online import train_online
 from tasks.train_online_ray import train_online_ray
@@ -118,8 +119,8 @@ def train_rounds(
         return history
     policy = history[-1].policy
     for stage, config in enumerate(recipe.stages):
-        train = online_stage if config.kind == "online" else offline_stage
-        policy = train(recipe, run, base, policy, prompts, round, stage)
+        train = {"online": online_stage, "offline": offline_stage, "custom": train_custom}[config.kind]
+        policy = train(recipe=recipe, run=run, base=base, policy=policy, prompts=prompts, round=round, stage=stage)
         evaluated = evaluate_policy(
             recipe=recipe, run=run, base=base, policy=policy, prompts=prompts, label=recipe.stage_label(round, stage)
         )

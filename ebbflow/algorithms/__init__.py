@@ -11,12 +11,18 @@ Why
 How
     - ``base``: ``Algorithm`` (loss, policy copies, grouping, decay of the old copy) and the rows that a loss gets:
       ``TrajectoryRows`` (transitions with log-probs) or ``ForwardRows`` (noised final latents).
+    - ``built_in``: a file per algorithm with its hyper-parameters and its loss. Nothing else lists them: ``ebbflow.recipe`` finds
+      the files, and reads the classes of hyper-parameters from them.
     - ``registry``: the algorithm of a recipe's ``algorithm.name``, or of a user's ``package.module:Name``.
     - ``advantages``: rewards to advantages inside a group; ``grouping``: which samples are trained on and which stay together.
     - ``reference`` and ``correction``: the penalty against the base model, and importance weights against the rollout policy.
 
 Gotchas
+    - Reading a recipe imports ``built_in``, ``base``, ``grouping`` and ``policy_gradient``: they import torch and numpy for type
+      checking only, or inside functions.
     - Log-probs are means over latent elements, not sums: a clip range depends on their number.
     - A loss returns one value per row, [M], and takes no mean; the update averages over all processes.
     - Rows of one ``group_index`` (a pair, a group) share sigma and noise and are always in the same micro-batch.
 """
+
+import ebbflow.recipe  # noqa: F401  first: it imports the files in built_in, which need its base classes

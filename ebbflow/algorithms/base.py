@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ebbflow.algorithms import grouping
-from ebbflow.flow.transition import Transition
 from ebbflow.recipe.algorithms import AlgorithmConfig
 
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from ebbflow.flow.transition import Transition
+
 CopyName = Literal["reference", "old", "teacher"]
-RowMetrics = dict[str, Tensor]
+RowMetrics: TypeAlias = "dict[str, Tensor]"
 """Metrics by name, a value for each row: [M]."""
 
 

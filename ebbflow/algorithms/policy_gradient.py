@@ -5,15 +5,17 @@ rho = exp(log_prob - old_log_prob),   clipped loss = max(-A rho, -A clip(rho, 1 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ebbflow.algorithms.base import RowMetrics, TrajectoryRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def clipped(ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
     """The clipped loss of each row, [M] (PPO, 1707.06347)."""
-    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range))
+    return (-advantage * ratio).maximum(-advantage * ratio.clamp(1 - clip_range, 1 + clip_range))
 
 
 def clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> RowMetrics:

@@ -75,8 +75,8 @@ def _warn_of_negative_prompts(model: ModelConfig, rows: list[PromptRow], source:
 
 def _require_enough(recipe: Recipe, trained: int) -> None:
     for index, stage in enumerate(recipe.stages):
-        if stage.kind == "offline" and stage.pairs:
-            continue  # pairs have their own prompts
+        if stage.kind == "custom" or (stage.kind == "offline" and stage.pairs):
+            continue  # takes as many as it wants, or has its own
         needed = stage.prompts_per_step if stage.kind == "online" else stage.prompts
         if needed > trained:
             raise PromptError(

@@ -22,15 +22,15 @@ noise for good (only the end of its path converges to the marginal); that is the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-SamplerName = Literal["ode", "flow_sde", "dance_sde", "cps"]
+from ebbflow.recipe.plugins import import_path
 
-DEFAULT_ETA: dict[SamplerName, float] = {"ode": 0.0, "flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8}
+DEFAULT_ETA = {"ode": 0.0, "flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8}
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,37 @@ class Transition:
     """The Gaussian N(mean, std^2 I) of the next latent.
 
     Attributes:
-        sampler: whose step it is.
+        sampler: its name, or the path of a user's own.
         mean: [N, ...].
         std: b, the TRUE standard deviation, dt included; scalar or [N], 0 where the step is deterministic.
         scale: s, the noise per square root of time (b = s sqrt|dt|); scalar or [N].
         dt: sigma' - sigma, negative; scalar or [N].
     """
 
-    sampler: SamplerName
+    sampler: str
     mean: Tensor
     std: Tensor
     scale: Tensor
     dt: Tensor
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """A user's own sampler, which a recipe names as ``sampler: {name: "package.module:NAME"}``.
+
+    Attributes:
+        step: (latents [N, ...], velocity [N, ...], sigmas [steps + 1], step, eta) -> the transition of that denoising step,
+            computed in float32 at least. ``step`` is one step for all rows, or an integer tensor [N]. Rollouts sample it and
+            training scores it again, so it must depend on its arguments alone. ``sde_transition`` computes most of them.
+        eta: the default noise level; None: deterministic (``Transition.std`` is 0), without log-probs.
+    """
+
+    step: Callable[[Tensor, Tensor, Tensor, int | Tensor, float], Transition]
+    eta: float | None
+
+
 def transition(
-    sampler: SamplerName, latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int | Tensor, eta: float | None = None
+    sampler: str, latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int | Tensor, eta: float | None = None
 ) -> Transition:
     """The transition of ``latents`` at denoising step ``step``.
 
@@ -68,21 +83,36 @@ def transition(
     """
     latents, velocity = at_least_float32(latents), at_least_float32(velocity)
     sigmas = sigmas.to(latents)
+    if ":" in sampler:
+        own: Sampler = import_path(sampler)
+        return replace(own.step(latents, velocity, sigmas, step, (own.eta or 0.0) if eta is None else eta), sampler=sampler)
+    eta = DEFAULT_ETA[sampler] if eta is None else eta
     sigma, sigma_next = sigmas[step], sigmas[step + 1]
     dt = sigma_next - sigma
-    eta = DEFAULT_ETA[sampler] if eta is None else eta
     scale, std = _noise(sampler, eta, sigma, sigma_next, dt, second_sigma=sigmas[1])
     # a^2 + b^2 = sigma'^2 for ODE and CPS; the SDEs correct the drift for the noise they inject.
     noise_share = sigma_next**2 - std**2 if sampler == "cps" else None
     a = sigma_next - scale**2 * dt.abs() / (2 * sigma) if noise_share is None else noise_share.clamp_min(0).sqrt()
+    return Transition(sampler, _mean_step(latents, velocity, sigma, sigma_next, a), std, scale, dt)
+
+
+def sde_transition(latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int | Tensor, scale: Tensor) -> Transition:
+    """The transition of an SDE with the noise ``scale`` s of this step (scalar or [N]); the drift is corrected for the noise."""
+    sigma, sigma_next = sigmas[step], sigmas[step + 1]
+    dt = sigma_next - sigma
+    a = sigma_next - scale**2 * dt.abs() / (2 * sigma)
+    return Transition("sde", _mean_step(latents, velocity, sigma, sigma_next, a), scale * dt.abs().sqrt(), scale, dt)
+
+
+def _mean_step(latents: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, a: Tensor) -> Tensor:
+    """mu = (1 - sigma') x0_hat + a x1_hat, [N, ...]."""
     clean = latents - _rows(sigma, latents) * velocity
     noise = latents + _rows(1 - sigma, latents) * velocity
-    mean = _rows(1 - sigma_next, latents) * clean + _rows(a, latents) * noise
-    return Transition(sampler, mean, std, scale, dt)
+    return _rows(1 - sigma_next, latents) * clean + _rows(a, latents) * noise
 
 
 def _noise(
-    sampler: SamplerName, eta: float, sigma: Tensor, sigma_next: Tensor, dt: Tensor, second_sigma: Tensor
+    sampler: str, eta: float, sigma: Tensor, sigma_next: Tensor, dt: Tensor, second_sigma: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(s, b) of a step."""
     if sampler == "ode":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,31 @@ from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import prompt_batch
 from ebbflow.data.schema import rollout_schema
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model
+from ebbflow.models.base import Conditioning, device_of
 from ebbflow.models.encoding import encode_once
 from ebbflow.offline.shards import shard_identity
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.engine import Diffusers, Engine, open_engine
+from ebbflow.rollouts.parity import measure_parity, parity_plan
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import write_table
 from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_model, open_policy
 
+log = logging.getLogger(__name__)
+
 
 def generate_shard(
-    ctx: StageContext, model: Model, policy: Policy, version: int, prompts: list[Prompt], shard: int, path: Path
+    ctx: StageContext,
+    model: Model,
+    policy: Policy,
+    version: int,
+    prompts: list[Prompt],
+    shard: int,
+    path: Path,
+    engine: Engine | None = None,
 ) -> None:
     """Generate every group of one shard of an offline stage and write it to ``path``.
 
@@ -34,13 +48,18 @@ def generate_shard(
         policy: rolls out with its old copy where the algorithm keeps one.
         version: the policy's version, stored with every sample.
         prompts: the training split; the stage's prompts are chosen from it, and shard i of n gets every n-th.
+        engine: with the policy's weights; left out, diffusers in this process.
+
+    Raises:
+        ParityError: another engine generates other samples than the policy would.
     """
     config = ctx.offline
     mine = prompt_batch(prompts, config.prompts, step=0, seed=ctx.seed)[shard :: config.shards]
     clock = Clock()
     about = _about(ctx, shard, clock)
     groups_at_once = max(1, config.micro_batch // config.group_size)
-    batches = _generated(ctx, model, policy, version, mine, groups_at_once, clock)
+    engine = engine or Diffusers(ctx, policy, ctx.algorithm.generates)
+    batches = _generated(ctx, model, policy, engine, version, mine, groups_at_once, clock)
     write_table(path, rollout_schema(model.latent_shape), batches, about)
 
 
@@ -48,23 +67,56 @@ def generate_shard_from_folders(ctx: StageContext, base: Path, folder: Path, pro
     """``generate_shard`` with the policy of a folder."""
     model = open_model(ctx.recipe, base)
     policy, metadata = open_policy(ctx, model, folder)
-    generate_shard(ctx, model, policy, metadata.version, read_prompts(prompts, "train"), shard, path)
+    with closing(_open_engine(ctx, base, policy)) as engine:
+        generate_shard(ctx, model, policy, metadata.version, read_prompts(prompts, "train"), shard, path, engine)
+
+
+def _open_engine(ctx: StageContext, base: Path, policy: Policy) -> Engine:
+    """The engine of the stage, with the weights that generate."""
+    generates = ctx.algorithm.generates
+    if ctx.config.engine == "diffusers":
+        return Diffusers(ctx, policy, generates)
+    engine = open_engine(ctx, base)
+    weights = policy.parameters if generates == "current" else policy.copies[generates]
+    engine.load({name: weights[name].detach().cpu() for name in policy.parameters})
+    return engine
+
+
+def _check_engine(ctx: StageContext, policy: Policy, engine: Engine, conditioning: Conditioning, keys: SampleKeys) -> None:
+    """The gate in front of another engine: the policy replays its first samples."""
+    config, device = ctx.config, device_of(policy.model)
+    some = slice(0, config.parity.samples)
+    conditioning, keys = conditioning.rows(some).to(device), keys.rows(some)
+    sampler, plan = parity_plan(config.sampler)
+    trajectory = engine.generate(conditioning, keys, sampler, plan)[0].to(device).trajectory
+    assert trajectory is not None, "the plan records every step"
+    with policy.using(ctx.algorithm.generates):
+        found = measure_parity(policy, trajectory, conditioning, keys, sampler, config.parity, config.micro_batch)
+    log.info("%s: engine %s differs by %.1e in log-prob", ctx.label, config.engine, found["parity/log_prob_max"])
 
 
 def _generated(
-    ctx: StageContext, model: Model, policy: Policy, version: int, prompts: list[Prompt], groups_at_once: int, clock: Clock
+    ctx: StageContext,
+    model: Model,
+    policy: Policy,
+    engine: Engine,
+    version: int,
+    prompts: list[Prompt],
+    groups_at_once: int,
+    clock: Clock,
 ) -> Iterator[pa.RecordBatch]:
     schema, config = rollout_schema(model.latent_shape), ctx.config
     with clock.phase("rollout"):
         encode = encode_once(model, prompts)
     progress = tqdm(total=len(prompts) * config.group_size, desc=f"{ctx.label} rollout", unit="image", disable=None)
     for start in range(0, len(prompts), groups_at_once):
-        with clock.phase("rollout"), policy.using(ctx.algorithm.generates):
+        with clock.phase("rollout"):
             repeated, keys = ctx.groups(prompts[start : start + groups_at_once], step=0)
-            latents = generate(
-                model, encode(repeated), keys, config.sampler, micro_batch=config.micro_batch, precision=config.rollout_precision
-            ).latents
-            images = encode_png(model.decode(latents))
+            conditioning = encode(repeated)
+            if start == 0 and config.engine != "diffusers":
+                _check_engine(ctx, policy, engine, conditioning, keys)
+            rollouts, pictures = engine.generate(conditioning, keys, config.sampler)
+            latents, images = rollouts.latents, encode_png(pictures)
         progress.update(len(images))
         yield pa.record_batch(
             [
@@ -83,7 +135,7 @@ def _about(ctx: StageContext, shard: int, clock: Clock) -> dict[str, Any]:
     return {
         **shard_identity(ctx),
         "shard": shard,
-        "engine": "diffusers",
+        "engine": ctx.config.engine,
         "dtype": ctx.config.rollout_precision or ctx.recipe.model.precision,
         "sampler": ctx.config.sampler.model_dump(),
         "micro_batch": ctx.config.micro_batch,

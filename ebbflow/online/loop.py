@@ -35,7 +35,7 @@ from ebbflow.online.tracing import TraceSpan
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageWorkers
 from ebbflow.rewards.combine import ScoreTable, load_scorer, require_scored
-from ebbflow.rollouts.vllm_omni import VllmOmni
+from ebbflow.rollouts.engine import open_engine
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.timing import Clock
 from ebbflow.training.checkpoint import Checkpoints
@@ -96,7 +96,7 @@ def _open_workers(ctx: StageContext, base: Path, folder: Path, teacher: Path | N
     guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
     scorer = load_scorer(ctx.recipe.rewards, guardrails)
     trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata)
-    engine = RolloutWorker(VllmOmni(ctx, base)) if ctx.online.engine == "vllm_omni" else None
+    engine = RolloutWorker(open_engine(ctx, base)) if ctx.online.engine != "diffusers" else None
     return LocalWorkers(trainer, scorer, engine)
 
 

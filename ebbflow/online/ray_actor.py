@@ -26,8 +26,7 @@ from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageError
 from ebbflow.recipe.online import Role, WorkersConfig
 from ebbflow.rewards.combine import load_scorer
-from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.vllm_omni import VllmOmni
+from ebbflow.rollouts.engine import Diffusers, open_engine
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
 from ebbflow.storage.disk import safe_join
@@ -163,8 +162,8 @@ def open_training_worker(ctx: StageContext, folders: Folders, rank: int, meeting
 
 
 def open_rollout_worker(ctx: StageContext, folders: Folders, index: int) -> RolloutWorker:
-    if ctx.online.engine == "vllm_omni":
-        return RolloutWorker(VllmOmni(ctx, folders.base()), index, ray.get)
+    if ctx.online.engine != "diffusers":
+        return RolloutWorker(open_engine(ctx, folders.base()), index, ray.get)
     policy = Policy(open_model(ctx.recipe, folders.base()), ctx.recipe.policy, ctx.recipe.seed)
     policy.copies.clear()  # the weights that arrive are those that generate, whichever copy of the trainer's they are
     return RolloutWorker(Diffusers(ctx, policy), index, ray.get)

@@ -1,12 +1,13 @@
-"""What a stage chooses beside its algorithm: sampler, window, advantages, reference penalty, correction and optimiser."""
+"""What a stage chooses besides its algorithm: sampler, engine, window, advantages, reference penalty, correction, optimiser."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ebbflow.recipe.base import Strict
+from ebbflow.recipe.base import RecipeError, Strict
+from ebbflow.recipe.plugins import import_path, name_or_path, require_members
 
 SAMPLERS = {
     "ode": "deterministic Euler steps",
@@ -37,17 +38,40 @@ WINDOW_KEYS: dict[str, tuple[str, ...]] = {
 """The keys that each kind of window uses beside ``kind``."""
 
 
-def _listed(choices: dict[str, str]) -> str:
+ENGINES = {
+    "diffusers": "the reference, in the process of the rollout worker",
+    "vllm_omni": "vLLM-Omni, in a process and an environment of its own",
+}
+
+
+def listed(choices: dict[str, str]) -> str:
+    """Choices with their meanings, as the description of a key."""
     return "; ".join(f"{name}: {text}" for name, text in choices.items()) + "."
 
 
 class SamplerConfig(Strict):
     """How latents are denoised; the steps are in ``ebbflow.flow``."""
 
-    name: Literal["ode", "flow_sde", "dance_sde", "cps", "dpm_solver"] = Field("ode", description=_listed(SAMPLERS))
+    name: Annotated[str, name_or_path(*SAMPLERS)] = Field(
+        "ode", description=f"{listed(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md)."
+    )
     steps: int = Field(6, ge=2, le=1000)
     eta: float | None = Field(None, gt=0, le=2)
     """Noise level; left out: the published default of the sampler (.7, .3, .8)."""
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether its steps have log-probabilities."""
+        return import_path(self.name).eta is not None if ":" in self.name else self.name in STOCHASTIC_SAMPLERS
+
+    @model_validator(mode="after")
+    def _path_leads_to_a_sampler(self) -> SamplerConfig:
+        if ":" in self.name:
+            try:
+                require_members(import_path(self.name), ("step", "eta"), self.name, "ebbflow.flow.transition.Sampler")
+            except RecipeError as error:
+                raise ValueError(str(error)) from None
+        return self
 
     @model_validator(mode="after")
     def _cps_turns_at_one(self) -> SamplerConfig:
@@ -57,11 +81,19 @@ class SamplerConfig(Strict):
 
     @model_validator(mode="after")
     def _only_stochastic_samplers_have_noise(self) -> SamplerConfig:
-        if self.eta is not None and self.name not in STOCHASTIC_SAMPLERS:
+        if self.eta is not None and not self.stochastic:
             raise ValueError(
                 f"{self.name} is deterministic and has no eta; leave it out, or take {', '.join(STOCHASTIC_SAMPLERS)}"
             )
         return self
+
+
+class ParityConfig(Strict):
+    """What another engine has to show before it may generate: log-probs like the training policy's, on the same noise."""
+
+    samples: int = Field(4, ge=1)
+    bar: float = Field(1e-3, gt=0)
+    """Largest |difference| of a sample's log-prob at a step, on the mean unit of all log-probs here."""
 
 
 class WindowConfig(Strict):
@@ -71,7 +103,7 @@ class WindowConfig(Strict):
     """
 
     kind: Literal["all", "fixed", "random", "progressive", "decaying", "share"] = Field(
-        "progressive", description=_listed(WINDOWS)
+        "progressive", description=listed(WINDOWS)
     )
     size: int = Field(3, ge=1)
     start: int = Field(0, ge=0)

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ebbflow.recipe.algorithms import name_or_path
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.plugins import name_or_path
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
 Precision = Literal["float32", "bfloat16", "float16"]

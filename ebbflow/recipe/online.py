@@ -47,14 +47,6 @@ class ScoringConfig(Strict):
     """Further attempts after a time-out, an error or the death of a worker."""
 
 
-class ParityConfig(Strict):
-    """What another engine has to show before it may generate: log-probs like the training policy's, on the same noise."""
-
-    samples: int = Field(4, ge=1)
-    bar: float = Field(1e-3, gt=0)
-    """Largest |difference| of a sample's log-prob at a step, on the mean unit of all log-probs here."""
-
-
 class ValidationConfig(Strict):
     """Samples of fixed validation prompts with fixed noise, before the first step and while the stage runs."""
 
@@ -92,9 +84,6 @@ class OnlineConfig(Strict):
     placement: Literal["in_process", "ray"] = "in_process"
     """Everything in one process; or workers of their own for training, rollouts and rewards, as Ray actors."""
     resources: ResourcesConfig = ResourcesConfig()
-    engine: Literal["diffusers", "vllm_omni"] = "diffusers"
-    """What generates: the reference in the worker's own process, or vLLM-Omni in an environment of its own."""
-    parity: ParityConfig = ParityConfig()
     scoring: ScoringConfig = ScoringConfig()
     validation: ValidationConfig | None = None
     dumps: DumpsConfig | None = None
@@ -123,12 +112,6 @@ class OnlineConfig(Strict):
                 "profile.roles has 'reward', which is scored beside the rollouts, and torch has one profiler per process; "
                 "set placement: ray, or leave 'reward' out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _another_engine_has_a_gate(self) -> OnlineConfig:
-        if self.engine == "diffusers" and self.parity != ParityConfig():
-            raise ValueError("parity is the gate of another engine; set engine: vllm_omni, or leave 'parity' out")
         return self
 
     @model_validator(mode="after")

@@ -17,9 +17,10 @@ from ebbflow.recipe.base import RecipeError, Strict, explain, iter_leaves, requi
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
-from ebbflow.recipe.rewards import AnyRewardConfig, OcrConfig, SimilarityConfig, TesseractConfig
+from ebbflow.recipe.registry import AnyRewardConfig, reward
+from ebbflow.recipe.rewards import CustomRewardConfig
 from ebbflow.recipe.secrets import require_no_secrets
-from ebbflow.recipe.stages import AnyStageConfig, OfflineStageConfig, OnlineStageConfig
+from ebbflow.recipe.stages import AnyStageConfig, CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 
 MAX_BYTES, MAX_KEYS = 2**16, 1000
 """Of a recipe file, and of one mapping in it; real ones have some thousand bytes and a few dozen keys."""
@@ -114,9 +115,9 @@ class Recipe(Strict):
     """Torch threads per process: small models do not gain from more unless the cores are idle."""
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = PromptsConfig()
-    rewards: list[AnyRewardConfig] = Field([OcrConfig()], min_length=1)
+    rewards: list[AnyRewardConfig] = Field([reward("ocr")], min_length=1)
     """What is trained on: the weighted sum of these."""
-    guardrails: list[AnyRewardConfig] = [TesseractConfig(), SimilarityConfig()]
+    guardrails: list[AnyRewardConfig] = [reward("tesseract"), reward("similarity")]
     """Metrics that are watched and never trained on; one that is not installed is reported and left out."""
     max_failed_share: float = Field(0.05, ge=0, lt=1)
     """Share of samples whose scoring may fail (they are masked and counted) before the stage stops."""
@@ -163,7 +164,7 @@ class Recipe(Strict):
     def _engines_know_the_family(self) -> Recipe:
         known = [name for name, family in FAMILIES.items() if family.vllm_omni]
         for index, stage in enumerate(self.stages):
-            if isinstance(stage, OnlineStageConfig) and stage.engine == "vllm_omni" and self.model.family not in known:
+            if stage.engine == "vllm_omni" and self.model.family not in known:
                 raise ValueError(
                     f"stages.{index}.engine = 'vllm_omni' generates with {' and '.join(known)}, not with model.family = "
                     f"{self.model.family!r}; set engine: diffusers, or leave it out"
@@ -183,6 +184,14 @@ class Recipe(Strict):
         except RecipeError as error:
             raise RecipeError(f"this recipe cannot be run:\n{error}") from None
         return recipe
+
+    @property
+    def own_paths(self) -> list[str]:
+        """Paths to a user's own code that nothing imports while the recipe is read: rewards, the family, engines, stage kinds."""
+        rewards = [config.path for config in (*self.rewards, *self.guardrails) if isinstance(config, CustomRewardConfig)]
+        kinds = [stage.path for stage in self.stages if isinstance(stage, CustomStageConfig)]
+        engines = [stage.engine for stage in self.stages]
+        return [path for path in (*rewards, self.model.family, *engines, *kinds) if ":" in path]
 
     @property
     def digest(self) -> str:

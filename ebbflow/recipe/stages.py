@@ -6,27 +6,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ebbflow.recipe.algorithms import (
-    BUILT_IN,
-    AlgorithmConfig,
-    AnyAlgorithmConfig,
-    CustomAlgorithmConfig,
-    DiffusionNFTConfig,
-    MixGRPOConfig,
-)
+from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.choices import (
-    STOCHASTIC_SAMPLERS,
+    ENGINES,
     WINDOW_KEYS,
     AdvantagesConfig,
     CorrectionConfig,
     OptimizerConfig,
+    ParityConfig,
     ReferenceConfig,
     SamplerConfig,
     WindowConfig,
+    listed,
 )
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.online import OnlineConfig
+from ebbflow.recipe.plugins import name_or_path
+from ebbflow.recipe.registry import ALGORITHMS, AnyAlgorithmConfig, algorithm_named
 
 
 class CheckpointsConfig(Strict):
@@ -56,6 +53,11 @@ class StageConfig(Strict):
     """Samples per forward and backward pass."""
     rollout_precision: Precision | None = None
     """Of the network while it generates, where that is not ``model.precision``."""
+    engine: Annotated[str, name_or_path(*ENGINES)] = Field(
+        "diffusers", description=f"{listed(ENGINES)} Or package.module:Name of your own (docs/extending.md)."
+    )
+    parity: ParityConfig = ParityConfig()
+    """The gate of another engine than ``diffusers``."""
     drift_alarm: float = Field(1.0, gt=0)
     """A velocity drift from the base model, mean((v - v_base)^2), above this is warned of and stands in the report: what learns
     well stays well below 1, what games its reward often does not."""
@@ -92,7 +94,7 @@ class StageConfig(Strict):
     @model_validator(mode="after")
     def _everything_suits_the_algorithm(self) -> StageConfig:
         kind = getattr(self, "kind", "")
-        if kind not in self.hyper.stages:
+        if kind in ("online", "offline") and kind not in self.hyper.stages:
             raise ValueError(_wrong_stage(self.algorithm_name, kind))
         if kind == "offline" and hasattr(self.hyper, "teacher"):
             raise ValueError(f"{self.algorithm_name} learns from a teacher, which only online stages load; use it in one")
@@ -102,9 +104,15 @@ class StageConfig(Strict):
             self._check_forward()
         return self
 
+    @model_validator(mode="after")
+    def _another_engine_has_a_gate(self) -> StageConfig:
+        if self.engine == "diffusers" and self.parity != ParityConfig():
+            raise ValueError("parity is the gate of another engine; set engine: vllm_omni, or leave 'parity' out")
+        return self
+
     def _check_trajectory(self) -> None:
         name, sampler, window = self.algorithm_name, self.sampler, self.window
-        if sampler.name not in STOCHASTIC_SAMPLERS:
+        if not sampler.stochastic:
             raise ValueError(
                 f"{name} needs the log-probabilities of a stochastic sampler and {sampler.name!r} has none; "
                 "set sampler.name to flow_sde, dance_sde or cps, or algorithm.name to diffusion_nft"
@@ -157,7 +165,7 @@ def _algorithm_class(given: Any) -> type[AlgorithmConfig] | None:
             return type(CustomAlgorithmConfig.model_validate(given).load()[1])
         except ValidationError:
             return None
-    return next((known for known in BUILT_IN if known.model_fields["name"].default == given.get("name")), None)
+    return ALGORITHMS.get(name) if isinstance(name := given.get("name"), str) else None
 
 
 def _over(block: str, default: Any, given: Any) -> Any:
@@ -198,7 +206,7 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
     """Fresh samples, immediate updates: rollout, score, advantages, update, repeated with the models hot."""
 
     kind: Literal["online"] = "online"
-    algorithm: AnyAlgorithmConfig = MixGRPOConfig()
+    algorithm: AnyAlgorithmConfig = algorithm_named("mix_grpo")
     steps: int = Field(40, ge=1)
     """Rollout-and-update steps."""
     prompts_per_step: int = Field(8, ge=1)
@@ -228,7 +236,7 @@ class OfflineStageConfig(StageConfig):
     """A large batch generated and scored once, in shards, then several epochs over it; or a file of preference pairs."""
 
     kind: Literal["offline"] = "offline"
-    algorithm: AnyAlgorithmConfig = DiffusionNFTConfig()
+    algorithm: AnyAlgorithmConfig = algorithm_named("diffusion_nft")
     pairs: str | None = None
     """A .parquet or .jsonl file of preference pairs to train on, instead of generating and scoring (``datasets/README.md``)."""
     prompts: int = Field(64, ge=1)
@@ -251,4 +259,13 @@ class OfflineStageConfig(StageConfig):
         return self
 
 
-AnyStageConfig = Annotated[OnlineStageConfig | OfflineStageConfig, Field(discriminator="kind")]
+class CustomStageConfig(StageConfig):
+    """A stage kind of your own: ``path`` leads to the function that trains, ``options`` are its settings (docs/extending.md)."""
+
+    kind: Literal["custom"] = "custom"
+    algorithm: AnyAlgorithmConfig = algorithm_named("diffusion_nft")
+    path: Annotated[str, name_or_path()]
+    options: dict[str, Any] = {}
+
+
+AnyStageConfig = Annotated[OnlineStageConfig | OfflineStageConfig | CustomStageConfig, Field(discriminator="kind")]

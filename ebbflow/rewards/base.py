@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
-from ebbflow.data.prompts import Prompt
+    from ebbflow.data.prompts import Prompt
+
+NO_TARGET = "the prompt names no text; quote it in the prompt or give a 'target' column"
+
+
+class RewardError(RuntimeError):
+    """Scoring must stop: a reward is missing or broken, or failed on too many samples."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +23,9 @@ class RewardResult:
     """Scores of N images.
 
     Attributes:
-        values: float64 [N]; NaN where the scorer failed, never a made-up number.
-        metrics: further float64 [N] columns that come with the same look at the images, by name.
-        failures: the reason for every NaN in ``values``, by position.
+        values: float64 [N]; NaN where scoring failed.
+        metrics: further float64 [N] columns from the same pass over the images, by name.
+        failures: the reason for every NaN in ``values``, by index.
     """
 
     values: np.ndarray
@@ -32,6 +39,6 @@ class Reward(Protocol):
     name: str
 
     def unavailable(self) -> str | None:
-        """Why this reward cannot run on this machine and what would help, or None when it can."""
+        """Why the reward cannot run on this machine and how to fix it; None if it can."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult: ...

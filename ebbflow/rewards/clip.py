@@ -1,4 +1,4 @@
-"""``pickscore`` and ``clipscore``: how near a prompt and an image lie to each other under a CLIP."""
+"""CLIP: how near a prompt and an image lie to each other. Several rewards read from it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
-from ebbflow.rewards.network import Files, NetworkReward, Score, check_vocabulary, load_network
-
-CLIP_FILES = ("config.json", "model*.safetensors", "*processor_config.json", "tokenizer.json")
-PICKSCORE_UNIT = 26.0
-"""What Flow-GRPO (2505.05470) divides PickScore by, to bring it near 1."""
+from ebbflow.rewards.weights import check_vocabulary, load_network
 
 
 @dataclass(frozen=True)
@@ -62,22 +58,3 @@ def load_clip(folder: Path) -> Clip:
         return processor(list(images), input_data_format="channels_last", return_tensors="pt").pixel_values
 
     return Clip(model, tokenizer, pixels)
-
-
-class ClipScore(NetworkReward):
-    """cos(image, prompt); CLIPScore (2104.08718) is 2.5 times its positive part."""
-
-    def files(self) -> list[Files]:
-        return [Files(self.config, CLIP_FILES)]
-
-    def load(self) -> Score:
-        return load_clip(self.files()[0].folder()).cosines
-
-
-class PickScore(ClipScore):
-    """exp(logit scale) * cos(image, prompt) / 26 (2305.01569, scaled as in 2505.05470)."""
-
-    def load(self) -> Score:
-        clip = load_clip(self.files()[0].folder())
-        scale = clip.model.logit_scale.exp() / PICKSCORE_UNIT
-        return lambda images, texts: scale * clip.cosines(images, texts)

@@ -1,4 +1,4 @@
-"""Rewards by name, and how several become the one number that is trained on."""
+"""Several rewards become the one number that a policy is trained on: the weighted sum, with failures masked."""
 
 from __future__ import annotations
 
@@ -9,36 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.algorithms import import_path
+from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.rewards import CustomRewardConfig, RewardConfig
-from ebbflow.rewards.base import Reward, RewardResult
-
-MAKERS: dict[str, str] = {
-    "ocr": "ebbflow.rewards.ocr:Ocr",
-    "tesseract": "ebbflow.rewards.tesseract:Tesseract",
-    "similarity": "ebbflow.rewards.similarity:Similarity",
-    "jpeg_compressibility": "ebbflow.rewards.jpeg:JpegCompressibility",
-    "jpeg_incompressibility": "ebbflow.rewards.jpeg:JpegIncompressibility",
-    "pickscore": "ebbflow.rewards.clip:PickScore",
-    "clipscore": "ebbflow.rewards.clip:ClipScore",
-    "aesthetic": "ebbflow.rewards.aesthetic:Aesthetic",
-    "imagereward": "ebbflow.rewards.imagereward:ImageReward",
-    "hps": "ebbflow.rewards.hps:Hps",
-    "remote": "ebbflow.rewards.remote:Remote",
-    "vision_judge": "ebbflow.rewards.vision_judge:VisionJudge",
-}
-"""The class of every reward, imported when a recipe names it; called with its part of the recipe where it has options."""
-
+from ebbflow.rewards.base import Reward, RewardError, RewardResult
 
 FRAMES_SCORED = 8
-"""Frames of a video that a reward looks at, evenly spaced from the first to the last; all of a shorter one."""
+"""Frames of a video that are scored, evenly spaced from the first to the last; all frames of a shorter video."""
 
 
-NO_PICTURE = "the model gave a latent that is not finite"
-
-
-class RewardError(RuntimeError):
-    """Scoring cannot go on: a reward is missing, broken, or failed on too many samples."""
+NO_PICTURE = "the model generated a latent that is not finite"
 
 
 @dataclass(frozen=True)
@@ -46,9 +25,9 @@ class ScoreTable:
     """Scores of N images or videos.
 
     Attributes:
-        reward: float64 [N], the weighted sum of the trained terms; NaN where any of them failed.
-        metrics: float64 [N] columns: every reward by its name and what it measures beside; NaN where it failed.
-        failures: why, for everything on which any reward or guardrail failed; None elsewhere.
+        reward: float64 [N], the weighted sum of the trained rewards; NaN where any of them failed.
+        metrics: float64 [N] columns: every reward by its name, and its own metrics; NaN where it failed.
+        failures: the reasons, for every sample on which a reward or guardrail failed; None elsewhere.
     """
 
     reward: np.ndarray
@@ -57,11 +36,11 @@ class ScoreTable:
 
     @property
     def failed_share(self) -> float:
-        """Share of the images or videos that have no reward."""
+        """Share of the samples without a reward."""
         return float(np.isnan(self.reward).mean()) if len(self.reward) else 0.0
 
     def where(self, finite: np.ndarray) -> ScoreTable:
-        """The same without the rows whose latent is not ``finite``, bool [N]: what was decoded from it is no picture."""
+        """The same table with the rows failed whose latent is not ``finite``, bool [N]: their images show nothing."""
         broken = ~finite
         return ScoreTable(
             reward=np.where(broken, np.nan, self.reward),
@@ -76,7 +55,7 @@ class ScoreTable:
 
     @staticmethod
     def cat(parts: Sequence[ScoreTable]) -> ScoreTable:
-        """The rows of all parts, at least one; NaN in the columns that a part has not."""
+        """The rows of all parts (at least one); NaN in columns that a part lacks."""
         names = dict.fromkeys(name for part in parts for name in part.metrics)
         nothing = [np.full(len(part.reward), np.nan) for part in parts]
         columns = {name: [part.metrics.get(name, none) for part, none in zip(parts, nothing, strict=True)] for name in names}
@@ -89,7 +68,7 @@ class ScoreTable:
 
 @dataclass(frozen=True)
 class Scorer:
-    """What a run scores with: the trained terms with their weights, the guardrails, and why some guardrails were left out."""
+    """The rewards of a run: trained ones with their weights, guardrails, and why some guardrails are unavailable."""
 
     rewards: tuple[tuple[Reward, float], ...]
     guardrails: tuple[Reward, ...] = ()
@@ -103,11 +82,11 @@ class Scorer:
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreTable:
         """Score images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3], each against its prompt.
 
-        Rewards look at images: what a reward says of a video, and what it measures beside, is the mean over ``FRAMES_SCORED``
-        frames, each scored against the video's prompt. A frame that failed fails its video.
+        Rewards score images: a video's reward and metrics are means over ``FRAMES_SCORED`` frames, each scored against the
+        video's prompt. A failed frame fails its video.
 
         Raises:
-            RewardError: images and prompts do not go together, or a reward breaks its contract.
+            RewardError: images and prompts do not match, or a reward breaks its contract.
         """
         _check_images(images, prompts)
         score = _score if images.ndim == 4 else _score_videos
@@ -133,7 +112,7 @@ def _score_videos(reward: Reward, videos: np.ndarray, prompts: Sequence[Prompt])
 
 
 def scored_frames(count: int) -> np.ndarray:
-    """Positions of the frames that are scored, of a video of ``count`` frames: ascending, each once."""
+    """Indices of the scored frames of a video of ``count`` frames, ascending and distinct."""
     return np.linspace(0, count - 1, min(count, FRAMES_SCORED)).round().astype(int)
 
 
@@ -143,7 +122,7 @@ def _over_frames(values: np.ndarray, frames: int) -> np.ndarray:
 
 
 def _video_failures(result: RewardResult, shown: np.ndarray) -> dict[int, str]:
-    """The reason of each video's first frame that failed, and how many more failed."""
+    """For each failed video the reason of its first failed frame, and how many more failed."""
     reasons: dict[int, str] = {}
     for video, failed in enumerate(np.isnan(result.values).reshape(-1, len(shown))):
         if failed.any():
@@ -155,20 +134,15 @@ def _video_failures(result: RewardResult, shown: np.ndarray) -> dict[int, str]:
 
 
 def load_reward(config: RewardConfig) -> Reward:
-    """The reward that a recipe describes, called as its scores are.
+    """The reward of a recipe, named as the column of its scores.
 
     Raises:
-        RewardError: a user's own is no reward, or does not take its options.
+        RewardError: a user's own reward lacks a method, or rejects its options.
         RecipeError: nothing can be imported from its path.
     """
-    made = _custom(config) if isinstance(config, CustomRewardConfig) else _built_in(config)
+    made: Reward = _custom(config) if isinstance(config, CustomRewardConfig) else config.build()
     made.name = config.column
     return made
-
-
-def _built_in(config: RewardConfig) -> Reward:
-    make = import_path(MAKERS[config.name])
-    return make(config) if type(config).model_fields.keys() > RewardConfig.model_fields.keys() else make()
 
 
 def _custom(config: CustomRewardConfig) -> Reward:
@@ -176,17 +150,17 @@ def _custom(config: CustomRewardConfig) -> Reward:
     try:
         made = make(**config.options)
     except TypeError as error:
-        raise RewardError(f"{config.path} cannot be called with the options {', '.join(config.options)}: {error}") from error
+        raise RewardError(f"{config.path} rejects the options {', '.join(config.options)}: {error}") from error
     if missing := [part for part in ("unavailable", "__call__") if not hasattr(made, part)]:
-        raise RewardError(f"{config.path} is no reward: it has no {missing[0]!r}; ebbflow.rewards.base.Reward says what one has")
+        raise RewardError(f"{config.path} is not a reward: it lacks {missing[0]!r} (ebbflow.rewards.base.Reward)")
     return made
 
 
 def load_scorer(rewards: Sequence[RewardConfig], guardrails: Sequence[RewardConfig]) -> Scorer:
-    """Everything a recipe scores with. Guardrails that cannot run here are left out with one warning.
+    """The scorer of a recipe. Guardrails that cannot run here are left out, with one warning.
 
     Raises:
-        RewardError: a term that is trained on cannot run here, or a user's own reward is none.
+        RewardError: a trained reward cannot run here, or a user's own is not a reward.
     """
     trained = [(load_reward(reward), reward.weight) for reward in rewards]
     for reward, _ in trained:
@@ -205,7 +179,7 @@ def require_scored(table: ScoreTable, limit: float) -> None:
     """Stop when more than the share ``limit`` of the images has no reward (``max_failed_share``).
 
     Raises:
-        RewardError: with the count, the share and the first reasons.
+        RewardError: names the count, the share and the first reasons.
     """
     if table.failed_share <= limit:
         return
@@ -218,16 +192,18 @@ def require_scored(table: ScoreTable, limit: float) -> None:
 
 
 def checked(name: str, result: RewardResult, count: int) -> RewardResult:
-    """The result itself, once its columns are ``count`` numbers or NaN each.
+    """The result, once every column of it is ``count`` finite numbers or NaN.
 
     Raises:
-        RewardError: names the reward and the column that is not.
+        RewardError: a column is not; names the reward and the column.
     """
     for column, values in {name: result.values, **result.metrics}.items():
         if np.shape(values) != (count,):
-            raise RewardError(f"the reward {name!r} gave {column!r} the shape {np.shape(values)} for {count} images")
+            raise RewardError(f"the reward {name!r} returned {column!r} of shape {np.shape(values)} for {count} images")
         if np.isinf(values).any():
-            raise RewardError(f"the reward {name!r} gave an infinite {column!r} for image {np.flatnonzero(np.isinf(values))[0]}")
+            raise RewardError(
+                f"the reward {name!r} returned an infinite {column!r} for image {np.flatnonzero(np.isinf(values))[0]}"
+            )
     return result
 
 
@@ -238,7 +214,7 @@ def _check_images(images: np.ndarray, prompts: Sequence[Prompt]) -> None:
             f"got {images.dtype} {list(images.shape)}"
         )
     if len(images) != len(prompts):
-        raise RewardError(f"{len(images)} images cannot be scored against {len(prompts)} prompts; give one prompt per image")
+        raise RewardError(f"{len(images)} images for {len(prompts)} prompts; give one prompt per image")
 
 
 def _columns(results: dict[str, RewardResult]) -> dict[str, np.ndarray]:
@@ -246,7 +222,7 @@ def _columns(results: dict[str, RewardResult]) -> dict[str, np.ndarray]:
     for name, result in results.items():
         for column, values in {name: result.values, **result.metrics}.items():
             if column in columns or column == "reward":
-                raise RewardError(f"the reward {name!r} gives a column {column!r}, which exists already; rename it")
+                raise RewardError(f"the reward {name!r} has a column {column!r} that exists already; rename it")
             columns[column] = np.asarray(values, np.float64)
     return columns
 

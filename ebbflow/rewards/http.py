@@ -19,9 +19,9 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from ebbflow.recipe.rewards import ServedRewardConfig
+from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.protocol import first_problem
 
 HOSTS = "EBBFLOW_REWARD_HOSTS"
@@ -35,6 +35,27 @@ TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 """What a bearer token may be (RFC 6750)."""
 
 Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class ServedRewardConfig(RewardConfig):
+    """A reward behind HTTP. The host must be this machine or one of ``EBBFLOW_REWARD_HOSTS`` (commas between them)."""
+
+    url: str = Field(pattern=r"^https?://[!-?A-~]+$")
+    token_variable: str | None = Field(None, pattern=r"^[A-Z][A-Z0-9_]*$")
+    """The environment variable that holds the bearer token; the token itself has no place in a recipe."""
+    timeout: float = Field(60.0, gt=0, le=3600)
+    """Seconds for one request."""
+    attempts: int = Field(3, ge=1, le=10)
+    """Requests before their images count as failed; waits grow in between, with jitter."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_base(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if not parts.hostname or parts.query or parts.fragment:
+            raise ValueError("take http://host:port, with a path where the server has one, and nothing after it")
+        parts.port  # noqa: B018  raises ValueError for a port that is none
+        return url.rstrip("/")
 
 
 class NoAnswer(Exception):

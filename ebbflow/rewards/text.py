@@ -8,9 +8,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.rewards.base import RewardResult
-
-NO_TARGET = "the prompt names no text; quote it in the prompt or give a 'target' column"
+from ebbflow.rewards.base import NO_TARGET, RewardResult
 
 
 def text_similarity(read: str, target: str) -> float:

@@ -1,8 +1,9 @@
-"""What an online stage asks of a rollout engine, and the reference one: diffusers in this process."""
+"""What a stage asks of a rollout engine, and the reference: diffusers in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -12,16 +13,20 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, device_of
 from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.plugins import import_path, require_members
 from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 
+PATHS = {"vllm_omni": "ebbflow.rollouts.vllm_omni:VllmOmni"}
+"""What opens each engine but the reference, ``(place, base-model folder) -> Engine``; a user's own is opened in the same way."""
+
 
 class Engine(Protocol):
-    """A base model with the weights that were loaded last; noise is a function of the keys in every engine."""
+    """Generates samples with the base model and the weights that were loaded last. Noise is a function of the keys."""
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over the trained parameters: all of them by name (``Policy.parameters``), float32, whole, on the CPU."""
+        """Load the trained parameters: all of them by name (``Policy.parameters``), float32, unsharded, on the CPU."""
 
     def generate(
         self, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, plan: Plan | None = None
@@ -29,15 +34,31 @@ class Engine(Protocol):
         """One sample per row, as ``ebbflow.rollouts.generate.generate``: (rollouts, their images or videos)."""
 
     def close(self) -> None:
-        """Let go of what the engine holds outside this process."""
+        """Release what the engine holds outside this process."""
+
+
+def open_engine(ctx: StageContext, base: Path) -> Engine:
+    """Open the engine of a stage that names another than ``diffusers``; it generates after ``load``.
+
+    Args:
+        base: the base-model folder.
+
+    Raises:
+        RecipeError: a user's path cannot be imported, or what it opens is not an engine.
+        EngineError: vLLM-Omni does not start.
+    """
+    path = PATHS.get(ctx.config.engine, ctx.config.engine)
+    engine: Engine = import_path(path)(ctx, base)
+    require_members(engine, ("load", "generate", "close"), path, "ebbflow.rollouts.engine.Engine")
+    return engine
 
 
 class Diffusers:
-    """The reference engine: the model of this process and our own denoising loop.
+    """The reference engine: diffusers' network in this process, under our own denoising loop.
 
     Args:
-        policy: the parameters that generate; where the trainer's own policy is given, nothing has to be loaded.
-        generates: which copy of the policy rolls out.
+        policy: the parameters that generate; the policy that trains needs no ``load``.
+        generates: which copy of the policy generates.
     """
 
     def __init__(self, ctx: StageContext, policy: Policy, generates: str = "current") -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,8 +17,6 @@ from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, SamplerConfig
 from ebbflow.recipe.model import Precision
-
-Solver = flow.SamplerName | Literal["dpm_solver"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ def generate(
     Raises:
         ValueError: a plan for a deterministic sampler.
     """
-    if plan is not None and sampler.name not in STOCHASTIC_SAMPLERS:
+    if plan is not None and not sampler.stochastic:
         raise ValueError(
             f"a step of the deterministic sampler {sampler.name!r} has no log-probability that a plan could record; "
             f"take one of {', '.join(STOCHASTIC_SAMPLERS)}, or leave the plan out"
@@ -112,7 +109,7 @@ def _denoise(
             continue
         move = flow.transition(solver, latents, velocity, sigmas, step, sampler.eta)
         before, latents = latents, move.mean
-        if solver != "ode":
+        if sampler.stochastic and solver == sampler.name:
             latents = flow.sample(move, _noise(model, keys, step + 1).to(device))
         if step in trained:
             record.append((before, latents, move.mean, flow.log_prob(move, latents)))
@@ -122,12 +119,12 @@ def _denoise(
     return Rollouts(latents, Trajectory(sigmas, torch.tensor(trained, device=device), *columns))
 
 
-def _schedule(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -> tuple[Tensor, list[Solver]]:
+def _schedule(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -> tuple[Tensor, list[str]]:
     """(the sigmas to use, [steps + 1], and what takes each of their steps), from the family's sigmas."""
-    if sampler.name not in STOCHASTIC_SAMPLERS:
+    if not sampler.stochastic:
         return sigmas, [sampler.name] * sampler.steps
     stochastic = plan.stochastic if plan else range(sampler.steps - 1)
-    solvers: list[Solver] = [sampler.name if step in stochastic else "ode" for step in range(sampler.steps)]
+    solvers = [sampler.name if step in stochastic else "ode" for step in range(sampler.steps)]
     if plan is None or plan.tail is None:
         return sigmas, solvers
     end = plan.stochastic[-1] + 1

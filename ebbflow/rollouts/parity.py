@@ -19,8 +19,7 @@ from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.transition import Transition, log_prob, transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, predict
-from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, SamplerConfig
-from ebbflow.recipe.online import ParityConfig
+from ebbflow.recipe.choices import ParityConfig, SamplerConfig
 from ebbflow.training.policy import Policy
 
 SIGMAS_APART = 1e-6
@@ -33,7 +32,7 @@ class ParityError(RuntimeError):
 def parity_plan(sampler: SamplerConfig) -> tuple[SamplerConfig, Plan]:
     """How the gate's samples are generated, for a stage's sampler."""
     every = tuple(range(sampler.steps - 1))
-    stochastic = sampler if sampler.name in STOCHASTIC_SAMPLERS else SamplerConfig(name="flow_sde", steps=sampler.steps)
+    stochastic = sampler if sampler.stochastic else SamplerConfig(name="flow_sde", steps=sampler.steps)
     return stochastic, Plan(every, every)
 
 

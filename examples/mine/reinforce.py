@@ -15,7 +15,7 @@ from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows
 from ebbflow.recipe.algorithms import TrajectoryConfig
 
 
-class Reinforce(TrajectoryConfig):
+class ReinforceConfig(TrajectoryConfig):
     """Policy gradient without a ratio and without a clip."""
 
     stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "random", "size": 2}}
@@ -24,10 +24,10 @@ class Reinforce(TrajectoryConfig):
     """Weight of the samples below their group's mean; 0 learns from the good ones alone."""
 
 
-def loss(rows: TrajectoryRows, config: Reinforce) -> tuple[Tensor, RowMetrics]:
+def loss(rows: TrajectoryRows, config: ReinforceConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each term, [M]."""
     weight = torch.where(rows.advantage > 0, 1.0, config.negatives)
     return -weight * rows.advantage * rows.log_prob, {"reinforce/log_prob": rows.log_prob}
 
 
-ALGORITHM = Algorithm(Reinforce, loss)
+ALGORITHM = Algorithm(ReinforceConfig, loss)

@@ -8,23 +8,20 @@ import pytest
 import torch
 from algorithm_rows import forward_rows, moved, normal, rollout
 
-from ebbflow.algorithms import awm, registry
+from ebbflow.algorithms import registry
 from ebbflow.algorithms.base import ForwardRows, TrajectoryRows, group_mean
+from ebbflow.algorithms.built_in import awm
+from ebbflow.algorithms.built_in.awm import AWMConfig
+from ebbflow.algorithms.built_in.crd import CRDConfig
+from ebbflow.algorithms.built_in.diffusion_nft import DiffusionNFTConfig
+from ebbflow.algorithms.built_in.distillation import DistillationConfig
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.flow.transition import Transition
-from ebbflow.recipe import algorithms
-from ebbflow.recipe.algorithms import (
-    AWMConfig,
-    CRDConfig,
-    CustomAlgorithmConfig,
-    DiffusionNFTConfig,
-    DistillationConfig,
-    ForwardConfig,
-    TrajectoryConfig,
-)
+from ebbflow.recipe.algorithms import CustomAlgorithmConfig, ForwardConfig, TrajectoryConfig
+from ebbflow.recipe.registry import ALGORITHMS, AnyAlgorithmConfig
 from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
 
-CLASSES = algorithms.BUILT_IN
+CLASSES = list(ALGORITHMS.values())
 
 
 def config_of(of_class):
@@ -35,7 +32,7 @@ every = pytest.mark.parametrize("of_class", CLASSES, ids=lambda of_class: of_cla
 
 
 def test_what_a_recipe_may_name_is_what_the_registry_knows():
-    union, _ = get_args(algorithms.AnyAlgorithmConfig)
+    union, _ = get_args(AnyAlgorithmConfig)
     assert set(registry.BUILT_IN) == set(CLASSES) == set(get_args(union)) - {CustomAlgorithmConfig}
     names = [of_class.model_fields["name"].default for of_class in CLASSES]
     assert len(set(names)) == len(CLASSES)
@@ -128,7 +125,7 @@ def test_the_mean_of_a_unit_stands_at_each_of_its_rows():
 
 
 def test_a_path_leads_to_the_algorithm_with_its_options():
-    custom = CustomAlgorithmConfig(path="ebbflow.algorithms.awm:ALGORITHM", options={"power": 0.5})
+    custom = CustomAlgorithmConfig(path="ebbflow.algorithms.built_in.awm:ALGORITHM", options={"power": 0.5})
     assert algorithm_of(custom) is awm.ALGORITHM
     assert custom.load() == (awm.ALGORITHM, AWMConfig(power=0.5))
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from algorithm_rows import ELEMENTS, at_velocity, doubles, forward_rows, gradient, mean_square, target, wide
 
-from ebbflow.algorithms.awm import ALGORITHM, surrogate
-from ebbflow.recipe.algorithms import AWMConfig
+from ebbflow.algorithms.built_in.awm import ALGORITHM, AWMConfig, surrogate
 
 ADVANTAGES = [-5.0, -1.3, 0.0, 0.7, 5.0]
 TINY = 1e-10

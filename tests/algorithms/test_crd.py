@@ -6,8 +6,8 @@ import pytest
 import torch
 from algorithm_rows import ELEMENTS, at_velocity, doubles, forward_rows, gradient, mean_square, target, wide
 
-from ebbflow.algorithms.crd import ALGORITHM
-from ebbflow.recipe.algorithms import CRDConfig, EmaScheduleConfig
+from ebbflow.algorithms.built_in.crd import ALGORITHM, CRDConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig
 
 ADVANTAGES = [1.0, -0.4, 0.3, -2.0, 1.2, 0.8]  # that are not centred already
 GROUPS = [0, 0, 1, 1, 1, 1]

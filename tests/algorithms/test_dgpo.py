@@ -6,8 +6,7 @@ import pytest
 import torch
 from algorithm_rows import ELEMENTS, at_velocity, forward_rows, gradient, mean_square, target, wide
 
-from ebbflow.algorithms.dgpo import ALGORITHM
-from ebbflow.recipe.algorithms import DGPOConfig
+from ebbflow.algorithms.built_in.dgpo import ALGORITHM, DGPOConfig
 
 ADVANTAGES = [1.0, -1.0, 0.3, -2.0, 1.2, 0.5]
 GROUPS = [0, 0, 1, 1, 1, 1]  # of different sizes

@@ -7,8 +7,7 @@ import pytest
 import torch
 from algorithm_rows import ELEMENTS, at_velocity, doubles, forward_rows, gradient, mean_square, target, wide
 
-from ebbflow.algorithms.diffusion_dpo import ALGORITHM
-from ebbflow.recipe.algorithms import DiffusionDPOConfig
+from ebbflow.algorithms.built_in.diffusion_dpo import ALGORITHM, DiffusionDPOConfig
 
 PAIRS = [0, 0, 1, 1, 2, 2]
 SWAPPED = [1, 0, 3, 2, 5, 4]

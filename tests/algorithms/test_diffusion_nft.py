@@ -6,8 +6,8 @@ import pytest
 import torch
 from algorithm_rows import ELEMENTS, at_velocity, doubles, forward_rows, gradient, mean_square, normal, target, wide
 
-from ebbflow.algorithms.diffusion_nft import ALGORITHM
-from ebbflow.recipe.algorithms import DiffusionNFTConfig, EmaScheduleConfig
+from ebbflow.algorithms.built_in.diffusion_nft import ALGORITHM, DiffusionNFTConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig
 
 ADVANTAGES = [-5.0, -1.3, 0.0, 0.7, 5.0]
 BETAS = [0.03, 0.1, 1.0]

@@ -8,8 +8,7 @@ import torch
 from algorithm_rows import DENSITIES, ELEMENTS, SHAPE, STOCHASTIC, gaussian, gradient, kl_per_element, moved, normal, rollout
 
 from ebbflow.algorithms.base import TrajectoryRows
-from ebbflow.algorithms.distillation import ALGORITHM
-from ebbflow.recipe.algorithms import DistillationConfig
+from ebbflow.algorithms.built_in.distillation import ALGORITHM, DistillationConfig
 
 CONFIG = DistillationConfig(teacher="somewhere")
 

@@ -5,8 +5,7 @@ import torch
 from algorithm_rows import STOCHASTIC, doubles, gaussian, gradient, moved, rollout
 
 from ebbflow.algorithms.base import TrajectoryRows
-from ebbflow.algorithms.flow_dppo import ALGORITHM
-from ebbflow.recipe.algorithms import FlowDPPOConfig
+from ebbflow.algorithms.built_in.flow_dppo import ALGORITHM, FlowDPPOConfig
 
 # mu - mu_old is the same in every element and b = 2, so D_kl = shift^2 / 8: exact in binary, and exactly tau for a shift of 1.
 STD, TAU = 2.0, 0.125

@@ -9,10 +9,9 @@ from algorithm_rows import STOCHASTIC, doubles, gaussian, gradient, moved, norma
 
 from ebbflow.algorithms.advantages import compute_advantages
 from ebbflow.algorithms.base import TrajectoryRows
-from ebbflow.algorithms.flow_grpo import FLOW_GRPO
+from ebbflow.algorithms.built_in.flow_grpo import FLOW_GRPO, DanceGRPOConfig, FlowGRPOConfig, FlowGRPOFastConfig, MixGRPOConfig
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.flow.transition import log_prob, sample
-from ebbflow.recipe.algorithms import DanceGRPOConfig, FlowGRPOConfig, FlowGRPOFastConfig, MixGRPOConfig
 from ebbflow.recipe.choices import AdvantagesConfig
 
 FAMILY = [FlowGRPOConfig, FlowGRPOFastConfig, MixGRPOConfig, DanceGRPOConfig]

@@ -6,7 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.algorithms import grouping
-from ebbflow.recipe.algorithms import DGPOConfig, DiffusionDPOConfig, SFTConfig
+from ebbflow.algorithms.built_in import diffusion_dpo
+from ebbflow.algorithms.built_in.dgpo import DGPOConfig
+from ebbflow.algorithms.built_in.diffusion_dpo import DiffusionDPOConfig
+from ebbflow.algorithms.built_in.sft import SFTConfig, best
 
 #            sample:  0    1    2    3    4    5    6    7    8    9
 ADVANTAGE = np.array([0.1, 2.0, 0.5, 0.0, 9.0, 1.0, 3.0, 0.7, 0.7, 5.0])
@@ -36,13 +39,13 @@ def test_the_kept_samples_of_each_prompt_by_prompt_and_in_order():
 )
 def test_the_best_of_each_prompt_each_by_itself(count, expected):
     # Sample 4 is the best of prompt 7 and was not kept; 7 and 8 are equal, and the first goes first.
-    found = chosen(grouping.best, SFTConfig(best=count))
+    found = chosen(best, SFTConfig(best=count))
     assert sorted(sample for (sample,) in found) == expected
 
 
 def test_pairs_are_better_and_worse_and_ties_make_none():
     # By default a quarter, but at least one pair: prompt 7 without its dropped best, prompt 3; 7 and 8 tie; 9 is alone.
-    assert sorted(chosen(grouping.pairs, DiffusionDPOConfig())) == [[2, 3], [6, 5]]
+    assert sorted(chosen(diffusion_dpo.pairs, DiffusionDPOConfig())) == [[2, 3], [6, 5]]
 
 
 def test_the_best_goes_with_the_worst_and_so_on_inwards():
@@ -50,12 +53,12 @@ def test_the_best_goes_with_the_worst_and_so_on_inwards():
     everyone, prompt = np.ones(8, bool), np.zeros(8, np.int64)
     inwards = [[3, 7], [6, 1], [0, 4], [2, 5]]
     for share, count in [(0.01, 1), (0.2, 1), (0.25, 2), (0.4, 3), (0.5, 4)]:
-        assert chosen(grouping.pairs, DiffusionDPOConfig(pairs_share=share), advantage, everyone, prompt) == inwards[:count]
+        assert chosen(diffusion_dpo.pairs, DiffusionDPOConfig(pairs_share=share), advantage, everyone, prompt) == inwards[:count]
 
 
 def test_a_tie_inside_a_group_costs_that_pair_alone():
     advantage, prompt = np.array([1.0, 0.0, 0.0, -1.0]), np.zeros(4, np.int64)
-    assert chosen(grouping.pairs, DiffusionDPOConfig(pairs_share=0.5), advantage, np.ones(4, bool), prompt) == [[0, 3]]
+    assert chosen(diffusion_dpo.pairs, DiffusionDPOConfig(pairs_share=0.5), advantage, np.ones(4, bool), prompt) == [[0, 3]]
 
 
 def test_nothing_kept_is_nothing_to_train_on():
@@ -63,8 +66,8 @@ def test_nothing_kept_is_nothing_to_train_on():
     for select, config in [
         (grouping.each_kept_sample, DGPOConfig()),
         (grouping.groups, DGPOConfig()),
-        (grouping.best, SFTConfig()),
-        (grouping.pairs, DiffusionDPOConfig()),
+        (best, SFTConfig()),
+        (diffusion_dpo.pairs, DiffusionDPOConfig()),
     ]:
         assert chosen(select, config, keep=nobody) == []
 
@@ -96,7 +99,7 @@ def test_groups_are_the_kept_samples_divided_by_prompt(batch):
 @given(batches(), st.integers(1, 5))
 def test_no_sample_left_out_is_better_than_the_best(batch, count):
     advantage, keep, prompts = batch
-    found = chosen(grouping.best, SFTConfig(best=count), *batch)
+    found = chosen(best, SFTConfig(best=count), *batch)
     assert all(len(group_index) == 1 for group_index in found)
     taken = np.zeros(len(keep), bool)
     taken[np.array(flat(found), int)] = True
@@ -111,7 +114,7 @@ def test_no_sample_left_out_is_better_than_the_best(batch, count):
 @given(batches(), st.floats(0.01, 0.5))
 def test_pairs_are_of_one_prompt_strictly_ordered_and_share_no_sample(batch, share):
     advantage, keep, prompts = batch
-    found = chosen(grouping.pairs, DiffusionDPOConfig(pairs_share=share), *batch)
+    found = chosen(diffusion_dpo.pairs, DiffusionDPOConfig(pairs_share=share), *batch)
     assert len(set(flat(found))) == 2 * len(found)
     assert set(flat(found)) <= set(np.flatnonzero(keep).tolist())
     for better, worse in found:

@@ -7,9 +7,8 @@ import torch
 from algorithm_rows import DENSITIES, SHAPE, Rollout, doubles, gaussian, gradient, moved, normal, rollout, wide
 
 from ebbflow.algorithms.base import TrajectoryRows
-from ebbflow.algorithms.flow_grpo import FLOW_GRPO
-from ebbflow.algorithms.grpo_guard import ALGORITHM
-from ebbflow.recipe.algorithms import FlowGRPOConfig, GRPOGuardConfig
+from ebbflow.algorithms.built_in.flow_grpo import FLOW_GRPO, FlowGRPOConfig
+from ebbflow.algorithms.built_in.grpo_guard import ALGORITHM, GRPOGuardConfig
 
 WIDE = GRPOGuardConfig(clip_range=0.99)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from algorithm_rows import ELEMENTS, at_velocity, forward_rows, gradient, mean_square, target, wide
 
-from ebbflow.algorithms import rwr, sft
-from ebbflow.recipe.algorithms import RWRConfig, SFTConfig
+from ebbflow.algorithms.built_in import rwr, sft
+from ebbflow.algorithms.built_in.rwr import RWRConfig
+from ebbflow.algorithms.built_in.sft import SFTConfig
 
 ADVANTAGES = [-5.0, -1.3, 0.0, 0.7, 5.0]
 

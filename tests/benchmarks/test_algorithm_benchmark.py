@@ -9,7 +9,7 @@ import yaml
 
 from benchmarks.algorithms import ENTRIES, recipe_of
 from benchmarks.algorithms_report import TITLES, seconds_to, write_report
-from ebbflow.recipe.algorithms import BUILT_IN
+from ebbflow.recipe.registry import ALGORITHMS
 
 GROUPS = yaml.safe_load(ENTRIES.read_text())
 SETTINGS = {name: settings for group in GROUPS.values() for name, settings in group.items()}
@@ -28,7 +28,7 @@ def test_every_entry_is_a_stage_that_can_run(name):
 
 def test_no_algorithm_is_without_an_entry_that_is_meant_to_learn():
     learning = {recipe(name).stages[0].algorithm_name for kind, group in GROUPS.items() if kind != "collapse" for name in group}
-    assert learning == {config.model_fields["name"].default for config in BUILT_IN}
+    assert learning == set(ALGORITHMS)
 
 
 def test_every_group_has_a_title():

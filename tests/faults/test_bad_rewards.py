@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from plain_cases import anything, assert_readable, cases, damage
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.rewards import reward
+from ebbflow.recipe.registry import reward
 from ebbflow.rewards import http
+from ebbflow.rewards.built_in.remote import Remote
+from ebbflow.rewards.built_in.vision_judge import VisionJudge
 from ebbflow.rewards.combine import RewardError, Scorer, require_scored
-from ebbflow.rewards.remote import Remote
-from ebbflow.rewards.vision_judge import VisionJudge
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
 PROMPTS = [Prompt(index, "a b", "", "AB", "test", "train", "{}") for index in range(3)]

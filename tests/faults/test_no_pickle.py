@@ -25,7 +25,7 @@ from ebbflow.models import ModelError, load_model
 from ebbflow.models.prepare import copy_base, download_base
 from ebbflow.recipe.recipe import RecipeError, load_recipe
 from ebbflow.rewards.combine import RewardError
-from ebbflow.rewards.network import read_weights
+from ebbflow.rewards.weights import read_weights
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit, new_folder
 from ebbflow.storage.tables import read_table
 from ebbflow.training.checkpoint import CheckpointError, restore

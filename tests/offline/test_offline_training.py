@@ -21,8 +21,8 @@ from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_epochs, train_offline_folder
-from ebbflow.recipe.algorithms import BUILT_IN
 from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.tables import nan_to_null, read_table, read_table_metadata, write_table
@@ -34,7 +34,7 @@ from ebbflow.training.policy_metadata import Progress, read_policy_metadata, wri
 from ebbflow.training.update import PolicyUpdater, TrainingError
 
 NAN = float("nan")
-FORWARD = [config.model_fields["name"].default for config in BUILT_IN if config.kind == "forward"]
+FORWARD = [name for name, config in ALGORITHMS.items() if config.kind == "forward"]
 
 
 @pytest.fixture

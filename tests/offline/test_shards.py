@@ -216,7 +216,7 @@ def test_how_latents_lie_in_memory_makes_no_difference(ctx, model, policy, shard
     def turned(*arguments, **options):
         return Rollouts(generate(*arguments, **options).latents.mT.contiguous().mT, None)
 
-    monkeypatch.setattr("ebbflow.offline.rollouts.generate", turned)
+    monkeypatch.setattr("ebbflow.rollouts.engine.generate", turned)
     generate_shard(ctx, model, policy, 7, make_prompts(6), 0, tmp_path / "turned.parquet")
     assert torch.equal(read_latents(tmp_path / "turned.parquet"), read_latents(shards[0]))
 

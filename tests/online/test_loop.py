@@ -18,7 +18,8 @@ from ebbflow.online.local_workers import local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.messages import build_training_batch
 from ebbflow.online.rollout_queue import RolloutQueue
-from ebbflow.recipe.algorithms import BUILT_IN, ForwardConfig
+from ebbflow.recipe.algorithms import ForwardConfig
+from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.generate import generate, join
@@ -27,8 +28,8 @@ from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import changed, moved, values
 
-NAMES = [config.model_fields["name"].default for config in BUILT_IN]
-TRAJECTORY = [config.model_fields["name"].default for config in BUILT_IN if config.kind == "trajectory"]
+NAMES = list(ALGORITHMS)
+TRAJECTORY = [name for name, config in ALGORITHMS.items() if config.kind == "trajectory"]
 ON_SAMPLERS = [(a, s) for a in TRAJECTORY for s in ("flow_sde", "dance_sde", "cps") if (a, s) != ("grpo_guard", "cps")]
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.algorithms import BUILT_IN, EmaScheduleConfig, ForwardConfig, TrajectoryConfig, import_path
+from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig, TrajectoryConfig
 from ebbflow.recipe.choices import (
     WINDOW_KEYS,
     AdvantagesConfig,
@@ -19,9 +19,11 @@ from ebbflow.recipe.choices import (
     SamplerConfig,
     WindowConfig,
 )
+from ebbflow.recipe.plugins import import_path
+from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
 
-CONFIGS = {config.model_fields["name"].default: config for config in BUILT_IN}
+CONFIGS = ALGORITHMS
 TRAJECTORY = [name for name, config in CONFIGS.items() if config.kind == "trajectory"]
 FORWARD = [name for name, config in CONFIGS.items() if config.kind == "forward"]
 STOCHASTIC = ["flow_sde", "dance_sde", "cps"]

@@ -11,7 +11,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import BertTokenizer, CLIPConfig, CLIPModel, CLIPTokenizer
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.rewards import RewardConfig, reward
+from ebbflow.recipe.registry import reward
+from ebbflow.recipe.rewards import RewardConfig
 
 TEXTS = ["a red cat", "A dog, 3 birds & a SIGN", "", "ocean waves at night", "a red cat"]
 PREPROCESSOR = {

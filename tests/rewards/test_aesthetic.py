@@ -57,5 +57,5 @@ def test_a_head_of_another_network_is_refused(config):
 
 def test_a_file_that_is_no_head_is_refused(config):
     torch.save({name.replace("layers", "model"): tensor for name, tensor in head_weights(CLIP_WIDTH).items()}, config.head.path)
-    with pytest.raises(RewardError, match=r"linearMSE\.pth holds no weights 'layers\.0\.weight'"):
+    with pytest.raises(RewardError, match=r"linearMSE\.pth lacks the weights 'layers\.0\.weight'"):
         scores(config)

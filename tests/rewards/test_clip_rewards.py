@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, CLIPTokenizer
 
-from ebbflow.recipe.rewards import reward
+from ebbflow.recipe.registry import reward
 from ebbflow.rewards.clip import load_clip
 from ebbflow.rewards.combine import RewardError, load_reward
 
@@ -113,7 +113,7 @@ def test_weights_of_another_network_are_refused(change, tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     change(weights)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RewardError, match=r"does not hold the weights of this CLIPModel: 1 do not fit, first .*(visual|vision)"):
+    with pytest.raises(RewardError, match=r"does not fit this CLIPModel: 1 weights differ, first .*(visual|vision)"):
         load_reward(reward("clipscore", path=str(tmp_path)))(IMAGES, PROMPTS)
 
 

@@ -8,11 +8,18 @@ from pydantic import ValidationError
 from reward_cases import as_prompt
 
 from ebbflow.recipe import RecipeError
-from ebbflow.recipe.algorithms import import_path
-from ebbflow.recipe.rewards import REWARD_NAMES, reward
-from ebbflow.rewards import combine
+from ebbflow.recipe.registry import REWARDS, reward
 from ebbflow.rewards.base import RewardResult
-from ebbflow.rewards.combine import FRAMES_SCORED, RewardError, Scorer, ScoreTable, load_scorer, require_scored, scored_frames
+from ebbflow.rewards.combine import (
+    FRAMES_SCORED,
+    RewardError,
+    Scorer,
+    ScoreTable,
+    load_reward,
+    load_scorer,
+    require_scored,
+    scored_frames,
+)
 
 IMAGES = np.zeros((3, 8, 8, 3), np.uint8)
 PROMPTS = [as_prompt(index, "AB") for index in range(3)]
@@ -46,9 +53,9 @@ def test_reward_is_the_weighted_sum_and_nan_where_a_term_failed():
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (Fixed("bad", [1, 2]), r"'bad' gave 'bad' the shape \(2,\) for 3 images"),
-        (Fixed("bad", [1, np.inf, 2]), "'bad' gave an infinite 'bad' for image 1"),
-        (Fixed("bad", [1, 2, 3], metrics={"extra": np.zeros(1)}), "'bad' gave 'extra' the shape"),
+        (Fixed("bad", [1, 2]), r"'bad' returned 'bad' of shape \(2,\) for 3 images"),
+        (Fixed("bad", [1, np.inf, 2]), "'bad' returned an infinite 'bad' for image 1"),
+        (Fixed("bad", [1, 2, 3], metrics={"extra": np.zeros(1)}), "'bad' returned 'extra' of shape"),
         (Fixed("bad", [1, 2, 3], metrics={"bad": np.zeros(3), "good": np.zeros(3)}), "'good'.*exists already"),
         (Fixed("reward", [1, 2, 3]), "'reward'.*exists already"),
     ],
@@ -89,9 +96,9 @@ def test_no_images_are_no_failure():
 
 
 def test_guards_that_cannot_run_are_left_out_with_one_warning(monkeypatch):
-    monkeypatch.setattr("ebbflow.rewards.tesseract.Tesseract", lambda: Fixed("tesseract", [], reason="not on the PATH"))
-    monkeypatch.setattr("ebbflow.rewards.similarity.Similarity", lambda: Fixed("similarity", [1, 2, 3]))
-    monkeypatch.setattr("ebbflow.rewards.ocr.Ocr", lambda config: Fixed("ocr", [1, 1, 1]))
+    monkeypatch.setattr("ebbflow.rewards.built_in.tesseract.Tesseract", lambda: Fixed("tesseract", [], reason="not on the PATH"))
+    monkeypatch.setattr("ebbflow.rewards.built_in.similarity.Similarity", lambda: Fixed("similarity", [1, 2, 3]))
+    monkeypatch.setattr("ebbflow.rewards.built_in.ocr.Ocr", lambda config: Fixed("ocr", [1, 1, 1]))
     with pytest.warns(UserWarning, match="tesseract: not on the PATH") as caught:
         scorer = load_scorer([reward("ocr")], [reward("tesseract"), reward("similarity")])
     assert len(caught) == 1
@@ -102,16 +109,20 @@ def test_guards_that_cannot_run_are_left_out_with_one_warning(monkeypatch):
 
 
 def test_a_trained_term_that_cannot_run_is_an_error(monkeypatch):
-    monkeypatch.setattr("ebbflow.rewards.tesseract.Tesseract", lambda: Fixed("tesseract", [], reason="not on the PATH"))
+    monkeypatch.setattr("ebbflow.rewards.built_in.tesseract.Tesseract", lambda: Fixed("tesseract", [], reason="not on the PATH"))
     with pytest.raises(RewardError, match="'tesseract' is trained on and cannot run here: not on the PATH"):
         load_scorer([reward("tesseract")], [])
 
 
 def test_every_reward_of_the_recipe_has_its_code():
-    assert list(combine.MAKERS) == list(REWARD_NAMES)
-    for path in combine.MAKERS.values():
-        assert callable(import_path(path))
-    with pytest.raises(ValidationError, match="Take ocr, .* or give package.module:name of your own"):
+    part = {"path": "somewhere"}
+    given = {"url": "http://localhost", "model": "judge", "head": part, "tokenizer": part, "processor": part}
+    for name, config in REWARDS.items():
+        required = {key: given[key] for key, field in config.model_fields.items() if field.is_required()}
+        made = load_reward(reward(name, **required))
+        assert callable(made)
+        assert made.name == name
+    with pytest.raises(ValidationError, match="Take aesthetic, .* or give package.module:name of your own"):
         reward("beauty")
 
 
@@ -143,7 +154,7 @@ def test_a_path_to_a_guard_that_cannot_run_here_leaves_it_out():
     [
         ("reward_cases:as_nothing", RecipeError, "the module 'reward_cases' has no 'as_nothing'"),
         ("no_such_package.rewards:Mine", RecipeError, "No module named 'no_such_package'.* put its folder on PYTHONPATH"),
-        ("collections:OrderedDict", RewardError, "collections:OrderedDict is no reward: it has no 'unavailable'"),
+        ("collections:OrderedDict", RewardError, "collections:OrderedDict is not a reward: it lacks 'unavailable'"),
     ],
 )
 def test_a_path_that_leads_to_no_reward_says_so(path, error, message):

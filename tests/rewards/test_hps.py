@@ -86,7 +86,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(tmp_path):
     said = json.loads(file.read_text())
     said["vision_config"]["num_hidden_layers"] = 1
     file.write_text(json.dumps(said))
-    with pytest.raises(RewardError, match=r"HPS_v2\.1_compressed\.pt does not hold the weights of this CLIPModel: 16 do not fit"):
+    with pytest.raises(RewardError, match=r"HPS_v2\.1_compressed\.pt does not fit this CLIPModel: 16 weights differ"):
         load_reward(config)(IMAGES, as_prompts(*TEXTS))
 
 

@@ -108,14 +108,14 @@ def test_the_tokens_that_blip_added_are_known(config):
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     config = make_reward("imagereward", tmp_path)
     torch.save({name.replace("blip.", ""): tensor for name, tensor in WEIGHTS.items()}, tmp_path / "ImageReward.pt")
-    with pytest.raises(RewardError, match=r"ImageReward\.pt holds no weights 'patch_embed\.proj\.weight'"):
+    with pytest.raises(RewardError, match=r"ImageReward\.pt lacks the weights 'patch_embed\.proj\.weight'"):
         load_reward(config)(IMAGES, as_prompts(*TEXTS))
 
 
 def test_a_text_encoder_of_other_sizes_is_refused(tmp_path):
     config = make_reward("imagereward", tmp_path)
     (tmp_path / "med_config.json").write_text(json.dumps(MED_CONFIG | {"num_hidden_layers": 1}))
-    with pytest.raises(RewardError, match=r"does not hold the weights of this BlipTextModel: 26 do not fit"):
+    with pytest.raises(RewardError, match=r"does not fit this BlipTextModel: 26 weights differ"):
         load_reward(config)(IMAGES, as_prompts(*TEXTS))
     (tmp_path / "med_config.json").write_text("{}")
     with pytest.raises(RewardError, match="'imagereward' cannot be loaded: KeyError: 'vocab_size'"):

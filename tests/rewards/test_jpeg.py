@@ -3,9 +3,9 @@ import pytest
 from PIL import Image
 from reward_cases import as_prompt
 
-from ebbflow.recipe.rewards import reward
+from ebbflow.recipe.registry import reward
+from ebbflow.rewards.built_in.jpeg import JpegCompressibility, JpegIncompressibility, kilobytes
 from ebbflow.rewards.combine import load_scorer
-from ebbflow.rewards.jpeg import JpegCompressibility, JpegIncompressibility, kilobytes
 
 
 @pytest.fixture

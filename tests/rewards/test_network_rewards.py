@@ -11,11 +11,12 @@ import pytest
 import torch
 from network_cases import TEXTS, as_prompts, make_reward, some_images
 
+from ebbflow.models import hub
 from ebbflow.models.hub import HubError
-from ebbflow.recipe.rewards import PretrainedRewardConfig, reward
-from ebbflow.rewards import network
+from ebbflow.recipe.registry import reward
 from ebbflow.rewards.combine import RewardError, load_reward, load_scorer
-from ebbflow.rewards.network import read_weights
+from ebbflow.rewards.network import PretrainedRewardConfig
+from ebbflow.rewards.weights import read_weights
 
 NAMES = ["pickscore", "clipscore", "aesthetic", "hps", "imagereward"]
 PINNED = {"path": "team/model", "revision": "1" * 40}
@@ -127,7 +128,7 @@ def test_a_repository_is_fetched_at_its_commit_and_no_sooner_than_needed(name, m
         asked.append((pretrained.path, pretrained.revision))
         raise HubError("no hub in this test")
 
-    monkeypatch.setattr(network, "pretrained_folder", refuse)
+    monkeypatch.setattr(hub, "pretrained_folder", refuse)
     pinned = load_reward(reward(name, **PINNED, **PARTS.get(name, {})))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -142,7 +143,7 @@ def test_a_repository_is_fetched_at_its_commit_and_no_sooner_than_needed(name, m
 def test_a_repository_without_its_commit_is_not_fetched(name):
     path = reward(name, **PARTS.get(name, {})).path
     reason = load_reward(reward(name, **PARTS.get(name, {}))).unavailable()
-    assert reason == f"path = {path!r} is no folder on this machine; of a Hugging Face repository give the commit as 'revision'"
+    assert reason == f"path = {path!r} is not a folder here; for a Hugging Face repository give the commit as 'revision'"
 
 
 class Trap:

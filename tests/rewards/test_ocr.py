@@ -5,11 +5,12 @@ import pytest
 from reward_cases import as_prompt, as_rgb
 
 from ebbflow.models.glyph_training.lettering import render_text
-from ebbflow.rewards import ocr
+from ebbflow.rewards import ppocr
+from ebbflow.rewards.built_in.ocr import Ocr
 
 
 def test_reads_clean_renderings(clean):
-    result = ocr.Ocr()(*clean)
+    result = Ocr()(*clean)
     assert result.values.mean() >= 0.97
     assert result.metrics["exact_match"].mean() >= 0.9
     assert not result.failures
@@ -19,39 +20,39 @@ def test_is_not_told_the_alphabet():
     # Were it restricted to capitals it would find some in here.
     texts = ["ab12", "x-7", "50%"]
     images = as_rgb(np.stack([render_text(text, 32, 64) for text in texts]))
-    assert ocr.read(images) == texts
+    assert ppocr.read(images) == texts
 
 
 def test_another_text_than_asked_for_scores_low(clean):
     images, prompts = clean
-    assert ocr.Ocr()(images, prompts[1:] + prompts[:1]).values.mean() < 0.2
+    assert Ocr()(images, prompts[1:] + prompts[:1]).values.mean() < 0.2
 
 
 def test_finds_nothing_where_nothing_is(empty):
-    result = ocr.Ocr()(empty, [as_prompt(index, "WXYZ") for index in range(len(empty))])
+    result = Ocr()(empty, [as_prompt(index, "WXYZ") for index in range(len(empty))])
     assert np.all(result.values[:3] == 0)
     assert result.values.mean() <= 0.1
 
 
 def test_scores_do_not_depend_on_the_batch(clean):
     images, _ = clean
-    texts = ocr.read(images)
+    texts = ppocr.read(images)
     order = np.random.default_rng(0).permutation(len(images))
-    assert ocr.read(images[order]) == [texts[index] for index in order]
-    assert [ocr.read(images[index : index + 1])[0] for index in range(5)] == texts[:5]
-    assert ocr.read(images[:0]) == []
+    assert ppocr.read(images[order]) == [texts[index] for index in order]
+    assert [ppocr.read(images[index : index + 1])[0] for index in range(5)] == texts[:5]
+    assert ppocr.read(images[:0]) == []
 
 
 @pytest.mark.parametrize(("height", "width"), [(24, 96), (64, 128), (96, 96), (64, 24)])
 def test_reads_images_of_other_shapes(height, width):
     text = "OK" if width <= height else "HELLO"
-    assert ocr.read(as_rgb(render_text(text, height, width)[None])) == [text]
+    assert ppocr.read(as_rgb(render_text(text, height, width)[None])) == [text]
 
 
 def test_prepared_images_are_bgr_in_unit_range_and_at_least_square():
     images = np.zeros((1, 32, 16, 3), np.uint8)
     images[..., 0] = 255
-    prepared = ocr.prepare(images)
+    prepared = ppocr.prepare(images)
     assert (prepared.shape, prepared.dtype) == ((1, 3, 48, 48), np.float32)
     assert np.allclose(prepared[0, :, 0, 0], [-1, -1, 1])
     assert np.allclose(prepared[0, :, 0, 40], [1, 1, 1])
@@ -59,26 +60,26 @@ def test_prepared_images_are_bgr_in_unit_range_and_at_least_square():
 
 def test_decoding_agrees_with_rapidocr():
     decoder = pytest.importorskip("rapidocr.ch_ppocr_rec.utils").CTCLabelDecode
-    _, characters = ocr._recogniser()
+    _, characters = ppocr._recogniser()
     theirs = decoder(character=list(characters[1:-1]))
     assert theirs.character[1:] == characters[1:]
     rng = np.random.default_rng(0)
     classes = rng.choice([0, 0, 1, 30, 31, len(characters) - 1], (200, 12))
     scores = np.zeros((200, 12, len(characters)), np.float32)
     np.put_along_axis(scores, classes[..., None], 1.0, axis=2)
-    assert ocr.decode(classes, characters) == [text for text, _ in theirs(scores)[0]]
+    assert ppocr.decode(classes, characters) == [text for text, _ in theirs(scores)[0]]
 
 
 def test_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "files", lambda name: [])
-    assert "constraints.txt" in ocr.Ocr().unavailable()
+    assert "constraints.txt" in Ocr().unavailable()
 
     def not_installed(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "files", not_installed)
-    assert "pip install rapidocr" in ocr.Ocr().unavailable()
+    assert "pip install rapidocr" in Ocr().unavailable()
 
 
 def test_is_available_where_the_tests_run():
-    assert ocr.Ocr().unavailable() is None
+    assert Ocr().unavailable() is None

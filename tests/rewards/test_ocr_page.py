@@ -9,8 +9,8 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 from reward_cases import as_prompt
 
-from ebbflow.recipe.rewards import reward
-from ebbflow.rewards import ocr
+from ebbflow.recipe.registry import reward
+from ebbflow.rewards import ppocr
 from ebbflow.rewards.combine import load_reward
 from ebbflow.rewards.text import NO_TARGET
 
@@ -80,14 +80,14 @@ def test_a_prompt_without_a_target_is_a_failure():
 
 
 def test_an_accident_with_one_image_is_its_failure_alone(monkeypatch):
-    reader = ocr._page_reader()
+    reader = ppocr._page_reader()
 
     def accident(image):
         if image.max() == 0:
             raise ValueError("inhomogeneous\nshape")
         return reader(image)
 
-    monkeypatch.setattr(ocr, "_page_reader", lambda: accident)
+    monkeypatch.setattr(ppocr, "_page_reader", lambda: accident)
     result = score([np.zeros((256, 256, 3), np.uint8), poster(256, [("HELLO", 40)])], ["HELLO", "HELLO"])
     assert np.array_equal(result.values, [np.nan, 1.0], equal_nan=True)
     assert result.failures == {0: "rapidocr failed: ValueError: inhomogeneous shape"}
@@ -95,10 +95,10 @@ def test_an_accident_with_one_image_is_its_failure_alone(monkeypatch):
 
 def test_scores_do_not_depend_on_the_batch_and_repeat():
     images = np.stack([poster(256, [("RIVER", 40), ("boat trips", 28)]), poster(256, [("tulip", 60)])])
-    texts, _ = ocr.read_pages(images)
-    assert ocr.read_pages(images[::-1])[0] == texts[::-1]
-    assert ocr.read_pages(images)[0] == texts
-    assert ocr.read_pages(images[:0]) == ([], {})
+    texts, _ = ppocr.read_pages(images)
+    assert ppocr.read_pages(images[::-1])[0] == texts[::-1]
+    assert ppocr.read_pages(images)[0] == texts
+    assert ppocr.read_pages(images[:0]) == ([], {})
 
 
 def box(left, top, right, bottom):
@@ -108,12 +108,12 @@ def box(left, top, right, bottom):
 def test_reading_order_is_lines_from_top_to_bottom_each_from_left_to_right():
     # The words of the first line differ by 20 pixels at their upper edge, as "ace" and "Tall" in large letters do.
     boxes = [box(200, 100, 300, 140), box(10, 104, 90, 138), box(10, 30, 150, 80), box(200, 10, 330, 82), box(0, 200, 9, 210)]
-    assert ocr.reading_order(np.array(boxes)) == [2, 3, 1, 0, 4]
+    assert ppocr.reading_order(np.array(boxes)) == [2, 3, 1, 0, 4]
 
 
 def test_reading_order_takes_lines_of_small_letters_apart():
     boxes = [box(50, 9, 90, 17), box(5, 0, 40, 8), box(5, 9, 40, 17), box(50, 0, 90, 8)]
-    assert ocr.reading_order(np.array(boxes)) == [1, 3, 2, 0]
+    assert ppocr.reading_order(np.array(boxes)) == [1, 3, 2, 0]
 
 
 def test_reads_two_columns_of_a_line_in_order():
@@ -127,21 +127,21 @@ def test_reads_two_columns_of_a_line_in_order():
 
 
 def test_needs_the_detector_too(monkeypatch):
-    real = ocr.model_file
+    real = ppocr.model_file
 
     def without_detector(part):
-        if part == ocr.DETECTOR:
+        if part == ppocr.DETECTOR:
             raise FileNotFoundError("no detector")
         return real(part)
 
-    monkeypatch.setattr(ocr, "model_file", without_detector)
+    monkeypatch.setattr(ppocr, "model_file", without_detector)
     assert load_reward(reward("ocr", layout="page")).unavailable() == "no detector"
     assert load_reward(reward("ocr")).unavailable() is None
 
 
 def test_threads_wait_without_spinning_as_those_of_the_line_reader():
-    reader = ocr._page_reader()
-    ocr.read_pages(np.full((1, 64, 64, 3), 255, np.uint8))
+    reader = ppocr._page_reader()
+    ppocr.read_pages(np.full((1, 64, 64, 3), 255, np.uint8))
     options = reader.text_det.session.session.get_session_options()
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
-    assert options.intra_op_num_threads <= ocr.MAX_THREADS
+    assert options.intra_op_num_threads <= ppocr.MAX_THREADS

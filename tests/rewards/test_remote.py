@@ -15,12 +15,12 @@ from reward_cases import as_prompt
 from served_cases import answering, hangs, hangs_up, says, serving, trickles
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.rewards import reward
+from ebbflow.recipe.registry import reward
 from ebbflow.rewards import http
 from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.built_in.jpeg import JpegCompressibility
+from ebbflow.rewards.built_in.remote import Remote
 from ebbflow.rewards.combine import RewardError, load_reward, load_scorer, require_scored
-from ebbflow.rewards.jpeg import JpegCompressibility
-from ebbflow.rewards.remote import Remote
 
 TOKEN = "s3cret-Token.of~46+characters/that/nobody-sees=="
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 16, 24, 3), dtype=np.uint8)

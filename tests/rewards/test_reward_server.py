@@ -22,12 +22,12 @@ from served_cases import serving
 
 from ebbflow.cli import main
 from ebbflow.data.images import encode_png
-from ebbflow.recipe.rewards import reward
+from ebbflow.recipe.registry import reward
 from ebbflow.rewards import server
 from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.built_in.jpeg import JpegCompressibility
+from ebbflow.rewards.built_in.remote import Remote, as_request
 from ebbflow.rewards.combine import RewardError
-from ebbflow.rewards.jpeg import JpegCompressibility
-from ebbflow.rewards.remote import Remote, as_request
 
 TOKEN = "s3cret"
 IMAGE = np.zeros((1, 8, 8, 3), np.uint8)

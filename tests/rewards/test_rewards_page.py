@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.rewards import REWARD_NAMES, REWARDS
+from ebbflow.recipe.registry import REWARDS
 from ebbflow.rewards import http, server
 from ebbflow.rewards.protocol import Health, ScoreAnswer, ScoreRequest
 
@@ -21,16 +21,14 @@ RECIPES = [yaml.safe_load(block) for kind, block in BLOCKS if kind == "yaml"]
 MESSAGES = [block for kind, block in BLOCKS if kind == "json"]
 
 
-@pytest.mark.parametrize("name", REWARD_NAMES)
+@pytest.mark.parametrize("name", REWARDS)
 def test_every_reward_has_its_row(name):
     assert re.search(rf"^\| `{name}` \|", TEXT, re.MULTILINE)
 
 
 def test_every_reward_has_an_example():
     parts = [Recipe.model_validate(recipe) for recipe in RECIPES]
-    assert {config.name for recipe in parts for config in (*recipe.rewards, *recipe.guardrails)} >= set(REWARD_NAMES) - {
-        "similarity"
-    }
+    assert {config.name for recipe in parts for config in (*recipe.rewards, *recipe.guardrails)} >= set(REWARDS) - {"similarity"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -50,7 +48,7 @@ def test_the_messages_are_those_of_the_protocol():
         assert all(f'"{key}"' in TEXT for key in message.model_fields)
 
 
-@pytest.mark.parametrize("config", REWARDS, ids=REWARD_NAMES)
+@pytest.mark.parametrize("config", REWARDS.values(), ids=list(REWARDS))
 def test_every_key_of_its_own_is_on_the_page(config):
     keys = config.model_fields.keys() - {"name", "weight", "label"}
     assert [key for key in keys if not re.search(rf"[`{{ ]{key}[:`]", TEXT)] == []

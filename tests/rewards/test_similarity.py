@@ -2,7 +2,7 @@ import numpy as np
 from reward_cases import as_prompt, as_rgb
 
 from ebbflow.models.glyph_training.lettering import render_text
-from ebbflow.rewards.similarity import Similarity
+from ebbflow.rewards.built_in.similarity import Similarity
 
 
 def score(grey: np.ndarray, target: str | None = "WXYZ") -> float:

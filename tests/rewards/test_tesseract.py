@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from reward_cases import as_prompt
 
-from ebbflow.rewards import tesseract
+from ebbflow.rewards.built_in import tesseract
 
 needs_tesseract = pytest.mark.skipif(shutil.which("tesseract") is None, reason="tesseract is not installed")
 

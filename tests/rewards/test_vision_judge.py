@@ -16,11 +16,11 @@ from reward_cases import as_prompt
 from served_cases import answering, hangs, says
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.rewards import reward
+from ebbflow.recipe.registry import reward
 from ebbflow.rewards import http
+from ebbflow.rewards.built_in.vision_judge import VisionJudge, base_url
 from ebbflow.rewards.combine import load_reward
 from ebbflow.rewards.text import NO_TARGET
-from ebbflow.rewards.vision_judge import VisionJudge, base_url
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (6, 16, 24, 3), dtype=np.uint8)
 ONE = IMAGES[:1]

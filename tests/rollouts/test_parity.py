@@ -10,8 +10,7 @@ import torch
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
-from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.recipe.online import ParityConfig
+from ebbflow.recipe.choices import ParityConfig, SamplerConfig
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.parity import ParityError

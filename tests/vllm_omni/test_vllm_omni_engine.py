@@ -16,8 +16,7 @@ from vllm_omni_cases import KEYS
 
 from ebbflow.flow.noise import noise
 from ebbflow.flow.windows import Plan
-from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.recipe.online import ParityConfig
+from ebbflow.recipe.choices import ParityConfig, SamplerConfig
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.rollouts.vllm_omni import EngineError, VllmOmni
 

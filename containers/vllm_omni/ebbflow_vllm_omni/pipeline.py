@@ -23,9 +23,9 @@ from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineL
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 from ebbflow.models.families import adapter_of
-from ebbflow.recipe.algorithms import import_path
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.plugins import import_path
 from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.wire import Task, pack_rollouts
 from ebbflow_vllm_omni.networks import Network

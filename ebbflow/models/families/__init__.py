@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ebbflow.models.base import Model, ModelError
-from ebbflow.recipe.algorithms import import_path
 from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.plugins import import_path
 
 
 def adapter_of(family: str) -> type[Model]:

@@ -17,8 +17,8 @@ from transformers.utils.logging import disable_progress_bar as silence_transform
 
 from ebbflow.models.base import ModelError
 from ebbflow.models.folder import INDEX
-from ebbflow.recipe.algorithms import import_path
 from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.plugins import import_path
 
 TINY = {path.partition(":")[2]: path for family in FAMILIES.values() for path in family.tiny}
 """The builder of each tiny model."""

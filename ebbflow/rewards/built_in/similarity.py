@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
 
-import cv2
-import numpy as np
+from ebbflow.recipe.rewards import ReadingRewardConfig
+from ebbflow.rewards.base import NO_TARGET, RewardResult
 
-from ebbflow.data.prompts import Prompt
-from ebbflow.models.glyph_training.lettering import fitting_size, render_letter
-from ebbflow.rewards.base import RewardResult
-from ebbflow.rewards.text import NO_TARGET
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ebbflow.data.prompts import Prompt
+    from ebbflow.rewards.base import Reward
 
 SIZES = (0.9, 1.0, 1.1)
 """Font sizes to try, as shares of the largest that fits: layout is not what this judges."""
@@ -21,6 +23,15 @@ MARGIN = 2
 """Pixels of white around the image, for letters that touch its edge."""
 FLAT = 1.0
 """Grey levels of standard deviation below which there is nothing to see."""
+
+
+class SimilarityConfig(ReadingRewardConfig):
+    """Likeness of the letters to rendered ones of the target text, 0 to 1."""
+
+    name: Literal["similarity"] = "similarity"
+
+    def build(self) -> Reward:
+        return Similarity()
 
 
 class Similarity:
@@ -36,6 +47,9 @@ class Similarity:
         return None
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        import cv2
+        import numpy as np
+
         values = np.full(len(images), np.nan)
         failures: dict[int, str] = {}
         for index, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
@@ -55,6 +69,10 @@ def letter_match(grey: np.ndarray, text: str) -> float:
     Raises:
         ValueError: the text cannot be rendered at this size.
     """
+    import numpy as np
+
+    from ebbflow.models.glyph_training.lettering import fitting_size
+
     height, width = grey.shape
     text = " ".join(text.split())
     size = fitting_size(text, height, width)
@@ -72,6 +90,8 @@ def letter_match(grey: np.ndarray, text: str) -> float:
 
 def _best_match(window: np.ndarray, letter: str, size: float) -> float:
     """Largest correlation over sizes and positions; -1 where no size fits into the window."""
+    import cv2
+
     best = -1.0
     for share in SIZES:
         template = _template(letter, share * size)
@@ -82,4 +102,6 @@ def _best_match(window: np.ndarray, letter: str, size: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _template(letter: str, size: float) -> np.ndarray:
+    from ebbflow.models.glyph_training.lettering import render_letter
+
     return render_letter(letter, size)

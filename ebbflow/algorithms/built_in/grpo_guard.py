@@ -11,19 +11,35 @@ out the division by |dt|.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, gaussian_kl
 from ebbflow.algorithms.policy_gradient import clip_metrics, clipped, ratio_metrics
-from ebbflow.recipe.algorithms import GRPOGuardConfig
+from ebbflow.recipe.algorithms import TrajectoryConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GRPOGuardConfig(TrajectoryConfig):
+    """Flow-GRPO whose ratio is centred and weighted alike at every step, so that the clip bites at all of them."""
+
+    paper: ClassVar = "2510.22319"
+    needs_density: ClassVar = True
+    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "all"}}
+
+    name: Literal["grpo_guard"] = "grpo_guard"
+    clip_range: float = Field(1e-4, gt=0, lt=1)
+    """Clip of the regulated ratio (published: 2e-6)."""
 
 
 def loss(rows: TrajectoryRows, config: GRPOGuardConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     step = rows.transition
     bias = gaussian_kl(step, rows.old_mean)
-    regulated = torch.exp((rows.log_prob - rows.old_log_prob + bias) * step.std)
+    regulated = ((rows.log_prob - rows.old_log_prob + bias) * step.std).exp()
     metrics = ratio_metrics(rows) | clip_metrics(regulated, rows.advantage, config.clip_range)
     metrics |= {"guard/ratio_deviation": (regulated - 1).abs(), "guard/bias": bias}
     return clipped(regulated, rows.advantage, config.clip_range) / step.dt.abs(), metrics

@@ -6,15 +6,32 @@ import base64
 import json
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import numpy as np
+from pydantic import Field
 
-from ebbflow.data.images import encode_png
-from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.rewards import RemoteConfig
 from ebbflow.rewards.base import RewardResult
-from ebbflow.rewards.http import NoAnswer, ask, shown
+from ebbflow.rewards.http import NoAnswer, ServedRewardConfig, ask, shown
 from ebbflow.rewards.protocol import HEALTH, SCORE, Health, PromptMessage, ScoreAnswer, ScoreRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ebbflow.data.prompts import Prompt
+    from ebbflow.rewards.base import Reward
+
+
+class RemoteConfig(ServedRewardConfig):
+    """A score from a server of rewards: ``ebbflow serve-reward``, GenEval, whatever speaks the protocol of docs/rewards.md."""
+
+    name: Literal["remote"] = "remote"
+    batch: int = Field(16, ge=1, le=256)
+    """Images per request."""
+    metrics: list[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]] = []
+    """Further columns of the server to keep, each as ``<label>_<column>``; the others are left out."""
+
+    def build(self) -> Reward:
+        return Remote(self)
 
 
 class Remote:
@@ -36,6 +53,8 @@ class Remote:
         return f"{self.config.url}: the reward {shown(health.reward, self.config)} is not ready; wait until the server is"
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        import numpy as np
+
         values = np.full(len(images), np.nan)
         metrics = {f"{self.name}_{column}": np.full(len(images), np.nan) for column in self.config.metrics}
         failures: dict[int, str] = {}
@@ -67,6 +86,8 @@ class Remote:
 
 def as_request(images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreRequest:
     """The message for images, uint8 RGB [N, height, width, 3], and their prompts."""
+    from ebbflow.data.images import encode_png
+
     return ScoreRequest(
         images=[base64.b64encode(image).decode() for image in encode_png(images)],
         prompts=[
@@ -83,4 +104,6 @@ def as_request(images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreRequest:
 
 def _numbers(values: Sequence[float | None]) -> np.ndarray:
     """float64 [N], NaN for None."""
+    import numpy as np
+
     return np.array([np.nan if value is None else value for value in values], np.float64)

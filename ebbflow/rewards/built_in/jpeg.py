@@ -8,17 +8,39 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-from PIL import Image
-
-from ebbflow.data.prompts import Prompt
+from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import RewardResult
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ebbflow.data.prompts import Prompt
+    from ebbflow.rewards.base import Reward
 
 QUALITY = 95
 KILOBYTE = 1000
 SCALE = 500
 """Kilobytes that are worth 1."""
+
+
+class JpegCompressibilityConfig(RewardConfig):
+    """-kB / 500 of the image as a JPEG of quality 95: plain images score higher, below 0."""
+
+    name: Literal["jpeg_compressibility"] = "jpeg_compressibility"
+
+    def build(self) -> Reward:
+        return JpegCompressibility()
+
+
+class JpegIncompressibilityConfig(RewardConfig):
+    """kB / 500 of the image as a JPEG of quality 95: images full of detail score higher, above 0."""
+
+    name: Literal["jpeg_incompressibility"] = "jpeg_incompressibility"
+
+    def build(self) -> Reward:
+        return JpegIncompressibility()
 
 
 class JpegCompressibility:
@@ -47,11 +69,15 @@ class JpegIncompressibility:
 
 def kilobytes(images: np.ndarray) -> np.ndarray:
     """Sizes in units of 1000 bytes, float64 [N], of uint8 RGB images [N, height, width, 3] as JPEG files."""
+    import numpy as np
+
     return np.array([_size(image) for image in images], np.float64) / KILOBYTE
 
 
 def _size(image: np.ndarray) -> int:
     """Bytes of one image as a JPEG file."""
+    from PIL import Image
+
     file = io.BytesIO()
     Image.fromarray(image).save(file, "JPEG", quality=QUALITY)
     return len(file.getvalue())

@@ -10,20 +10,42 @@ steps, an older self. Both rows of a pair carry its loss, so that the mean over 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
 
 from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, CopyName, ForwardRows, RowMetrics, flow_matching_error
-from ebbflow.recipe.algorithms import DiffusionDPOConfig
+from ebbflow.recipe.algorithms import ForwardConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+class DiffusionDPOConfig(ForwardConfig):
+    """Preference pairs: better against worse, from a file or from the samples of a group."""
+
+    paper: ClassVar = "2311.12908"
+
+    name: Literal["diffusion_dpo"] = "diffusion_dpo"
+    sigmas: Literal["uniform", "logit_normal"] = "logit_normal"
+    beta: float = Field(50.0, gt=0)
+    """Strength of the preference, on errors that are means over the latent's elements (published: 100 to 2000 and more)."""
+    pairs_share: float = Field(0.25, gt=0, le=0.5)
+    """Of each group, this share of the best is paired with as many of the worst, best with worst; ties make no pair."""
+    refresh_every: int = Field(0, ge=0)
+    """The policy replaces the reference of the pairs after this many optimiser steps; 0: it stays the base model."""
 
 
 def loss(rows: ForwardRows, config: DiffusionDPOConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]; rows 2i and 2i + 1 are the better and the worse sample of a pair."""
+    from torch.nn.functional import logsigmoid
+
     change = flow_matching_error(rows, rows.velocity) - flow_matching_error(rows, rows.copies[anchor(config)])
     better, worse = change.view(-1, 2).unbind(1)
     margin = -0.5 * config.beta * (better - worse)
-    total = -torch.nn.functional.logsigmoid(margin)
+    total = -logsigmoid(margin)
     metrics = {"dpo/margin": margin, "dpo/accuracy": (margin > 0).float(), "dpo/better_change": better, "dpo/worse_change": worse}
     return total.repeat_interleave(2), {name: value.repeat_interleave(2) for name, value in metrics.items()}
 
@@ -38,6 +60,18 @@ def old_decay(config: DiffusionDPOConfig, optimizer_step: int) -> float:
     return float(optimizer_step % config.refresh_every != 0) if config.refresh_every else 1.0
 
 
+def pairs(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: DiffusionDPOConfig) -> list[np.ndarray]:
+    """(better, worse) of each group: its best with its worst, the second best with the second worst and so on; no ties."""
+    import numpy as np
+
+    found = []
+    for group in grouping.groups(advantage, keep, prompt_ids, config):
+        ranked = group[np.argsort(-advantage[group], kind="stable")]
+        count = max(1, int(config.pairs_share * len(group)))
+        found += [np.array(pair) for pair in zip(ranked[:count], ranked[::-1][:count], strict=True)]
+    return [pair for pair in found if advantage[pair[0]] > advantage[pair[1]]]
+
+
 ALGORITHM = Algorithm(
-    DiffusionDPOConfig, loss, copies=lambda config: frozenset({anchor(config)}), select=grouping.pairs, old_decay=old_decay
+    DiffusionDPOConfig, loss, copies=lambda config: frozenset({anchor(config)}), select=pairs, old_decay=old_decay
 )

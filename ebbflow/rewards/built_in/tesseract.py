@@ -12,13 +12,16 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-from PIL import Image
+from ebbflow.recipe.rewards import ReadingRewardConfig
 
-from ebbflow.data.prompts import Prompt
-from ebbflow.rewards.base import RewardResult
-from ebbflow.rewards.text import judge_readings
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
+    from ebbflow.data.prompts import Prompt
+    from ebbflow.rewards.base import Reward, RewardResult
 
 COMMAND = ("tesseract", "stdin", "stdout", "-l", "eng", "--psm", "7", "tsv")
 PAGES = 64
@@ -32,6 +35,15 @@ MARGIN = 20
 PAGE_LEVEL, WORD_LEVEL = "1", "5"
 
 
+class TesseractConfig(ReadingRewardConfig):
+    """The same distance, as tesseract reads: an independent second OCR, 0 to 1."""
+
+    name: Literal["tesseract"] = "tesseract"
+
+    def build(self) -> Reward:
+        return Tesseract()
+
+
 class Tesseract:
     """Similarity of what tesseract reads to the prompt's target; ``tesseract_exact`` is 1 where they are equal."""
 
@@ -41,6 +53,8 @@ class Tesseract:
         return _unavailable()
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        from ebbflow.rewards.text import judge_readings
+
         readings: list[str | None] = []
         failures: dict[int, str] = {}
         for start in range(0, len(images), PAGES):
@@ -86,6 +100,8 @@ def words_of_pages(tsv: str, pages: int) -> list[str | None]:
 
 
 def _pages(images: np.ndarray) -> bytes:
+    from PIL import Image
+
     pages = [_page(Image.fromarray(image)) for image in images]
     stream = io.BytesIO()
     pages[0].save(stream, "TIFF", save_all=True, append_images=pages[1:])
@@ -93,6 +109,8 @@ def _pages(images: np.ndarray) -> bytes:
 
 
 def _page(image: Image.Image) -> Image.Image:
+    from PIL import Image
+
     scale = max(1.0, READABLE_HEIGHT / image.height)
     size = round(image.width * scale), round(image.height * scale)
     page = Image.new("L", (size[0] + 2 * MARGIN, size[1] + 2 * MARGIN), 255)

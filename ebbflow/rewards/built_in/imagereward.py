@@ -7,26 +7,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-from torch import Tensor, nn
-from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
+from ebbflow.rewards.network import Files, NetworkReward, PretrainedRewardConfig
 
-from ebbflow.recipe import rewards as recipe
-from ebbflow.rewards.network import (
-    Files,
-    NetworkReward,
-    Score,
-    build_network,
-    check_vocabulary,
-    load_head,
-    pick,
-    read_weights,
-    renamed,
-    under,
-)
-from ebbflow.rewards.pixels import resized_bytes
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor, nn
+
+    from ebbflow.rewards.base import Reward
+    from ebbflow.rewards.network import Score
 
 CHECKPOINT, TEXT_CONFIG = "ImageReward.pt", "med_config.json"
 MEAN, DEVIATION = 0.16717362830052426, 1.0333394966054072
@@ -62,6 +53,18 @@ TEXT_KEYS = (
 )
 
 
+class ImageRewardConfig(PretrainedRewardConfig):
+    """ImageReward (2304.05977), raw: human preferences, standardised to mean 0 and deviation 1 on its own training set."""
+
+    name: Literal["imagereward"] = "imagereward"
+    path: str | None = "zai-org/ImageReward"
+    tokenizer: PretrainedSourceConfig
+    """Of the text encoder: ``google-bert/bert-base-uncased`` as a folder or a repository."""
+
+    def build(self) -> Reward:
+        return ImageReward(self)
+
+
 @dataclass(frozen=True)
 class Blip:
     """The image encoder, the text encoder that attends to its output, and the head."""
@@ -73,6 +76,8 @@ class Blip:
 
     def score(self, images: np.ndarray, texts: list[str]) -> Tensor:
         """uint8 RGB [n, height, width, 3] and n prompts, each cut after 35 tokens -> float32 [n]."""
+        from ebbflow.rewards.pixels import resized_bytes
+
         pixels = resized_bytes(images, self.vision.config.image_size, self.vision.device)
         tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
         tokens = tokens.to(self.text.device)
@@ -84,12 +89,16 @@ class Blip:
 class ImageReward(NetworkReward):
     """(head(first output of the text encoder) - .167) / 1.033 (2304.05977)."""
 
-    config: recipe.ImageRewardConfig
+    config: ImageRewardConfig
 
     def files(self) -> list[Files]:
         return [Files(self.config, (CHECKPOINT, TEXT_CONFIG)), Files(self.config.tokenizer, ("tokenizer.json",))]
 
     def load(self) -> Score:
+        from transformers import BertTokenizer, BlipTextConfig, BlipTextModel
+
+        from ebbflow.rewards.weights import build_network, check_vocabulary, load_head, read_weights, under
+
         folder, words = (files.folder() for files in self.files())
         checkpoint = folder / CHECKPOINT
         weights = read_weights(checkpoint)
@@ -111,6 +120,10 @@ def load_vision(weights: Mapping[str, Tensor], source: Path) -> Any:
     Raises:
         RewardError: the weights are not those of a vision transformer.
     """
+    from transformers import BlipVisionConfig, BlipVisionModel
+
+    from ebbflow.rewards.weights import build_network, pick, renamed
+
     patch, places, widening = pick(weights, ("patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight"), source)
     width, patch_size = patch.shape[0], patch.shape[-1]
     config = BlipVisionConfig(

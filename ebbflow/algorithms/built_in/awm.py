@@ -11,12 +11,35 @@ the base while the training reward still rises.
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, CopyName, ForwardRows, RowMetrics, flow_matching_error, per_row
-from ebbflow.recipe.algorithms import AWMConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TINY = 1e-10
+
+
+class AWMConfig(ForwardConfig):
+    """Advantage-weighted matching: the flow-matching loss of each sample, weighted with its advantage, near a lagging copy."""
+
+    paper: ClassVar = "2509.25050"
+    stage_defaults: ClassVar = {"reference": {"weight": 0.1}}
+
+    name: Literal["awm"] = "awm"
+    noise_levels: int = Field(6, ge=1)
+    """Draws of (sigma, noise) per sample and pass."""
+    surrogate: Literal["power", "plain", "sigma", "sigma_squared"] = "power"
+    """The stand-in for the log-prob: -(sigma / q) ((l + 1e-10)^q - (1e-10)^q), -l, -sigma l or -sigma^2 l."""
+    power: float = Field(0.25, gt=0, le=1)
+    """q of the ``power`` surrogate."""
+    old_weight: float = Field(1.0, ge=0)
+    """Weight of mean((v - v_old)^2); the old copy is what the paper calls the EMA."""
+    old: EmaScheduleConfig = EmaScheduleConfig(slope=0.001, max_decay=0.3)
 
 
 def loss(rows: ForwardRows, config: AWMConfig) -> tuple[Tensor, RowMetrics]:

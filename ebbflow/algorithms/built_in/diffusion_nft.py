@@ -14,11 +14,31 @@ The sigmas of a sample are stratified. Published code adds the penalty k mean((v
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, expand_like, per_row
-from ebbflow.recipe.algorithms import DiffusionNFTConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DiffusionNFTConfig(ForwardConfig):
+    """Contrast of an implicit better with an implicit worse policy, both around the old one that generates."""
+
+    paper: ClassVar = "2509.16117"
+    stage_defaults: ClassVar = {"reference": {"weight": 1e-4}}
+
+    name: Literal["diffusion_nft"] = "diffusion_nft"
+    beta: float = Field(0.1, gt=0, le=1)
+    """How far the implicit policies stand from the old one: 1 in the paper, .1 for OCR or several rewards."""
+    advantages: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
+    """What becomes of the advantages: as they are; only those above or below zero; 1 above zero and 0 elsewhere; their sign."""
+    old: EmaScheduleConfig = EmaScheduleConfig()
+    """The old policy online; offline it stays as it was when it generated. Published: ``{max_decay: 0}`` (a copy),
+    ``{slope: .001, max_decay: .5}``, and ``{warmup: 75, slope: .0075, max_decay: .999}``."""
 
 
 def loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor, RowMetrics]:
@@ -43,7 +63,7 @@ def shaped(advantage: Tensor, config: DiffusionNFTConfig) -> Tensor:
         "positive_only": advantage.clamp_min(0),
         "negative_only": advantage.clamp_max(0),
         "one_only": (advantage > 0).to(advantage),
-        "binary": torch.sign(advantage),
+        "binary": advantage.sign(),
     }
     return modes[config.advantages]
 

@@ -6,10 +6,24 @@ that hard prompts count as much as easy ones.
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, flow_matching_error
-from ebbflow.recipe.algorithms import RWRConfig
+from ebbflow.recipe.algorithms import ForwardConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RWRConfig(ForwardConfig):
+    """Flow matching on every sample, weighted with exp(advantage / temperature)."""
+
+    paper: ClassVar = "2302.12192"
+
+    name: Literal["rwr"] = "rwr"
+    temperature: float = Field(1.0, gt=0)
 
 
 def loss(rows: ForwardRows, config: RWRConfig) -> tuple[Tensor, RowMetrics]:

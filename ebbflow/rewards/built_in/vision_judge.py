@@ -13,17 +13,19 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ebbflow.data.images import encode_png
-from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.rewards import VisionJudgeConfig
-from ebbflow.rewards.base import RewardResult
-from ebbflow.rewards.http import NoAnswer, ask, shown
-from ebbflow.rewards.text import NO_TARGET
+from ebbflow.rewards.base import NO_TARGET, RewardResult
+from ebbflow.rewards.http import NoAnswer, ServedRewardConfig, ask, shown
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ebbflow.data.prompts import Prompt
+    from ebbflow.rewards.base import Reward
 
 TOP_TOKENS = 20
 """Likeliest first tokens to ask for: as many as the usual servers give."""
@@ -84,6 +86,37 @@ class Models(_Part):
     data: list[_Model]
 
 
+class VisionJudgeConfig(ServedRewardConfig):
+    """A vision-language model behind an OpenAI-compatible server answers a question about the image, 0 to 1."""
+
+    name: Literal["vision_judge"] = "vision_judge"
+    model: str = Field(min_length=1)
+    """As the server calls it."""
+    concurrency: int = Field(8, ge=1, le=64)
+    """Requests at a time, of one image each."""
+    question: str = Field('Does this image show: {prompt}? Answer "yes" or "no".', min_length=1)
+    """``{prompt}`` and ``{target}`` stand for those of the image's prompt; no other braces are taken."""
+    answer: Literal["probability", "yes_no", "number"] = "probability"
+    """``probability``: P(yes) / (P(yes) + P(no)) of the first token. ``yes_no``: 1 or 0. ``number``: a number from 0 to
+    ``scale``, divided by it. Every other answer is a failure, never a guess."""
+    scale: float = Field(10.0, gt=0)
+
+    @field_validator("question")
+    @classmethod
+    def _names_nothing_else(cls, question: str) -> str:
+        rest = question.replace("{prompt}", "").replace("{target}", "")
+        if "{" in rest or "}" in rest:
+            raise ValueError("{prompt} and {target} are all that may stand in braces")
+        return question
+
+    @property
+    def reads(self) -> bool:
+        return "{target}" in self.question
+
+    def build(self) -> Reward:
+        return VisionJudge(self)
+
+
 class VisionJudge:
     """The model's answer as a number from 0 to 1; NaN with a reason for an answer that is none."""
 
@@ -105,6 +138,8 @@ class VisionJudge:
         return f"{url} has no model {self.config.model!r}; it has {shown(', '.join(served) or 'none', self.config)}"
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        import numpy as np
+
         values = np.full(len(images), np.nan)
         failures: dict[int, str] = {}
         with ThreadPoolExecutor(self.config.concurrency) as pool:
@@ -137,6 +172,8 @@ class VisionJudge:
         return yes_or_no(text) if self.config.answer == "yes_no" else number(text, self.config.scale)
 
     def _request(self, image: np.ndarray, prompt: Prompt) -> bytes:
+        from ebbflow.data.images import encode_png
+
         picture = base64.b64encode(encode_png(image[None])[0]).decode()
         content = [
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},

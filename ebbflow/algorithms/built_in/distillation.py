@@ -7,12 +7,25 @@ The rewards are watched, not learnt from, so groups without variance are trained
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
 
 from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, gaussian_kl
 from ebbflow.algorithms.policy_gradient import ratio_metrics
-from ebbflow.recipe.algorithms import DistillationConfig
+from ebbflow.recipe.algorithms import TrajectoryConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DistillationConfig(TrajectoryConfig):
+    """On-policy distillation: the policy's own steps are pulled to a teacher's; no reward is learnt from."""
+
+    name: Literal["distillation"] = "distillation"
+    teacher: str = Field(min_length=1)
+    """Policy folder (or URI) of the teacher, trained from the same base model with the same ``policy``."""
 
 
 def loss(rows: TrajectoryRows, config: DistillationConfig) -> tuple[Tensor, RowMetrics]:

@@ -9,22 +9,34 @@ A dropped row counts as 0 in the mean, as a clipped one has no gradient.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, gaussian_kl
 from ebbflow.algorithms.policy_gradient import ratio_metrics
-from ebbflow.recipe.algorithms import FlowDPPOConfig
+from ebbflow.recipe.algorithms import TrajectoryConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FlowDPPOConfig(TrajectoryConfig):
+    """Policy gradient that drops the terms which move further away than a divergence allows, instead of clipping a ratio."""
+
+    name: Literal["flow_dppo"] = "flow_dppo"
+    divergence_limit: float = Field(1e-5, gt=0)
+    """tau: the largest mean((mu - mu_old)^2) / (2 b^2) of a term that still moves away from the old policy."""
 
 
 def loss(rows: TrajectoryRows, config: FlowDPPOConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
-    ratio = torch.exp(rows.log_prob - rows.old_log_prob)
+    ratio = (rows.log_prob - rows.old_log_prob).exp()
     divergence = gaussian_kl(rows.transition, rows.old_mean)
-    away = torch.where(rows.advantage > 0, ratio > 1, ratio < 1) & (rows.advantage != 0)
+    away = (ratio > 1).where(rows.advantage > 0, ratio < 1) & (rows.advantage != 0)
     dropped = away & (divergence >= config.divergence_limit)
     metrics = ratio_metrics(rows) | {"dppo/divergence": divergence, "dppo/dropped": dropped.float()}
-    return torch.where(dropped, 0.0, -rows.advantage * ratio), metrics
+    return (-rows.advantage * ratio).where(~dropped, 0.0), metrics
 
 
 ALGORITHM = Algorithm(FlowDPPOConfig, loss)

@@ -10,19 +10,33 @@ deterministic.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
 
 from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, flow_matching_error, group_mean
-from ebbflow.recipe.algorithms import DGPOConfig
+from ebbflow.recipe.algorithms import ForwardConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DGPOConfig(ForwardConfig):
+    """Group preference: the whole group decides how much each of its samples still has to gain."""
+
+    paper: ClassVar = "2510.08425"
+
+    name: Literal["dgpo"] = "dgpo"
+    beta: float = Field(50.0, gt=0)
+    """Strength of the preference, on errors that are means over the latent's elements."""
 
 
 def loss(rows: ForwardRows, config: DGPOConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     error = flow_matching_error(rows, rows.velocity)
     change = error.detach() - flow_matching_error(rows, rows.copies["reference"])
-    weight = torch.sigmoid(group_mean(rows.advantage * config.beta * change, rows.group_index))
+    weight = group_mean(rows.advantage * config.beta * change, rows.group_index).sigmoid()
     return weight * rows.advantage * error, {"dgpo/weight": weight, "dgpo/change": change}
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-from torch import Tensor
-from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
+from ebbflow.rewards.network import Files, NetworkReward, PretrainedRewardConfig
 
-from ebbflow.models.base import default_device
-from ebbflow.recipe import rewards as recipe
-from ebbflow.rewards.clip import Clip
-from ebbflow.rewards.network import Files, NetworkReward, Score, build_network, check_vocabulary, read_weights, renamed
-from ebbflow.rewards.pixels import resized_floats
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from ebbflow.rewards.base import Reward
+    from ebbflow.rewards.clip import Clip
+    from ebbflow.rewards.network import Score
 
 CHECKPOINT = "HPS_v2.1_compressed.pt"
 NAMES = {
@@ -38,18 +40,37 @@ NAMES = {
 """From open_clip's names to those of transformers."""
 
 
+class HpsConfig(PretrainedRewardConfig):
+    """Cosine between prompt and image under HPS v2.1 (2306.09341), about .2 to .35."""
+
+    name: Literal["hps"] = "hps"
+    path: str | None = "xswu/HPSv2"
+    processor: PretrainedSourceConfig
+    """Configuration and tokenizer of CLIP-H: ``laion/CLIP-ViT-H-14-laion2B-s32B-b79K`` as a folder or a repository."""
+
+    def build(self) -> Reward:
+        return Hps(self)
+
+
 class Hps(NetworkReward):
     """cos(image, prompt) (2306.09341). The published code computes it in half precision, this in float32.
 
     Prompts are unescaped as there (``&amp;`` is ``&``); other repairs of broken Unicode, by the package ftfy, are left out.
     """
 
-    config: recipe.HpsConfig
+    config: HpsConfig
 
     def files(self) -> list[Files]:
         return [Files(self.config, (CHECKPOINT,)), Files(self.config.processor, ("config.json", "tokenizer.json"))]
 
     def load(self) -> Score:
+        from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+
+        from ebbflow.models.base import default_device
+        from ebbflow.rewards.clip import Clip
+        from ebbflow.rewards.pixels import resized_floats
+        from ebbflow.rewards.weights import build_network, check_vocabulary, read_weights
+
         checkpoint, processor = (files.folder() for files in self.files())
         config = CLIPConfig.from_pretrained(processor, local_files_only=True)
         tokenizer = CLIPTokenizer.from_pretrained(processor, local_files_only=True)
@@ -70,6 +91,8 @@ def from_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     open_clip keeps the three projections of an attention in one matrix, and the last projections transposed.
     """
+    from ebbflow.rewards.weights import renamed
+
     found: dict[str, Tensor] = {}
     for name, tensor in renamed(weights, NAMES).items():
         if ".in_proj_" in name:

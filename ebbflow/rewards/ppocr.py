@@ -1,9 +1,4 @@
-"""``ocr``: a neural reader, the PP-OCR models that rapidocr's wheel carries.
-
-Of the layout ``line`` the recogniser is run directly: the image is one line already, so rapidocr's detector and its per-image
-calls would only cost time. Of the layout ``page`` rapidocr finds the pieces of text and reads each. Nothing is downloaded and
-nothing is told about the alphabet.
-"""
+"""The PP-OCR models that rapidocr's wheel carries, as readers of one line and of a page. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -17,11 +12,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.rewards import OcrConfig
-from ebbflow.rewards.base import RewardResult
-from ebbflow.rewards.text import judge_readings
-
 HEIGHT = 48
 """Height in pixels that PP-OCR recognisers read."""
 BATCH = 16
@@ -34,29 +24,6 @@ PAGE_SIDE = 960
 """Pixels of the longer side above which a page is made smaller before text is searched in it; smaller ones stay as they are."""
 DETECTOR, RECOGNISER = "det", "rec"
 """What rapidocr calls its models."""
-
-
-class Ocr:
-    """Similarity of what PP-OCR reads to the prompt's target; the metric ``exact_match`` is 1 where they are equal."""
-
-    name = "ocr"
-
-    def __init__(self, config: OcrConfig = OcrConfig()) -> None:
-        self.config = config
-
-    def unavailable(self) -> str | None:
-        try:
-            for part in (RECOGNISER, *[DETECTOR] * (self.config.layout == "page")):
-                model_file(part)
-        except FileNotFoundError as error:
-            return str(error)
-        return None
-
-    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        if self.config.layout == "line":
-            return judge_readings(read(images), prompts, "exact_match")
-        readings, failures = read_pages(images)
-        return judge_readings(readings, prompts, "exact_match", failures)
 
 
 def read(images: np.ndarray) -> list[str]:
@@ -90,7 +57,7 @@ def read_pages(images: np.ndarray) -> tuple[list[str | None], dict[int, str]]:
             texts.append(None)
             continue
         pieces = () if found.txts is None else found.txts
-        texts.append(" ".join(pieces[position] for position in (reading_order(found.boxes) if pieces else ())))
+        texts.append(" ".join(pieces[place] for place in (reading_order(found.boxes) if pieces else ())))
     return texts, failures
 
 

@@ -8,11 +8,28 @@ sigma and eps are shared inside a group. Rollouts come from the old policy, as i
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
 
 from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, group_mean, per_row
-from ebbflow.recipe.algorithms import CRDConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class CRDConfig(ForwardConfig):
+    """Regression of the change against the old policy on the advantage, both centred inside the group."""
+
+    paper: ClassVar = "2603.14128"
+    stage_defaults: ClassVar = {"reference": {"weight": 1e-4}}
+
+    name: Literal["crd"] = "crd"
+    beta: float = Field(0.1, gt=0)
+    """Scale of the implied reward."""
+    old: EmaScheduleConfig = EmaScheduleConfig()
 
 
 def loss(rows: ForwardRows, config: CRDConfig) -> tuple[Tensor, RowMetrics]:

@@ -6,25 +6,44 @@ https://github.com/christophschuhmann/improved-aesthetic-predictor
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from ebbflow.recipe import rewards as recipe
-from ebbflow.rewards.clip import CLIP_FILES, load_clip
-from ebbflow.rewards.network import Files, NetworkReward, Score, load_head, read_weights
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
+from ebbflow.rewards.network import CLIP_FILES, Files, NetworkReward, PretrainedRewardConfig
+
+if TYPE_CHECKING:
+    from ebbflow.rewards.base import Reward
+    from ebbflow.rewards.network import Score
 
 HEAD = "sac+logos+ava1-l14-linearMSE"
 """The published predictor of CLIP ViT-L/14: five linear layers and nothing between them, on embeddings of length 1."""
 
 
+class AestheticConfig(PretrainedRewardConfig):
+    """LAION's aesthetic predictor on CLIP-L image embeddings, raw, about 1 to 10; it never sees the prompt."""
+
+    name: Literal["aesthetic"] = "aesthetic"
+    path: str | None = "openai/clip-vit-large-patch14"
+    head: PretrainedSourceConfig
+    """Of the predictor, ``sac+logos+ava1-l14-linearMSE`` as .pth or .safetensors: the file, or a folder or repository with it."""
+
+    def build(self) -> Reward:
+        return Aesthetic(self)
+
+
 class Aesthetic(NetworkReward):
     """head(unit image embedding): the expected mean rating, 1 to 10."""
 
-    config: recipe.AestheticConfig
+    config: AestheticConfig
 
     def files(self) -> list[Files]:
         clip = Files(self.config, CLIP_FILES)
         return [clip] if self._head_is_a_file() else [clip, Files(self.config.head, (f"{HEAD}.*",))]
 
     def load(self) -> Score:
+        from ebbflow.rewards.clip import load_clip
+        from ebbflow.rewards.weights import load_head, read_weights
+
         clip = load_clip(self.files()[0].folder())
         source = self._head_file()
         head = load_head(read_weights(source), clip.model.config.projection_dim, source)

@@ -1,0 +1,38 @@
+r"""Supervised fine-tuning on the best samples of every group (rejection sampling): L = mean((v - u)^2), u = eps - x0."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from ebbflow.algorithms import grouping
+from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, flow_matching_error
+from ebbflow.recipe.algorithms import ForwardConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+class SFTConfig(ForwardConfig):
+    """Flow matching on the best samples of every group (rejection sampling)."""
+
+    name: Literal["sft"] = "sft"
+    best: int = Field(1, ge=1)
+    """Samples per group that are learnt from."""
+
+
+def loss(rows: ForwardRows, config: SFTConfig) -> tuple[Tensor, RowMetrics]:
+    """Loss and metrics of each row, [M]."""
+    return flow_matching_error(rows, rows.velocity), {}
+
+
+def best(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: SFTConfig) -> list[np.ndarray]:
+    """The best ``config.best`` samples of each group, each by itself."""
+    groups = grouping.groups(advantage, keep, prompt_ids, config)
+    ranked = [group[(-advantage[group]).argsort(kind="stable")] for group in groups]
+    return [sample for group in ranked for sample in group[: config.best, None]]
+
+
+ALGORITHM = Algorithm(SFTConfig, loss, select=best)

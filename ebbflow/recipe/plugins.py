@@ -1,0 +1,75 @@
+"""Names in a recipe that lead to code: what comes with Ebbflow by its name, a user's own by ``package.module:name``."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel
+
+from ebbflow.recipe.base import RecipeError
+
+C = TypeVar("C", bound=BaseModel)
+PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def name_or_path(*known: str) -> AfterValidator:
+    """Accepts the known names, and ``package.module:name`` of something that the user wrote."""
+
+    def check(value: str) -> str:
+        if value not in known and not PATH.fullmatch(value):
+            choices = f"take {', '.join(known)}, or give" if known else "give"
+            raise ValueError(f"{choices} package.module:name of your own")
+        return value
+
+    return AfterValidator(check)
+
+
+def import_path(path: str) -> Any:
+    """What ``package.module:name`` leads to.
+
+    Raises:
+        RecipeError: the module cannot be imported or has no such name. Whatever else goes wrong inside it comes through as it is.
+    """
+    place, name = path.split(":")
+    try:
+        module = import_module(place)
+    except ImportError as error:
+        raise RecipeError(f"{path} cannot be imported ({error}); install its package, or put its folder on PYTHONPATH") from None
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        nearest = difflib.get_close_matches(name, dir(module), n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else "name something that it defines"
+        raise RecipeError(f"{path}: the module {place!r} has no {name!r}; {hint}") from None
+
+
+def modules_of(package: str) -> list[ModuleType]:
+    """Every module in the folder of a package, by name."""
+    folder = import_module(package).__path__
+    return [import_module(f"{package}.{file.name}") for file in iter_modules(folder)]
+
+
+def built_in(package: str, base: type[C]) -> tuple[type[C], ...]:
+    """The classes below ``base`` in the files of a package that a recipe can name: those whose ``name`` has a default."""
+    return tuple(
+        found
+        for module in modules_of(package)
+        for found in vars(module).values()
+        if isinstance(found, type) and issubclass(found, base) and found.__module__ == module.__name__
+        if "name" in found.model_fields and not found.model_fields["name"].is_required()
+    )
+
+
+def require_members(found: Any, members: tuple[str, ...], path: str, protocol: str) -> None:
+    """Check that what a path leads to has the members of a protocol.
+
+    Raises:
+        RecipeError: it lacks one.
+    """
+    if missing := [member for member in members if not hasattr(found, member)]:
+        raise RecipeError(f"{path} is not an {protocol}: it lacks {missing[0]!r}")

@@ -1,0 +1,66 @@
+"""What a recipe can name: the algorithms and rewards in their folders, and a user's own.
+
+A file in ``ebbflow/algorithms/built_in`` or ``ebbflow/rewards/built_in`` defines a class of hyper-parameters or options, and is
+found here by its ``name``: a new one is one file, and no list of names has to follow. Those files import their base classes from
+this room, the lowest one; it imports them by the names of their folders, as it imports a user's own by its path.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Annotated, Any, Union
+
+from pydantic import BeforeValidator, Field, TypeAdapter
+
+from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig
+from ebbflow.recipe.plugins import PATH, built_in
+from ebbflow.recipe.rewards import CustomRewardConfig, RewardConfig
+
+ALGORITHMS = {config.model_fields["name"].default: config for config in built_in("ebbflow.algorithms.built_in", AlgorithmConfig)}
+"""The class of hyper-parameters of each algorithm, by the name that ``algorithm.name`` takes."""
+
+REWARDS = {config.model_fields["name"].default: config for config in built_in("ebbflow.rewards.built_in", RewardConfig)}
+"""The class of options of each reward, by its name."""
+
+
+def _named(given: Any) -> Any:
+    """A bare name stands for the reward with its defaults, a path for a user's own."""
+    if isinstance(given, str):
+        given = {"name": given}
+    if not isinstance(given, dict) or not isinstance(name := given.get("name"), str):
+        return given
+    if PATH.fullmatch(name):
+        return {**given, "name": "custom", "path": name}
+    if name not in (*REWARDS, "custom"):
+        nearest = difflib.get_close_matches(name, REWARDS, n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ValueError(f"{hint}Take {', '.join(REWARDS)}, or give package.module:name of your own")
+    return given
+
+
+if TYPE_CHECKING:
+
+    class _NamedAlgorithm(AlgorithmConfig):
+        name: str
+
+    AnyAlgorithmConfig = _NamedAlgorithm | CustomAlgorithmConfig
+    AnyRewardConfig = RewardConfig
+else:
+    AnyAlgorithmConfig = Annotated[Union[(*ALGORITHMS.values(), CustomAlgorithmConfig)], Field(discriminator="name")]
+    AnyRewardConfig = Annotated[
+        Annotated[Union[(*REWARDS.values(), CustomRewardConfig)], Field(discriminator="name")], BeforeValidator(_named)
+    ]
+
+
+def algorithm_named(name: str) -> AnyAlgorithmConfig:
+    """An algorithm with its default hyper-parameters."""
+    return TypeAdapter(AnyAlgorithmConfig).validate_python({"name": name})
+
+
+def reward(name: str, **keys: Any) -> RewardConfig:
+    """A reward by its name (or a user's own by its path), with the keys that a recipe would give it.
+
+    Raises:
+        ValidationError: there is no such reward or key.
+    """
+    return TypeAdapter(AnyRewardConfig).validate_python({"name": name, **keys})

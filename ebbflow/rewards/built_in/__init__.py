@@ -1,0 +1,1 @@
+"""The rewards that come with Ebbflow: every file is one (``ebbflow.rewards``)."""

@@ -1,0 +1,33 @@
+"""``clipscore``: how near the prompt and the image lie to each other under a CLIP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from ebbflow.rewards.network import CLIP_FILES, Files, NetworkReward, PretrainedRewardConfig
+
+if TYPE_CHECKING:
+    from ebbflow.rewards.base import Reward
+    from ebbflow.rewards.network import Score
+
+
+class ClipScoreConfig(PretrainedRewardConfig):
+    """Cosine between prompt and image under CLIP (2104.08718), about .15 to .4."""
+
+    name: Literal["clipscore"] = "clipscore"
+    path: str | None = "openai/clip-vit-large-patch14"
+
+    def build(self) -> Reward:
+        return ClipScore(self)
+
+
+class ClipScore(NetworkReward):
+    """cos(image, prompt); CLIPScore (2104.08718) is 2.5 times its positive part."""
+
+    def files(self) -> list[Files]:
+        return [Files(self.config, CLIP_FILES)]
+
+    def load(self) -> Score:
+        from ebbflow.rewards.clip import load_clip
+
+        return load_clip(self.files()[0].folder()).cosines

@@ -1,0 +1,58 @@
+"""``ocr``: a neural reader, the PP-OCR models that rapidocr's wheel carries (``ebbflow.rewards.ppocr``).
+
+Of the layout ``line`` the recogniser is run directly: the image is one line already, so rapidocr's detector and its per-image
+calls would only cost time. Of the layout ``page`` rapidocr finds the pieces of text and reads each. Nothing is downloaded and
+nothing is told about the alphabet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from ebbflow.recipe.rewards import ReadingRewardConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ebbflow.data.prompts import Prompt
+    from ebbflow.rewards.base import Reward, RewardResult
+
+
+class OcrConfig(ReadingRewardConfig):
+    """1 - edit distance / length between what PP-OCR reads and the prompt's target text, 0 to 1."""
+
+    name: Literal["ocr"] = "ocr"
+    layout: Literal["line", "page"] = "line"
+    """``line``: the image is one line of text. ``page``: the lines are found first, as in photographs and posters."""
+
+    def build(self) -> Reward:
+        return Ocr(self)
+
+
+class Ocr:
+    """Similarity of what PP-OCR reads to the prompt's target; the metric ``exact_match`` is 1 where they are equal."""
+
+    name = "ocr"
+
+    def __init__(self, config: OcrConfig | None = None) -> None:
+        self.config = config or OcrConfig()
+
+    def unavailable(self) -> str | None:
+        from ebbflow.rewards.ppocr import DETECTOR, RECOGNISER, model_file
+
+        try:
+            for part in (RECOGNISER, *[DETECTOR] * (self.config.layout == "page")):
+                model_file(part)
+        except FileNotFoundError as error:
+            return str(error)
+        return None
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        from ebbflow.rewards.ppocr import read, read_pages
+        from ebbflow.rewards.text import judge_readings
+
+        if self.config.layout == "line":
+            return judge_readings(read(images), prompts, "exact_match")
+        readings, failures = read_pages(images)
+        return judge_readings(readings, prompts, "exact_match", failures)

@@ -1,0 +1,38 @@
+"""``pickscore``: the CLIP-H of Pick-a-Pic, trained on human choices between images (2305.01569)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from ebbflow.rewards.network import CLIP_FILES, Files, NetworkReward, PretrainedRewardConfig
+
+if TYPE_CHECKING:
+    from ebbflow.rewards.base import Reward
+    from ebbflow.rewards.network import Score
+
+UNIT = 26.0
+"""What Flow-GRPO (2505.05470) divides PickScore by, to bring it near 1."""
+
+
+class PickScoreConfig(PretrainedRewardConfig):
+    """logit scale * cosine / 26 of a CLIP-H trained on human choices (2305.01569), about .75 to .9."""
+
+    name: Literal["pickscore"] = "pickscore"
+    path: str | None = "yuvalkirstain/PickScore_v1"
+
+    def build(self) -> Reward:
+        return PickScore(self)
+
+
+class PickScore(NetworkReward):
+    """exp(logit scale) * cos(image, prompt) / 26 (2305.01569, scaled as in 2505.05470)."""
+
+    def files(self) -> list[Files]:
+        return [Files(self.config, CLIP_FILES)]
+
+    def load(self) -> Score:
+        from ebbflow.rewards.clip import load_clip
+
+        clip = load_clip(self.files()[0].folder())
+        scale = clip.model.logit_scale.exp() / UNIT
+        return lambda images, texts: scale * clip.cosines(images, texts)

@@ -1,0 +1,126 @@
+"""Published weights into frozen networks: without pickles, and with an error for whatever does not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError  # what torch raises for weights that are more than weights
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ebbflow.models.base import default_device
+from ebbflow.rewards.base import RewardError
+
+HEAD_LAYERS = (0, 2, 4, 6, 7)
+"""The linear layers of a head by their published numbers; the numbers between were dropouts in training."""
+LOADING = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+"""With the report: transformers itself only warns and initialises missing weights at random."""
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors or torch file by name; no pickled code is executed.
+
+    Raises:
+        RewardError: the file holds anything but tensors.
+    """
+    try:
+        saved: Any = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError, SafetensorError):
+        raise RewardError(f"{path} is damaged or holds more than weights; take the published file") from None
+    weights = saved.get("state_dict", saved) if isinstance(saved, dict) else {}
+    if not weights or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise RewardError(f"{path} is no table of weights by name; take the published file")
+    return weights
+
+
+def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Weights with every pattern of ``names`` replaced in turn."""
+    found = {}
+    for name, tensor in weights.items():
+        for pattern, replacement in names.items():
+            name = re.sub(pattern, replacement, name)
+        found[name] = tensor
+    return found
+
+
+def under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The weights under a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def pick(weights: Mapping[str, Tensor], names: Sequence[str], source: Path) -> list[Tensor]:
+    """Some of the weights.
+
+    Raises:
+        RewardError: one of them is missing.
+    """
+    if absent := [name for name in names if name not in weights]:
+        raise RewardError(f"{source} lacks the weights {absent[0]!r}; take the published file")
+    return [weights[name] for name in names]
+
+
+def load_network(kind: Any, folder: Path) -> Any:
+    """A network of transformers from a folder in its layout, frozen, in float32, on the device.
+
+    Raises:
+        RewardError: weights are missing, left over, or of another shape.
+    """
+    return _frozen(kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, **LOADING), kind, folder)
+
+
+def build_network(kind: Any, config: Any, weights: dict[str, Tensor], source: Path, **keys: Any) -> Any:
+    """``load_network`` from weights that were read from ``source`` and renamed; ``keys`` go to the network.
+
+    Raises:
+        RewardError: weights are missing, left over, or of another shape.
+    """
+    return _frozen(kind.from_pretrained(None, config=config, state_dict=weights, **keys, **LOADING), kind, source)
+
+
+def _frozen(loaded: tuple[Any, dict[str, Any]], kind: Any, source: Path) -> Any:
+    network, report = loaded
+    misfits = sorted(str(name) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[key])
+    if misfits:
+        raise RewardError(
+            f"{source} does not fit this {kind.__name__}: {len(misfits)} weights differ, first {misfits[0]}; "
+            "take the published files"
+        )
+    return network.requires_grad_(False).eval().to(default_device())
+
+
+def load_head(weights: Mapping[str, Tensor], width: int, source: Path) -> nn.Module:
+    """The linear layers, one after the other, that make one number of ``width`` features: [n, width] -> [n, 1].
+
+    Raises:
+        RewardError: the weights are not theirs, or are made for another width.
+    """
+    pairs = [pick(weights, (f"layers.{number}.weight", f"layers.{number}.bias"), source) for number in HEAD_LAYERS]
+    if (takes := pairs[0][0].shape[1]) != width:
+        raise RewardError(
+            f"the head in {source} takes {takes} features, and its network gives {width}; take the network it is for"
+        )
+    head = nn.Sequential(*(_linear(weight, bias) for weight, bias in pairs))
+    return head.requires_grad_(False).to(default_device())
+
+
+def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0])
+    layer.load_state_dict({"weight": weight, "bias": bias})
+    return layer
+
+
+def check_vocabulary(tokenizer: Any, size: int, source: Path) -> None:
+    """Check that a tokenizer is made for a text encoder with ``size`` embeddings.
+
+    Raises:
+        RewardError: it is not.
+    """
+    if len(tokenizer) != size:
+        raise RewardError(
+            f"the tokenizer in {source} has {len(tokenizer)} tokens and the text encoder {size}; take the one it is for"
+        )

@@ -1,0 +1,54 @@
+"""A stage kind of a user's own: a function that reads a policy folder and leaves one behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ebbflow.data.records import StageRecord
+from ebbflow.recipe.base import RecipeError
+from ebbflow.recipe.plugins import import_path
+from ebbflow.recipe.stages import CustomStageConfig
+from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.training.policy_metadata import read_policy_metadata
+
+
+@dataclass(frozen=True)
+class StageFolders:
+    """What a stage reads and writes.
+
+    Attributes:
+        base: the base-model folder.
+        policy: the policy folder that the stage starts from.
+        prompts: the prompt table.
+        output: where the policy folder of the stage goes; nothing is there yet.
+    """
+
+    base: Path
+    policy: Path
+    prompts: Path
+    output: Path
+
+
+class TrainStage(Protocol):
+    """What the ``path`` of a ``custom`` stage leads to."""
+
+    def __call__(self, ctx: StageContext, folders: StageFolders, recorder: MetricsRecorder) -> StageRecord:
+        """Train ``folders.policy`` and leave the result at ``folders.output``; ``ctx.config.options`` are the user's keys."""
+
+
+def train_custom_folder(ctx: StageContext, folders: StageFolders, recorder: MetricsRecorder) -> StageRecord:
+    """Run a custom stage.
+
+    Raises:
+        RecipeError: its path cannot be imported, or what it leads to returns no record.
+        ArtifactError, PolicyError: it left no whole policy folder.
+    """
+    assert isinstance(ctx.config, CustomStageConfig)
+    train: TrainStage = import_path(ctx.config.path)
+    record = train(ctx, folders, recorder)
+    if not isinstance(record, StageRecord):
+        raise RecipeError(f"{ctx.config.path} returned {type(record).__name__}; return a StageRecord (ebbflow.data.records)")
+    read_policy_metadata(folders.output)
+    return record

@@ -1,0 +1,34 @@
+"""A stage of a kind of the user's own."""
+
+from __future__ import annotations
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from ebbflow.data.records import TrackedRun
+from ebbflow.recipe import Recipe
+from tasks.cache import ONCE_PER_RUN
+from tasks.files import fetch, scratch
+from tasks.resources import accelerated
+from tasks.types import BaseModelArtifact, TrainedPolicy
+
+
+@task(cache=ONCE_PER_RUN, **accelerated())
+def train_custom(
+    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
+) -> TrainedPolicy:
+    """The policy folder after the stage."""
+    from ebbflow.stage import MetricsRecorder, StageContext
+    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.nodes import log_stage
+    from ebbflow.training.custom_stage import StageFolders, train_custom_folder
+
+    ctx, trained, metrics = StageContext(recipe, round, stage), scratch("policy", run), scratch("metrics.json", run)
+    with node_run(run, ctx.label) as run_logger:
+        recorder = MetricsRecorder(run_logger)
+        folders = StageFolders(fetch(base.folder), fetch(policy.folder), fetch(prompts), trained)
+        record = train_custom_folder(ctx, folders, recorder)
+        log_stage(run_logger, record)
+    recorder.write(metrics)
+    return TrainedPolicy(folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)))
