@@ -56,7 +56,7 @@ class Redness:
 
 
 class Shown:
-    """A recorder that remembers what it is shown."""
+    """A metrics_logger that remembers what it is shown."""
 
     def __init__(self):
         self.metrics, self.tables, self.images, self.files = [], {}, {}, {}
@@ -94,21 +94,21 @@ def validation(make_prompts):
 
 @pytest.fixture
 def run(make_recipe, make_prompts, base_folder, scorer, validation):
-    """Run an online stage; returns (place, policy, recorder, kept metrics, record)."""
+    """Run an online stage; returns (context, policy, metrics logger, recorded metrics, record)."""
 
-    def stage(policy=None, prompts=None, judge=None, own_weights=False, recorder=None, keys=None, **online):
+    def stage(policy=None, prompts=None, judge=None, own_weights=False, metrics_logger=None, keys=None, **online):
         ctx = StageContext(make_recipe(online=online, policy=policy or {}, **(keys or {})), 0, 0)
         trained = opened(ctx, base_folder)
-        recorder, updater = recorder or Shown(), PolicyUpdater(trained, ctx.online)
+        metrics_logger, updater = metrics_logger or Shown(), PolicyUpdater(trained, ctx.online)
         judge = judge or Scorer(scorer.rewards, (Redness(),))
         placement = local_workers(ctx, updater, judge)
         if own_weights:
             engine = Diffusers(ctx, Policy(load_model(base_folder), ctx.recipe.policy, 0))
             placement = LocalWorkers(TrainingWorker(ctx, updater), judge, RolloutWorker(engine))
-        recorder = MetricsRecorder(recorder)
+        recorder = MetricsRecorder(metrics_logger)
         wanted = validation[: ctx.online.validation.prompts] if ctx.online.validation else []
         record = run_online_stage(ctx, placement, prompts or make_prompts(6), recorder, wanted)
-        return ctx, trained, recorder, recorder.metrics, record
+        return ctx, trained, metrics_logger, recorder.metrics, record
 
     return stage
 
@@ -151,31 +151,31 @@ def test_a_validation_is_an_evaluation_of_what_would_be_served(
     run, policy, stage, own_weights, scorer, validation, base_folder, tmp_path
 ):
     """Before the first step, every second one and after the last; with guardrails, and with what failed left out of the means."""
-    ctx, trained, recorder, kept, _ = run(policy, steps=3, own_weights=own_weights, **stage, **WATCHED)
-    assert list(recorder.validated()) == [0, 2, 3]
-    assert set(recorder.tables) == {"validation/step-00000", "validation/step-00002", "validation/step-00003"}
-    assert set(recorder.images) == {("validation", 0), ("validation", 2), ("validation", 3)}
+    ctx, trained, metrics_logger, kept, _ = run(policy, steps=3, own_weights=own_weights, **stage, **WATCHED)
+    assert list(metrics_logger.validated()) == [0, 2, 3]
+    assert set(metrics_logger.tables) == {"validation/step-00000", "validation/step-00002", "validation/step-00003"}
+    assert set(metrics_logger.images) == {("validation", 0), ("validation", 2), ("validation", 3)}
     assert len(kept) == 4
     for step, peer in ((0, opened(ctx, base_folder)), (3, trained)):
         with peer.using("ema" if policy else "current"):
             means, samples = evaluated(ctx, peer, scorer, validation[:3], tmp_path)
-        logged = recorder.validated()[step]
+        logged = metrics_logger.validated()[step]
         assert logged.pop("scored_share") == pytest.approx(2 / 3)
         assert logged == pytest.approx(means, rel=1e-6)
         assert "redness" in logged
-        table = recorder.tables[f"validation/step-0000{step}"]
+        table = metrics_logger.tables[f"validation/step-0000{step}"]
         assert [row["reward"] is None for row in table] == [False, True, False]
         for row, sample in zip(table, samples, strict=True):
             assert (row["prompt"], row["target"], row["redness"]) == (sample["prompt"], sample["target"], sample["redness"])
-    first, last = (recorder.tables[f"validation/step-0000{step}"] for step in (0, 3))
+    first, last = (metrics_logger.tables[f"validation/step-0000{step}"] for step in (0, 3))
     assert first != last
 
 
 def test_without_validation_the_guards_rest(run):
-    _, _, recorder, (first, *_), _ = run()
+    _, _, metrics_logger, (first, *_), _ = run()
     assert "score/redness" not in first
-    assert recorder.validated() == recorder.tables == recorder.images == {}
-    assert set(recorder.files) == {"timeline.json", "timeline.png"}
+    assert metrics_logger.validated() == metrics_logger.tables == metrics_logger.images == {}
+    assert set(metrics_logger.files) == {"timeline.json", "timeline.png"}
 
 
 def test_validation_prompts_are_the_first_of_their_split(make_recipe, make_prompts, validation, tmp_path):
@@ -198,17 +198,17 @@ def test_validation_prompts_are_the_first_of_their_split(make_recipe, make_promp
 def test_dumps_hold_the_first_samples_and_all_about_them(run, make_prompts):
     broken = [Prompt(**{**vars(p), "target": "FAIL"}) if p.prompt_id == 2 else p for p in make_prompts(4)]
     online = {**WATCHED, "dumps": {"every": 2, "samples": 6}, "prompts_per_step": 4, "mode": "one_step_off"}
-    ctx, _, recorder, kept, _ = run(prompts=broken, steps=4, keys={"max_failed_share": 0.5}, **online)
-    folders = {path.rsplit("/", 1)[0] for path in recorder.files if path.startswith("dumps/")}
+    ctx, _, metrics_logger, kept, _ = run(prompts=broken, steps=4, keys={"max_failed_share": 0.5}, **online)
+    folders = {path.rsplit("/", 1)[0] for path in metrics_logger.files if path.startswith("dumps/")}
     assert folders == {
         "dumps/step-00000/rollouts", "dumps/step-00002/rollouts",
         "dumps/step-00000/validation", "dumps/step-00002/validation", "dumps/step-00004/validation",
     }  # fmt: skip
     for step, version in ((0, 0), (2, 1)):
-        lines = recorder.lines(f"dumps/step-0000{step}/rollouts")
+        lines = metrics_logger.lines(f"dumps/step-0000{step}/rollouts")
         assert len(lines) == 6
         for index, line in enumerate(lines):
-            (image,) = decode_png([recorder.files[f"dumps/step-0000{step}/rollouts/{line['image']}"]])
+            (image,) = decode_png([metrics_logger.files[f"dumps/step-0000{step}/rollouts/{line['image']}"]])
             failed = line["prompt_id"] == 2
             darkness = None if failed else pytest.approx(1 - image.mean() / 255)
             assert line["reward"] == line["scores"]["darkness"] == darkness
@@ -216,7 +216,7 @@ def test_dumps_hold_the_first_samples_and_all_about_them(run, make_prompts):
             assert (line["policy_version"], line["seed"], line["sample"]) == (version, ctx.seed, step * 4 + index % 4)
             assert line["prompt"] == broken[line["prompt_id"]].prompt
             assert math.isfinite(line["advantage"])
-    lines = recorder.lines("dumps/step-00004/validation")
+    lines = metrics_logger.lines("dumps/step-00004/validation")
     assert [(line["prompt_id"], line["policy_version"], line["reward"] is None) for line in lines] == [
         (100, 4, False), (101, 4, True), (102, 4, False),
     ]  # fmt: skip
@@ -226,22 +226,22 @@ def test_dumps_hold_the_first_samples_and_all_about_them(run, make_prompts):
 
 def test_advantages_of_a_dump_are_those_that_were_trained_on(run):
     """One group is four samples: their advantages follow their rewards and are centred."""
-    _, _, recorder, _, _ = run(steps=1, prompts_per_step=1, dumps={"samples": 4})
-    lines = recorder.lines("dumps/step-00000/rollouts")
+    _, _, metrics_logger, _, _ = run(steps=1, prompts_per_step=1, dumps={"samples": 4})
+    lines = metrics_logger.lines("dumps/step-00000/rollouts")
     rewards, advantages = (np.array([line[name] for line in lines]) for name in ("reward", "advantage"))
     assert advantages.sum() == pytest.approx(0, abs=1e-5)
     assert (np.argsort(rewards) == np.argsort(advantages)).all()
 
 
 def test_profiles_are_of_the_named_steps_and_roles(run):
-    _, _, recorder, _, _ = run(
+    _, _, metrics_logger, _, _ = run(
         steps=3, prompts_per_step=4, profile={"steps": [0, 2], "roles": ["rollout", "training"]}, validation={}
     )
-    profiles = {path for path in recorder.files if path.startswith("profile/")}
+    profiles = {path for path in metrics_logger.files if path.startswith("profile/")}
     assert profiles == {f"profile/step-0000{step}/{role}-0.json.gz" for step in (0, 2) for role in ("rollout", "training")}
     ops = {}
     for path in profiles:
-        events = json.loads(gzip.decompress(recorder.files[path]))["traceEvents"]
+        events = json.loads(gzip.decompress(metrics_logger.files[path]))["traceEvents"]
         ops[path] = {event["name"] for event in events}
         assert "aten::linear" in ops[path] or "aten::addmm" in ops[path]
     assert any("backward" in name.lower() for name in ops["profile/step-00002/training-0.json.gz"])
@@ -271,8 +271,8 @@ def test_profiles_that_cannot_be_are_refused(make_recipe):
 
 
 def test_the_timeline_holds_all_work_and_its_sums_are_the_records(run):
-    _, _, recorder, kept, record = run(steps=3, validation=WATCHED["validation"])
-    table = json.loads(recorder.files["timeline.json"])
+    _, _, metrics_logger, kept, record = run(steps=3, validation=WATCHED["validation"])
+    table = json.loads(metrics_logger.files["timeline.json"])
     spent = {}
     for busy in table["spans"]:
         assert busy["end"] >= busy["start"] > time.time() - 3600
@@ -289,14 +289,14 @@ def test_the_timeline_holds_all_work_and_its_sums_are_the_records(run):
         for role, task in (("rollout", "rollout"), ("training", "training"), ("reward", "scoring")):
             expected = metrics[f"seconds/{task}"] / metrics["seconds/step"]
             assert metrics[f"utilisation/{role}"] == pytest.approx(expected, rel=0.05, abs=0.02)
-    assert Image.open(io.BytesIO(recorder.files["timeline.png"])).width == 1200
+    assert Image.open(io.BytesIO(metrics_logger.files["timeline.png"])).width == 1200
 
 
 def test_a_stage_that_fails_leaves_its_timeline(run, make_prompts):
-    recorder, broken = Shown(), [Prompt(**{**vars(prompt), "target": "FAIL"}) for prompt in make_prompts(6)]
+    metrics_logger, broken = Shown(), [Prompt(**{**vars(prompt), "target": "FAIL"}) for prompt in make_prompts(6)]
     with pytest.raises(RewardError, match="max_failed_share"):
-        run(prompts=broken, recorder=recorder)
-    assert {busy["task"] for busy in json.loads(recorder.files["timeline.json"])["spans"]} == {"rollout", "scoring"}
+        run(prompts=broken, metrics_logger=metrics_logger)
+    assert {busy["task"] for busy in json.loads(metrics_logger.files["timeline.json"])["spans"]} == {"rollout", "scoring"}
 
 
 def test_utilisation_is_the_busy_share_of_a_steps_own_time():
@@ -323,7 +323,7 @@ def test_utilisation_is_the_busy_share_of_a_steps_own_time():
 
 def test_work_ahead_is_told_when_it_is_known(run):
     """With rollouts a step ahead, the first utilisation is that of step 0, once step 1 has been taken; both ran in its time."""
-    _, _, recorder, kept, _ = run(steps=3, mode="one_step_off")
+    _, _, metrics_logger, kept, _ = run(steps=3, mode="one_step_off")
     assert ["utilisation/rollout" in metrics for metrics in kept] == [False, True, True]
     spent = kept[0]["seconds/rollout"] + kept[1]["seconds/rollout"]
     assert kept[1]["utilisation/rollout"] == pytest.approx(spent / kept[0]["seconds/step"], rel=1e-3)
