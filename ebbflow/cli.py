@@ -161,7 +161,7 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
 
     NAME_OR_JSON is an entry of a recipe's rewards: ocr, or '{"name": "ocr", "layout": "page"}'.
     """
-    from ebbflow.rewards.combine import RewardError  # imports fastapi
+    from ebbflow.rewards.base import RewardError
     from ebbflow.rewards.http import NoAnswer, read_token
     from ebbflow.rewards.server import serve
 

@@ -51,7 +51,7 @@ class Moments:
     @property
     def std(self) -> np.ndarray:
         """Unbiased, [G]; 0 for a group of one."""
-        return np.sqrt(self.m2 / np.maximum(self.count - 1, 1))
+        return np.asarray(np.sqrt(self.m2 / np.maximum(self.count - 1, 1)))
 
     def merge(self, other: Moments) -> Moments:
         """Moments of both sets of samples together (Chan, Golub and LeVeque 1979)."""
@@ -183,7 +183,7 @@ def _trimmed_mean(reward: np.ndarray, group: np.ndarray, count: np.ndarray, trim
 def _extremes(advantage: np.ndarray, group: np.ndarray, most: int) -> np.ndarray:
     """Which samples are among the ``most`` best or worst of their group, [n]."""
     rank = _rank(advantage, group)
-    return (rank < most) | (rank >= np.bincount(group)[group] - most)
+    return np.asarray((rank < most) | (rank >= np.bincount(group)[group] - most))
 
 
 def _rank(values: np.ndarray, group: np.ndarray) -> np.ndarray:

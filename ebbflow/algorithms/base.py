@@ -114,7 +114,8 @@ def flow_matching_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
 
 def group_mean(values: Tensor, group_index: Tensor) -> Tensor:
     """The mean of [M] values over the rows of the same group, at every row."""
-    _, index = group_index.unique_consecutive(return_inverse=True)
+    index = (group_index.diff(prepend=group_index[:1]) != 0).cumsum(0)  # from 0, since equal ids are neighbours
     count = index.bincount()
-    total = values.new_zeros(len(count)).index_add(0, index, values)
-    return (total / count)[index]
+    total: Tensor = values.new_zeros(len(count)).index_add(0, index, values)
+    means: Tensor = total / count
+    return means[index]

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from ebbflow.online.messages import Handle
 from ebbflow.recipe.online import Role, ScoringConfig
-from ebbflow.rewards.combine import RewardError
+from ebbflow.rewards.base import RewardError
 from ebbflow.rollouts.weights import WeightsVersion
 
 logger = logging.getLogger(__name__)

@@ -146,7 +146,7 @@ def sanitize(text: str, most: int = 500) -> str:
 
 def _reason(problem: Any, model: type[BaseModel]) -> str:
     if problem["type"] != "extra_forbidden":
-        return problem["msg"].removeprefix("Value error, ")
+        return str(problem["msg"]).removeprefix("Value error, ")
     known = _keys_beside(problem["loc"], model)
     nearest = difflib.get_close_matches(dotted(problem["loc"][-1:]), known, n=1)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
@@ -179,13 +179,14 @@ def _resolve(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _descend(node: dict[str, Any], part: Any, schema: dict[str, Any]) -> dict[str, Any]:
-    tags = node.get("discriminator", {}).get("mapping", {})
+    tags: dict[str, str] = node.get("discriminator", {}).get("mapping", {})
     if part in tags:
         return {"$ref": tags[part]}
     if isinstance(part, int):
-        return node.get("items", {})
+        items: dict[str, Any] = node.get("items", {})
+        return items
     for option in [node, *node.get("anyOf", [])]:
-        properties = _resolve(option, schema).get("properties", {})
+        properties: dict[str, dict[str, Any]] = _resolve(option, schema).get("properties", {})
         if part in properties:
             return properties[part]
     return {}

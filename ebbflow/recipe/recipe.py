@@ -177,7 +177,7 @@ class Recipe(Strict):
         try:
             values = iter_leaves(data)
             require_no_secrets(values)
-            recipe = handler(data)
+            recipe: Recipe = handler(data)
             require_plain(values)
         except ValidationError as error:
             raise RecipeError(f"this recipe cannot be run:\n{explain(error, cls)}") from None

@@ -55,6 +55,7 @@ def load_clip(folder: Path) -> Clip:
     check_vocabulary(tokenizer, model.config.text_config.vocab_size, folder)
 
     def pixels(images: np.ndarray) -> Tensor:
-        return processor(list(images), input_data_format="channels_last", return_tensors="pt").pixel_values
+        values: Tensor = processor(list(images), input_data_format="channels_last", return_tensors="pt").pixel_values
+        return values
 
     return Clip(model, tokenizer, pixels)

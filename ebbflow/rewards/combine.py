@@ -118,7 +118,8 @@ def scored_frames(count: int) -> np.ndarray:
 
 def _over_frames(values: np.ndarray, frames: int) -> np.ndarray:
     """Means over the frames of each video; NaN where one of them is."""
-    return np.asarray(values, np.float64).reshape(-1, frames).mean(axis=1)
+    means: np.ndarray = np.asarray(values, np.float64).reshape(-1, frames).mean(axis=1)
+    return means
 
 
 def _video_failures(result: RewardResult, shown: np.ndarray) -> dict[int, str]:
@@ -148,7 +149,7 @@ def load_reward(config: RewardConfig) -> Reward:
 def _custom(config: CustomRewardConfig) -> Reward:
     make = import_path(config.path)
     try:
-        made = make(**config.options)
+        made: Reward = make(**config.options)
     except TypeError as error:
         raise RewardError(f"{config.path} rejects the options {', '.join(config.options)}: {error}") from error
     if missing := [part for part in ("unavailable", "__call__") if not hasattr(made, part)]:

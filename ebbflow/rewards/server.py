@@ -22,8 +22,8 @@ from pydantic import ValidationError
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.rewards.base import Reward, RewardResult
-from ebbflow.rewards.combine import RewardError, checked, load_reward
+from ebbflow.rewards.base import Reward, RewardError, RewardResult
+from ebbflow.rewards.combine import checked, load_reward
 from ebbflow.rewards.http import is_loopback
 from ebbflow.rewards.protocol import HEALTH, SCORE, Health, PromptMessage, ScoreAnswer, ScoreRequest, first_problem
 

@@ -78,7 +78,8 @@ class Diffusers:
         with self.policy.using(self.generates):
             rollouts = generate(model, conditioning, keys, sampler, plan, self.micro_batch, self.precision)
         # As many at once as were denoised: a convolution may take another kernel for another batch size, as on Intel CPUs.
-        return rollouts, np.concatenate([model.decode(latents) for latents in rollouts.latents.split(self.micro_batch)])
+        starts = range(0, len(keys), self.micro_batch)
+        return rollouts, np.concatenate([model.decode(rollouts.latents[i : i + self.micro_batch]) for i in starts])
 
     def close(self) -> None:
         """There is nothing outside this process."""

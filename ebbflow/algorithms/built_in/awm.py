@@ -57,7 +57,8 @@ def loss(rows: ForwardRows, config: AWMConfig) -> tuple[Tensor, RowMetrics]:
 def surrogate(error: Tensor, sigma: Tensor, config: AWMConfig) -> Tensor:
     """s of each row, [M]."""
     if config.surrogate == "power":
-        return -sigma / config.power * ((error + TINY) ** config.power - TINY**config.power)
+        power: Tensor = (error + TINY) ** config.power - TINY**config.power
+        return -sigma / config.power * power
     return -error * sigma ** {"plain": 0, "sigma": 1, "sigma_squared": 2}[config.surrogate]
 
 

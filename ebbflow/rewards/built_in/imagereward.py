@@ -83,7 +83,8 @@ class Blip:
         tokens = tokens.to(self.text.device)
         seen = self.vision(pixels).last_hidden_state
         read = self.text(tokens.input_ids, tokens.attention_mask, encoder_hidden_states=seen).last_hidden_state
-        return (self.head(read[:, 0])[:, 0] - MEAN) / DEVIATION
+        scores: Tensor = self.head(read[:, 0])[:, 0]
+        return (scores - MEAN) / DEVIATION
 
 
 class ImageReward(NetworkReward):
