@@ -91,7 +91,7 @@ def import_pairs(ctx: StageContext, model: Model, source: Path, folder: Path, ev
 
 
 def import_pairs_from_folder(ctx: StageContext, base: Path, prompts: Path, source: Path, folder: Path) -> ImportedPairs:
-    """``import_pairs`` with the base model of a folder, beside the run's prompt table."""
+    """``import_pairs`` with the base model of a folder and the run's prompt table."""
     evaluated = {prompt.prompt for prompt in read_prompts(prompts) if prompt.split != "train"}
     return import_pairs(ctx, open_model(ctx.recipe, base), source, folder, evaluated)
 
@@ -103,7 +103,7 @@ def _prompts(source: Path, ignored: set[str]) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_pylist([{"prompt_id": number, "prompt": text, **rest} for number, text in rows], PROMPTS)
 
 
-def _usable(pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], progress: tqdm) -> Iterator[Pair]:
+def _usable(pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], progress: tqdm[Any]) -> Iterator[Pair]:
     for pair in pairs:
         progress.update()
         if pair.prompt in evaluated:

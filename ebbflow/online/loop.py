@@ -271,7 +271,7 @@ class OnlineLoop:
 def _num_gpus(ctx: StageContext) -> float:
     """GPUs of all workers of the stage."""
     if ctx.online.placement == "ray":
-        return sum(workers.count * workers.gpus for _, workers in ctx.online.resources)
+        return float(sum(workers.count * workers.gpus for _, workers in ctx.online.resources))
     return float(torch.cuda.is_available())
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -129,9 +130,8 @@ class WorkerPool:
     ) -> None:
         self.role, self.start_worker, self.timeout = role, start_worker, timeout
         self.max_attempts, self.retry_on = max_attempts, retry_on
-        self.idle: asyncio.Queue[Worker] = asyncio.Queue()
-        for worker in workers:
-            self.idle.put_nowait(worker)
+        self.idle = deque(workers)
+        self.turn = asyncio.Semaphore(len(workers))  # strictly first come, first served, which asyncio.Queue is not
         self.num_replaced = 0
 
     async def call(self, method: str, arguments: Callable[[], tuple[Any, ...]]) -> Any:
@@ -143,7 +143,8 @@ class WorkerPool:
         Raises:
             CallFailed: every attempt failed; errors that are not retried are raised as they are.
         """
-        worker = await self.idle.get()
+        await self.turn.acquire()
+        worker = self.idle.popleft()
         try:
             for _ in range(self.max_attempts):
                 try:
@@ -158,7 +159,8 @@ class WorkerPool:
                         worker = await self._replaced(worker, last)
             raise CallFailed(last, self.max_attempts) from last
         finally:
-            self.idle.put_nowait(worker)
+            self.idle.append(worker)
+            self.turn.release()
 
     async def _replaced(self, worker: Worker, error: Exception) -> Worker:
         what = "died" if isinstance(error, WorkerDied) else "hung"

@@ -31,7 +31,7 @@ _SHORT.maxlevel = 3
 
 
 class RecipeError(Exception):
-    """A recipe that cannot be run: names the key, the value and the way out.
+    """A recipe that cannot be run: names the key, the value and how to fix it.
 
     Not a ``ValueError``: pydantic would fold it into a ``ValidationError`` and bury the message.
     """

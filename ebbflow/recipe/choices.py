@@ -35,7 +35,7 @@ WINDOW_KEYS: dict[str, tuple[str, ...]] = {
     "decaying": ("size", "start", "tail", "limit", "stride", "steps_per_window", "roll_over", "decay", "decay_after"),
     "share": ("share",),
 }
-"""The keys that each kind of window uses beside ``kind``."""
+"""The keys that each kind of window uses, apart from ``kind``."""
 
 
 ENGINES = {

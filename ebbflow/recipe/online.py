@@ -1,4 +1,4 @@
-"""How an online stage runs: who does its work, on what, and what is watched and kept beside the training."""
+"""How an online stage runs: who does its work, on what, and what it logs apart from the training."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ProfileConfig(Strict):
 
 
 class OnlineConfig(Strict):
-    """Keys of an online stage beside what it learns and how."""
+    """Keys of an online stage, apart from what it learns and how."""
 
     mode: Mode = Field("sync", description="; ".join(f"{name}: {text}" for name, text in MODES.items()) + ".")
     staleness: int = Field(1, ge=1)
@@ -109,7 +109,7 @@ class OnlineConfig(Strict):
                 )
         if self.profile and "reward" in self.profile.roles:
             raise ValueError(
-                "profile.roles has 'reward', which is scored beside the rollouts, and torch has one profiler per process; "
+                "profile.roles has 'reward', which is scored during the rollouts, and torch has one profiler per process; "
                 "set placement: ray, or leave 'reward' out"
             )
         return self

@@ -26,7 +26,7 @@ SIGMAS_APART = 1e-6
 
 
 class ParityError(RuntimeError):
-    """An engine does not generate what the training policy would: says how far off it is, where, and the way out."""
+    """An engine does not generate what the training policy would: says how far off it is, where, and how to fix it."""
 
 
 def parity_plan(sampler: SamplerConfig) -> tuple[SamplerConfig, Plan]:

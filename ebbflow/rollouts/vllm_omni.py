@@ -42,7 +42,7 @@ MEMORY = Path("/dev/shm")
 
 
 class EngineError(RuntimeError):
-    """The engine cannot be started, has failed or has ended: names the call, with the engine's last lines or the way out."""
+    """The engine cannot be started, has failed or has ended: names the call, with the engine's last lines or how to fix it."""
 
 
 class VllmOmni:

@@ -1,4 +1,4 @@
-"""What a run depends on beside its recipe: the code, and what the recipe names on this machine. Digests tell if they changed."""
+"""What a run depends on apart from its recipe: the code, and what the recipe names on this machine. Digests show changes."""
 
 from __future__ import annotations
 

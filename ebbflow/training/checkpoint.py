@@ -33,7 +33,7 @@ from ebbflow.training.update import PolicyUpdater
 
 logger = logging.getLogger(__name__)
 
-PARAMETERS, OPTIMIZER, COUNTERS, STATE = "parameters", "optimizer", "learner.json", "state.json"
+PARAMETERS, OPTIMIZER, COUNTERS, STATE = "parameters", "optimizer", "counters.json", "state.json"
 FOLLOWING = ("old", "ema")
 """Copies that move with the training; the others are what they were at the start of the stage."""
 COUNTED = ("updates", "steps", "alarms", "drifted", "loss_scale")

@@ -23,7 +23,7 @@ class PolicyError(Exception):
 
 
 class Progress(Strict):
-    """How far an algorithm has come with a policy: its schedules go on from here in the next stage that it runs."""
+    """How far an algorithm has come with a policy: its schedules continue from here in the next stage that it runs."""
 
     algorithm: str = ""
     steps: int = 0

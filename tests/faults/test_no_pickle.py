@@ -1,4 +1,4 @@
-"""No pickle is ever read: a planted one never runs, and what only holds pickles is refused with the way out."""
+"""No pickle is ever read: a planted one never runs, and what only holds pickles is refused, with how to fix it."""
 
 from __future__ import annotations
 

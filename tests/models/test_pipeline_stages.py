@@ -120,7 +120,7 @@ def test_the_time_of_the_gate_is_told_and_a_profile_is_of_the_rollouts(start, op
     placement = LocalWorkers(TrainingWorker(ctx, updater), scorer, RolloutWorker(engine))
     record = run_online_stage(ctx, placement, prompts("sd3", SHORT[:2]), recorder)
     assert recorder.metrics[0]["parity/log_prob_max"] < 1e-5
-    done = [(busy["task"], busy["step"]) for busy in json.loads(recorder.files["timeline.json"])["busy"]]
+    done = [(span["task"], span["step"]) for span in json.loads(recorder.files["timeline.json"])["spans"]]
     assert done.index(("parity", 0)) < done.index(("rollout", 0)) < done.index(("profile", 0))
     assert record.seconds["parity"] > 0
     assert "profile/step-00000/rollout-0.json.gz" in recorder.files

@@ -133,7 +133,7 @@ def test_a_stage_that_is_told_to_end_saves_after_the_step(world, at):
 def test_told_to_end_in_the_last_step_it_is_over_and_the_next_one_leaves(world):
     stage = world()
     told = rows(train(stage, "told", UPDATES - 1, "told to end"))
-    with pytest.raises(Preempted, match="has done 1 of 8 steps; they are saved"):
+    with pytest.raises(Preempted, match="after 1 of 8 steps; a checkpoint is saved"):
         train(stage, "whole")
     assert told == rows(train(stage, "whole"))
     assert verify(stage[0] / "told") == verify(stage[0] / "whole")
@@ -188,5 +188,5 @@ def test_another_number_of_steps_is_refused(world):
     with pytest.raises(Killed):
         train(stage, "again", 3, "killed")
     (stage[0] / "rollouts-1.parquet").unlink()
-    with pytest.raises(CheckpointError, match=r"is of training in 8 steps and with 1 processes it has 4; .*or remove it"):
+    with pytest.raises(CheckpointError, match=r"is of training in 8 steps, this one has 4: .*or remove it"):
         train(stage, "again")

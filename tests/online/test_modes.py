@@ -249,7 +249,7 @@ def test_a_reward_that_hangs_costs_its_images_and_is_counted(run):
     assert metrics["updates"] > 0
 
 
-def test_wrong_combinations_are_refused_with_the_way_out(make_recipe):
+def test_invalid_combinations_are_rejected_with_a_fix(make_recipe):
     for keys, message in (
         ({"resources": {"rollout": {"count": 2}}}, "rollout.count above 1 needs processes.*placement: ray"),
         ({"staleness": 2}, "staleness.*mode: async"),

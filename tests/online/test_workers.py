@@ -108,6 +108,23 @@ def test_calls_start_in_order_one_per_worker(work):
     assert crew.calls == [(0, 1), (1, 2), (1, 3), (1, 4), (1, 5)]
 
 
+def test_a_call_that_waits_goes_before_one_that_comes_later():
+    """Also where the later one comes in the very moment in which the worker becomes free."""
+    crew = Crew()
+
+    async def run():
+        pool = rollouts(crew, 1)
+
+        async def one_after_the_other():
+            await pool.call("method", lambda: (1,))
+            await pool.call("method", lambda: (3,))
+
+        await asyncio.gather(one_after_the_other(), pool.call("method", lambda: (2,)))
+
+    asyncio.run(run())
+    assert [given for _, given in crew.calls] == [1, 2, 3]
+
+
 def test_the_work_of_a_worker_that_died_is_repeated_by_its_replacement(work, caplog):
     crew = Crew({(2, 1): "dies"})
     pool = rollouts(crew, 2)

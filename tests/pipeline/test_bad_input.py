@@ -1,4 +1,4 @@
-"""What is wrong with a recipe or its surroundings is said before minutes are spent, with the way out."""
+"""What is wrong with a recipe or its surroundings is said before minutes are spent, with how to fix it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dry run: what a run would take, for every recipe that comes along, without a model, a prompt file or a network."""
+"""The dry run: what a run would take, for every shipped recipe, without a model, a prompt file or a network."""
 
 from __future__ import annotations
 

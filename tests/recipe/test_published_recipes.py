@@ -1,4 +1,4 @@
-"""The recipes that come along: each says what was published, field by field, and can be run as it is."""
+"""The shipped recipes: each says what was published, field by field, and can be run as it is."""
 
 from __future__ import annotations
 

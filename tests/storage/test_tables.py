@@ -125,7 +125,7 @@ def test_a_batch_of_other_columns_is_not_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_errors_name_the_file_and_the_way_out(tmp_path):
+def test_errors_name_the_file_and_the_fix(tmp_path):
     path = tmp_path / "table.parquet"
     with pytest.raises(TableError, match="no table at .*table.parquet"):
         read_table(path)

@@ -23,7 +23,7 @@ from training_cases import (
     updater_of,
 )
 
-from ebbflow.algorithms import diffusion_nft
+from ebbflow.algorithms.built_in import diffusion_nft
 from ebbflow.models import load_model
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import verify

@@ -25,8 +25,8 @@ from training_cases import (
     updater_of,
 )
 
-from ebbflow.algorithms import diffusion_nft
 from ebbflow.algorithms.base import Algorithm, expand_like, per_row
+from ebbflow.algorithms.built_in import diffusion_nft
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning, load_model
 from ebbflow.recipe.algorithms import ForwardConfig
@@ -352,20 +352,20 @@ def given_gradients(gradients, weight=None):
     return ForwardBatch(inputs, weight, group_index, gradients, gradients, torch.zeros(count), keys)
 
 
-def linear_learner(elements, lr=0.1):
+def linear_updater(elements, lr=0.1):
     policy = linear_policy(elements)
     return PolicyUpdater(policy, stage_of(own("LINEAR")), optimizer=sgd(policy, lr))
 
 
 def gradient_metrics(gradients, passes):
-    return linear_learner(gradients.shape[1]).update(given_gradients(gradients), passes)
+    return linear_updater(gradients.shape[1]).update(given_gradients(gradients), passes)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_the_weight_of_a_term_scales_its_loss_and_leaves_the_denominator(passes):
     gradients = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
     weight = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.25, 0.0, 1.0])
-    updater = linear_learner(5, lr=1.0)
+    updater = linear_updater(5, lr=1.0)
     metrics = updater.update(given_gradients(gradients, weight), passes)
     mean = (weight[:, None] * gradients).sum(0) / 7
     torch.testing.assert_close(updater.policy.parameters["weight"].detach(), -mean)
