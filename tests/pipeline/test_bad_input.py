@@ -40,7 +40,7 @@ def test_pyflyte_shows_what_is_wrong_with_a_recipe(tmp_path: Path, change: dict[
 
 def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RecipeError, match=r"output = .*file/runs.* cannot be written .*name another folder"):
+    with pytest.raises(RecipeError, match=r"output = .*file/runs.* cannot be written .*set another folder"):
         start_run(recipe=Recipe(output=str(tmp_path / "file" / "runs")))
 
 

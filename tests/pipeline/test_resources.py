@@ -53,6 +53,7 @@ KINDS = {
     "tasks.start_run.start_run": "light",
     "tasks.train_base_model.train_base_model": "accelerated",
     "tasks.train_offline.train_offline": "training_group",
+    "tasks.train_custom.train_custom": "accelerated",
     "tasks.train_online.train_online": "accelerated",
     "tasks.train_online_ray.train_online_ray": "ray_cluster",
     "tasks.write_report.write_report": "light",
