@@ -34,7 +34,7 @@ class RewardConfig(Strict):
 
     def build(self) -> Any:
         """The ``ebbflow.rewards.base.Reward`` with these options."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no build(); add one that returns the reward with these options")
 
 
 class ReadingRewardConfig(RewardConfig):

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def serve(config: RewardConfig, host: str, port: int, token: str | None = None) -> None:
-    """Serve a reward until the process is told to stop.
+    """Serve a reward until the process is stopped.
 
     Raises:
         RewardError: the reward cannot run here, or anybody on the network could ask it.

@@ -1,4 +1,4 @@
-"""What a rollout engine in a process of its own is told and answers: a JSON header and tensors as safetensors, nothing else.
+"""The requests and answers of a rollout engine in a process of its own: a JSON header and tensors as safetensors, nothing else.
 
 A message is two lengths of eight bytes (little-endian), the header and the tensors. Both processes import this module, so it
 needs no more than ``ebbflow.rollouts.generate`` does.
