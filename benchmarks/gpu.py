@@ -72,9 +72,9 @@ class Case:
     """One thing that both sides do.
 
     Attributes:
-        rows: images or terms per pass.
+        rows: images or rows of the loss per pass.
         images: of one call.
-        terms: of one call; none in a rollout.
+        loss_rows: of one call; none in a rollout.
         flops: that one call needs, whatever a side computes beyond that.
     """
 
@@ -114,7 +114,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--resolution", type=int, metavar="PIXELS", help="of the images (medium: 512)")
     parser.add_argument("--micro-batches", type=int, nargs="+", metavar="N", help="images per pass of a rollout (medium: 4 16)")
-    parser.add_argument("--training-micro-batch", type=int, metavar="N", help="terms per pass of an update (medium: 4)")
+    parser.add_argument("--training-micro-batch", type=int, metavar="N", help="rows per pass of an update (medium: 4)")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="timed calls of each side, after one to warm up (5)")
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile of the transformer's blocks, for both sides; takes minutes"
@@ -254,7 +254,7 @@ def ratio_error(bench: Bench, rollout_rows: int, training_rows: int) -> dict[str
 
 
 def _log_ratio(bench: Bench, batch: TrajectoryBatch, part: slice) -> Tensor:
-    """Of some terms; predicted with gradient, as an update does it."""
+    """Of some rows; predicted with gradient, as an update does it."""
     rows = batch.rows(part, predict(bench.model, *batch.inputs.at(part), "bfloat16"), {})
     return (rows.log_prob - rows.old_log_prob).detach()
 
@@ -315,7 +315,7 @@ def speed(case: Case, peak: float, calls: list[tuple[float, int | None]]) -> dic
         "seconds": seconds,
         "all_seconds": [spent for spent, _ in calls],
         "images_per_second": case.images / seconds,
-        "terms_per_second": case.loss_rows / seconds if case.loss_rows else None,
+        "rows_per_second": case.loss_rows / seconds if case.loss_rows else None,
         "flops_per_second": case.flops / seconds,
         "share_of_peak": case.flops / seconds / peak,
         "peak_memory": max((used for _, used in calls if used is not None), default=None),

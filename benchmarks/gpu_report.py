@@ -24,7 +24,7 @@ def _setting(results: dict[str, Any]) -> list[str]:
         f"A transformer of {results['parameters'] / 1e6:.4g} million random weights in {results['precision']}{compiled}; images "
         f"of {side} x {side} pixels in {results['steps']} steps, LoRA of rank {results['rank']}. *Peer* is plain diffusers "
         "around the same transformer: the pipeline's own loop, with its VAE in the network's precision (the adapter's is "
-        "float32), and a plain training loop on the same terms. The ratio is that of images/s: above 1, this library is faster."
+        "float32), and a plain training loop on the same rows. The ratio is that of images/s: above 1, this library is faster."
         f"{on_cpu}",
         "",
         f"A large matrix product reaches {peak} TFLOP/s here. Shares are of that, for the FLOPs that the work needs: {forward} "
@@ -33,13 +33,13 @@ def _setting(results: dict[str, Any]) -> list[str]:
 
 
 def _speed(measured: list[dict[str, Any]]) -> list[str]:
-    names = ["phase", "guidance", "rows a pass", "images/s", "peer", "ratio", "terms/s", "share of peak", "peer", "GiB", "peer"]
+    names = ["phase", "guidance", "rows a pass", "images/s", "peer", "ratio", "rows/s", "share of peak", "peer", "GiB", "peer"]
     return _table(names, [_speed_row(row) for row in measured])
 
 
 def _speed_row(row: dict[str, Any]) -> list[str]:
     sides = row["ours"], row["peer"]
-    loss_rows = row["ours"]["terms_per_second"]
+    loss_rows = row["ours"]["rows_per_second"]
     return [
         row["phase"],
         f"{row['guidance']}",

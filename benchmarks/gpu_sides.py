@@ -42,7 +42,7 @@ class Size:
         resolution: height and width of the images in pixels.
         tokens: length of the prompt embeddings.
         micro_batches: images per pass of a rollout; every rollout draws as many images as the largest has.
-        training_micro_batch: terms per forward and backward pass.
+        training_micro_batch: rows per forward and backward pass.
         matrix: side of the matrices whose product gives the peak.
     """
 
@@ -190,7 +190,7 @@ def rollout(bench: Bench, prompts: Conditioning, rows: int, precision: Precision
 
 
 def training_batch(bench: Bench, guidance: float, rows: int, precision: Precision | None = None) -> TrajectoryBatch:
-    """The terms of one update on such a rollout, with random advantages."""
+    """The rows of one update on such a rollout, with random advantages."""
     prompts = prompts_of(bench, guidance)
     trajectory = rollout(bench, prompts, rows, precision).trajectory
     assert trajectory
@@ -230,7 +230,7 @@ def pipeline_prompts(prompts: Conditioning) -> dict[str, Tensor]:
 
 
 def plain_update(bench: Bench, optimizer: torch.optim.Optimizer, batch: TrajectoryBatch, rows: int) -> None:
-    """An optimiser step as a plain training script takes it: the same terms through the same network, with a squared error."""
+    """An optimiser step as a plain training script takes it: the same rows through the same network, with a squared error."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for start in range(0, len(batch.inputs), rows):
         part = slice(start, start + rows)

@@ -59,7 +59,7 @@ def main() -> None:
 
 HEADER = """# How far the first ratio is from 1
 
-Largest |log-prob in training - log-prob in the rollout| over the terms of the first step; log-probs are means over the latent's
+Largest |log-prob in training - log-prob in the rollout| over the rows of the first step; log-probs are means over the latent's
 elements, as in the loss, whose clip ranges are 1e-3 to 1e-6. Rollouts in micro-batches of 4.
 
 | family | precision | training in micro-batches of 4 | of 2 |

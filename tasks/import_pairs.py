@@ -15,7 +15,7 @@ from tasks.files import fetch, scratch
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class PairTables(NamedTuple):
@@ -42,7 +42,7 @@ def import_pairs(
     with node_run(run, f"{ctx.label} pairs") as run_logger:
         source = fetch(FlyteFile(pairs))
         imported = import_pairs_from_folder(ctx, fetch(base.folder), fetch(prompts), source, scratch("pairs", run))
-        log.info("%s", imported)
+        logger.info("%s", imported)
         run_logger.log_dataset("pairs", read_table(imported.prompts), context="training", source=pairs)
         run_logger.log_metrics(
             {"pairs": imported.pairs, "ties": imported.ties, "on_evaluated_prompts": imported.evaluated}, step=0

@@ -13,7 +13,7 @@ from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, scratch
 from tasks.resources import light
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @task(cache=ONCE_PER_RUN, **light())
@@ -26,7 +26,7 @@ def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
     with node_run(run, "prompts") as run_logger:
         source = fetch(FlyteFile(recipe.prompts.source)) if recipe.prompts.source else None
         table, report = prepare(recipe, source)
-        log.info("%s", report)
+        logger.info("%s", report)
         run_logger.log_dataset("prompts", table, context="training", source=recipe.prompts.source or "made up")
         path = scratch("prompts.parquet", run)
         write_prompts(table, path)

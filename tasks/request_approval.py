@@ -16,7 +16,7 @@ GATE = "promotion"
 """Name of the gate node that waits for the answer, and id of its signal."""
 
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class ApprovalError(Exception):
@@ -41,7 +41,7 @@ def request_approval(
         if execution and execution.name != "local":
             where = f"project={execution.project!r}, domain={execution.domain!r}"
             call = f"FlyteRemote.approve({GATE!r}, {execution.name!r}, {where})"
-            log.warning(
+            logger.warning(
                 "%s: approve node %r of execution %s in Flyte's console, or call %s", question, GATE, execution.name, call
             )
         elif not sys.stdin.isatty():

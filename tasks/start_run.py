@@ -13,7 +13,7 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.resources import light
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _RUN_LOCK = ExitStack()
 """The lock on the folder of the local run that this process executes; it ends with the process."""
 
@@ -53,6 +53,6 @@ def _start_or_resume(recipe: Recipe) -> TrackedRun:
         exclusive_lock(Path(run.folder), f"wait until it ends, or set another 'output' than {recipe.output!r}")
     )
     if stopped:
-        log.info("resuming the stopped run (MLflow run %s); to start over, delete %s", run.run_id, run.folder)
+        logger.info("resuming the stopped run (MLflow run %s); to start over, delete %s", run.run_id, run.folder)
         parent_run.open_run(recipe, run)
     return run

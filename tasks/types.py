@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator
 
 from ebbflow.data.records import Evaluation, StageRecord
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 GONE = "{} is gone, but Flyte's local cache still points to it; run `pyflyte local-cache clear` and start again"
 """A temporary folder may be deleted before the cache is."""
 
@@ -39,7 +39,7 @@ class BaseModelArtifact(BaseModel):
     def made(cls, folder: Path, started: float) -> Self:
         """The folder that was made since ``started`` (seconds since 1970)."""
         now = time.time()
-        log.info("base model ready after %.1f s", now - started)
+        logger.info("base model ready after %.1f s", now - started)
         return cls(folder=FlyteDirectory(str(folder)), seconds=now - started, finished_at=now)
 
 

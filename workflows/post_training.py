@@ -41,7 +41,7 @@ from tasks.train_online_ray import train_online_ray
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, TrainedPolicy
 from tasks.write_report import write_report
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class PostTraining(NamedTuple):
@@ -115,7 +115,7 @@ def train_rounds(
     evaluations and can decide to stop.
     """
     if reason := stop_reason(recipe, [evaluated.evaluation for evaluated in history], round):
-        log.info("%s", reason)
+        logger.info("%s", reason)
         return history
     policy = history[-1].policy
     for stage, config in enumerate(recipe.stages):

@@ -26,14 +26,14 @@ MAX_EXPONENT = 20.0
 
 
 def correct(delta: Tensor, dims: int, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Importance weights, and which terms stay.
+    """Importance weights, and which rows stay.
 
     Args:
-        delta: [S, W] of the whole batch: normalised weights have mean 1 over its kept terms.
+        delta: [S, W] of the whole batch: normalised weights have mean 1 over its kept rows.
         dims: D, the elements of a latent.
 
     Returns:
-        weights [S, W] in delta's type, 0 where a term is dropped; keep, bool [S, W]. Dropped terms count in no denominator.
+        weights [S, W] in delta's type, 0 where a row is dropped; keep, bool [S, W]. Dropped rows count in no denominator.
         A delta that is not a number keeps its term and its NaN, for the update's own guard to find.
     """
     weights = torch.ones_like(delta, dtype=torch.float64)
@@ -51,7 +51,7 @@ def correct(delta: Tensor, dims: int, config: CorrectionConfig) -> tuple[Tensor,
 
 
 def correction_metrics(delta: Tensor, dims: int, config: CorrectionConfig) -> dict[str, Tensor]:
-    """Shares of the terms that ``high`` capped or dropped, that ``low`` dropped, and that were rejected; scalars."""
+    """Shares of the rows that ``high`` capped or dropped, that ``low`` dropped, and that were rejected; scalars."""
     ratio = _ratio(delta, dims, config)
     above, below = (ratio > config.high).double(), (ratio < config.low).double()
     return {
@@ -103,7 +103,7 @@ def _ratio(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
 
 
 def _rejected(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
-    """Which terms their divergence drops, bool [S, W]; all steps of a sample alike on the sequence levels."""
+    """Which rows their divergence drops, bool [S, W]; all steps of a sample alike on the sequence levels."""
     if config.reject == "none":
         return torch.zeros_like(delta, dtype=torch.bool)
     divergence = _divergence(_scaled(delta, dims, config), config.reject)

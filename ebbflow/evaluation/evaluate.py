@@ -31,7 +31,7 @@ from ebbflow.training.policy_metadata import read_policy_metadata
 
 DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class EvaluationError(Exception):
@@ -104,7 +104,7 @@ def evaluate(
         velocity_drift=_drift(recipe, model, policy, prompts, encode, latents),
         seconds=dict(clock.seconds),
     )
-    log.info("%s", evaluation)
+    logger.info("%s", evaluation)
     return evaluation
 
 

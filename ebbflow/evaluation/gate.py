@@ -23,7 +23,7 @@ REFUSED = "Refused: "
 ROUNDING = 1e-9
 """Slack in floating point, so that a fall of exactly the tolerance is allowed."""
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class _Finding(NamedTuple):
@@ -57,9 +57,9 @@ def decide(
         coverage=coverage,
         reasons=[finding.reason if finding.passed else REFUSED + finding.reason for finding in findings],
     )
-    log.info("gate: %s %s over %s", "promote" if decision.promote else "do not promote", decision.candidate, decision.champion)
+    logger.info("gate: %s %s over %s", "promote" if decision.promote else "do not promote", decision.candidate, decision.champion)
     for reason in decision.reasons:
-        log.info("gate: %s", reason)
+        logger.info("gate: %s", reason)
     return decision
 
 

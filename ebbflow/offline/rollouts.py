@@ -29,7 +29,7 @@ from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_model, open_policy
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def generate_shard(
@@ -92,7 +92,7 @@ def _check_engine(ctx: StageContext, policy: Policy, engine: Engine, conditionin
     assert trajectory is not None, "the plan records every step"
     with policy.using(ctx.algorithm.generates):
         found = measure_parity(policy, trajectory, conditioning, keys, sampler, config.parity, config.micro_batch)
-    log.info("%s: engine %s differs by %.1e in log-prob", ctx.label, config.engine, found["parity/log_prob_max"])
+    logger.info("%s: engine %s differs by %.1e in log-prob", ctx.label, config.engine, found["parity/log_prob_max"])
 
 
 def _generated(

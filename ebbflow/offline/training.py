@@ -55,8 +55,8 @@ class Part:
 
     Attributes:
         epoch: how often these samples were trained on before.
-        units: of the whole batch, over all processes.
-        unit: integer [N], ascending: which samples stay together.
+        groups: of the whole batch, over all processes.
+        group_index: integer [N], ascending: which samples stay together.
         clean: final latents, fp32 [N, ...].
         conditioning: the encoded prompts.
         advantage: [N].
@@ -219,7 +219,7 @@ def _trainable_rows(ctx: StageContext, path: Path, advantages: pa.Table) -> Shar
 
 
 def _large_enough(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> list[Shard]:
-    """The shards from which every process gets a unit; the others are named in an alarm.
+    """The shards from which every process gets a group; the others are named in an alarm.
 
     Raises:
         TrainingError: there is something to learn from, and no shard of it is large enough.
@@ -293,7 +293,7 @@ def _part(
 
 
 def _batches(groups: SampleGroups, batch_size: int, world: int) -> list[SampleGroups]:
-    """The units in equal batches of about ``batch_size`` samples, each with a unit for every process: no small last one."""
+    """The groups in equal batches of about ``batch_size`` samples, each with one for every process: no small last one."""
     samples = sum(map(len, groups))
     return split_evenly(groups, min(math.ceil(samples / batch_size), len(groups) // world))
 

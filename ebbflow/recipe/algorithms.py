@@ -34,7 +34,7 @@ class AlgorithmConfig(Strict):
     """What every algorithm declares. A user's own hyper-parameters derive from one of the two kinds below.
 
     Attributes:
-        kind: what its terms are made of: steps of a trajectory with log-probs, or noised final latents.
+        kind: what its rows are made of: steps of a trajectory with log-probs, or noised final latents.
         stages: where it can run.
         stage_defaults: keys of the stage that it sets unless the recipe does.
         needs_density: its loss takes log-probs for logarithms of a density, which those of the ``cps`` sampler are not.

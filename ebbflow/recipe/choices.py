@@ -198,7 +198,7 @@ class CorrectionConfig(Strict):
     normalise: bool = False
     """Divide the weights by their mean over the batch."""
     reject: Literal["none", "k1", "k2", "k3"] = "none"
-    """Drop terms by an estimate of the divergence: |delta|, delta^2 / 2, or exp(delta) - 1 - delta."""
+    """Drop rows by an estimate of the divergence: |delta|, delta^2 / 2, or exp(delta) - 1 - delta."""
     reject_level: Literal["step", "sequence_mean", "sequence_sum", "sequence_max"] = "step"
     """What is compared with the threshold: the step's own, or the mean, sum or largest over the sample's steps."""
     reject_above: float = Field(0.25, gt=0)

@@ -33,7 +33,7 @@ MAX_IMAGES = 256
 MAX_PIXELS = 64 * 2**20
 """Of all images of a request: 64 of 1024x1024, which a few kilobytes of PNG can claim to be."""
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def serve(config: RewardConfig, host: str, port: int, token: str | None = None) -> None:
@@ -99,7 +99,7 @@ def _score(reward: Reward, asked: ScoreRequest) -> ScoreAnswer:
     try:
         result = checked(reward.name, reward(images, [_prompt(*numbered) for numbered in enumerate(asked.prompts)]), len(images))
     except Exception as error:
-        log.exception("scoring failed")
+        logger.exception("scoring failed")
         raise HTTPException(500, f"{reward.name} failed: {type(error).__name__}: {error}") from None
     return _as_answer(result)
 

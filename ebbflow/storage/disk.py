@@ -19,7 +19,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_SPACE_TEXT = re.compile(r"No space left on device|[Qq]uota exceeded|File too large")
 """How libraries of other languages pass on the same errors."""
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class DiskFullError(Exception):
@@ -76,7 +76,7 @@ def remove_stale_partials(path: Path) -> None:
         with suppress(OSError), try_lock(partial) as abandoned:  # OSError: another process removed it first
             if abandoned:
                 _remove(partial)
-                log.info("removed %s, which a killed process left behind", partial)
+                logger.info("removed %s, which a killed process left behind", partial)
 
 
 def _remove(path: Path) -> None:

@@ -31,7 +31,7 @@ from ebbflow.tracking.sender import RunSender
 FLUSH_AT = 256
 """Metrics that are collected before they are sent."""
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -43,15 +43,16 @@ def node_run(tracked: TrackedRun, node: str) -> Iterator[RunLogger]:
     Args:
         node: unique in the execution and the same on every retry: ``1.2 offline training``, ``1.2 offline rollout 0`` ...
     """
-    logger = RunLogger(tracked, node)
-    logger.flush()  # shows the node in the UI from its first second
-    log.debug("node %s: started", node)
+    run_logger, start = RunLogger(tracked, node), time.monotonic()
+    run_logger.flush()  # shows the node in the UI from its first second
+    logger.info("%s started", node)
     try:
-        yield logger
+        yield run_logger
     except BaseException:
-        logger.close("FAILED")
+        run_logger.close("FAILED")
         raise
-    logger.close("FINISHED")
+    run_logger.close("FINISHED")
+    logger.info("%s finished after %.1f s", node, time.monotonic() - start)
 
 
 class RunLogger:
@@ -175,7 +176,7 @@ class RunLogger:
     def _postpone(self, error: Exception) -> None:
         if self.pending.since is None:
             store, reason = redact(self.sender.tracked.tracking_uri), redact(str(error))
-            log.warning("node %s: the MLflow store %s is away; records wait in memory: %s", self.pending.node, store, reason)
+            logger.warning("node %s: the MLflow store %s is away; records wait in memory: %s", self.pending.node, store, reason)
             self.pending.since = time.time()
         # Attempts get rarer as the buffer fills: an outage of hours costs a few timeouts and not thousands.
         self._flush_at = max(2 * len(self.pending.metrics), FLUSH_AT)
@@ -189,17 +190,17 @@ class RunLogger:
             uri = files.save(folder, pending)
         except Exception as error:  # as in _deliver
             metrics += pending.lost
-            log.warning(
+            logger.warning(
                 "%s: %d metrics and %d other records are lost; cannot save them in %s: %s", ended, metrics, records, folder, error
             )
         else:
-            log.warning(
+            logger.warning(
                 "%s: %d metrics and %d other records wait in %s, %d metrics are lost", ended, metrics, records, uri, pending.lost
             )
 
     def _count_non_finite(self, key: str, value: float, step: int) -> None:
         if not self.non_finite[key]:
-            log.warning(
+            logger.warning(
                 "node %s: metric %s is %s at step %d; such values are counted and not sent", self.pending.node, key, value, step
             )
         self.non_finite[key] += 1
@@ -210,7 +211,7 @@ def _load(tracked: TrackedRun, node: str) -> PendingRecords | None:
     try:
         return files.load(tracked.folder, node)
     except Exception as error:
-        log.warning("node %s: cannot read the records saved in %s: %s", node, tracked.folder, error)
+        logger.warning("node %s: cannot read the records saved in %s: %s", node, tracked.folder, error)
         return None
 
 

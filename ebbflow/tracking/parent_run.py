@@ -35,7 +35,7 @@ from ebbflow.tracking.store import (
     sqlite_file,
 )
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def start_run(recipe: Recipe, execution_id: str | None, tags: Mapping[str, str] | None = None) -> TrackedRun:
@@ -62,7 +62,7 @@ def start_run(recipe: Recipe, execution_id: str | None, tags: Mapping[str, str] 
         )
     tracked = _tracked(recipe, run)
     open_run(recipe, tracked)
-    log.info("MLflow run %s of recipe %s in %s", tracked.run_id, recipe.name, redact(tracked.tracking_uri))
+    logger.info("MLflow run %s of recipe %s in %s", tracked.run_id, recipe.name, redact(tracked.tracking_uri))
     return tracked
 
 
@@ -114,7 +114,7 @@ def log_results(tracked: TrackedRun, evaluations: Sequence[Evaluation], files: S
         if finish:
             finish_run(tracked, "FINISHED")
     except Exception as error:
-        log.warning("cannot log the results of run %s to MLflow: %s", run_id, redact(str(error)))
+        logger.warning("cannot log the results of run %s to MLflow: %s", run_id, redact(str(error)))
 
 
 def _store(recipe: Recipe) -> tuple[MlflowClient, str]:

@@ -33,7 +33,7 @@ CHALLENGER, PREVIOUS = "challenger", "previous"
 REPLACES, ROLLED_BACK = "ebbflow.replaces", "ebbflow.rolled_back"
 MAX_TAG_LENGTH = 5000
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def register(
@@ -66,7 +66,7 @@ def register(
         if version is None:
             tags = _tags(client, tracked, decision, lineage, expected_champion)
             version = create_version(client, tracked, policy, base, model_name, tags)
-            log.info("registered %r version %s", model_name, version.version)
+            logger.info("registered %r version %s", model_name, version.version)
         link_to_run(client, tracked, version)
         _make_challenger(client, model_name, version)
         return _registration(client, model_name, str(version.version))
@@ -269,7 +269,7 @@ def _move_champion(
         client.set_registered_model_alias(name, PREVIOUS, champion)
     check_held()
     client.set_registered_model_alias(name, CHAMPION, version)
-    log.info("champion of %r is now version %s (before: %s)", name, version, champion or "none")
+    logger.info("champion of %r is now version %s (before: %s)", name, version, champion or "none")
     return Registration(model_name=name, version=version, champion=True, previous=champion)
 
 

@@ -27,7 +27,7 @@ TIMEOUT = 60.0
 """Seconds to wait for other promotions, each of which is a handful of requests."""
 POLL = 0.1
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RegistryLockError(TrackingError):
@@ -111,7 +111,7 @@ def _release(client: MlflowClient, name: str, version: str, token: str) -> None:
         if client.get_model_version(name, version).tags.get(LOCK) == token:
             client.delete_model_version_tag(name, version, LOCK)
     except Exception as error:
-        log.warning(
+        logger.warning(
             "cannot delete the tag %s of %r version %s; the next promotion, or a retry of this one, will: %s",
             *(LOCK, name, version, redact(str(error))),
         )

@@ -25,7 +25,7 @@ METRICS_PER_BATCH = 1000
 MAX_LISTED, OTHERS = 40, "others"
 """Kinds of refused records that the tag lists, and its name for the rest."""
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class ChildRun(NamedTuple):
@@ -131,7 +131,7 @@ class RunSender:
     def _refuse(self, what: str, count: int, error: Exception) -> None:
         if not self.refused[what]:
             reason = sanitize(redact(str(error)))
-            log.warning("node %s: MLflow refuses %s; they are dropped and counted: %s", self.node, what, reason)
+            logger.warning("node %s: MLflow refuses %s; they are dropped and counted: %s", self.node, what, reason)
         self.refused[what] += count
 
     def _log_outage(self, run: ChildRun, pending: PendingRecords, since: float) -> None:
@@ -140,7 +140,7 @@ class RunSender:
         seconds = round(time.time() - since + earlier.get("seconds", 0), 1)
         tag = {"seconds": seconds, "late": pending.late + earlier.get("late", 0), "lost": pending.lost}
         run.client.set_tag(run.run_id, AWAY, json.dumps(tag))
-        log.warning("node %s: the MLflow store is back; all pending records were delivered", self.node)
+        logger.warning("node %s: the MLflow store is back; all pending records were delivered", self.node)
         pending.since, pending.late = None, 0
 
 

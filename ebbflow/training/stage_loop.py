@@ -79,8 +79,8 @@ class StageLoop:
         self.num_steps, self.first_step = num_steps, state.step
         self.conditions = StopConditions(ctx.config, gpus, state.elapsed, steps_ahead)
         self.stop = Stop.NO
-        name = f"{ctx.label} {ctx.config.algorithm_name}"
-        self.progress = tqdm(total=num_steps, desc=name, initial=state.step, unit="step", disable=True if quiet else None)
+        self.quiet, self.name = quiet, f"{ctx.label} {ctx.config.algorithm_name}"
+        self.progress = tqdm(total=num_steps, desc=self.name, initial=state.step, unit="step", disable=True if quiet else None)
 
     def steps(self) -> Iterator[int]:
         """The steps that are left, until the last one, or the one with which the budget is spent: that becomes an alarm."""
@@ -96,13 +96,16 @@ class StageLoop:
         """Record the metrics of a step. All processes of a group finish a step together: they agree on what ends the stage.
 
         Args:
-            shown: what the progress bar shows with the step.
+            shown: what the progress bar, or without a terminal the log, shows with the step.
         """
         self.recorder.log_metrics(metrics, self.state.step)
         self.state.step += 1
-        self.state.elapsed = self.conditions.elapsed
+        seconds, self.state.elapsed = self.conditions.elapsed - self.state.elapsed, self.conditions.elapsed
         self.progress.set_postfix(shown, refresh=False)
         self.progress.update()
+        if self.progress.disable and not self.quiet:
+            values = "".join(f", {name} {value}" for name, value in shown.items())
+            logger.info("%s: step %d of %d%s, %.1f s", self.name, self.state.step, self.num_steps, values, seconds)
         self.stop = self.conditions.after_step()
 
     @property

@@ -38,11 +38,11 @@ def gradient(algorithm, rows, config, at):
     return torch.autograd.grad(loss.sum(), at, retain_graph=True)[0]
 
 
-# Forward-process terms
+# Forward-process rows
 
 
 def forward_rows(advantage, group_index=None, seed=0):
-    """Random terms with a velocity that is a leaf, all copies, and sigma and noise shared inside a unit."""
+    """Random rows with a velocity that is a leaf, all copies, and sigma and noise shared inside a group."""
     rows = len(advantage)
     group_index = torch.arange(rows) if group_index is None else torch.tensor(group_index)
     fresh = [normal(rows, *SHAPE, seed=10 * seed + index) for index in range(6)]
@@ -59,7 +59,7 @@ def forward_rows(advantage, group_index=None, seed=0):
 
 
 def at_velocity(rows, velocity):
-    """The same terms under another policy, whose velocity is a leaf."""
+    """The same rows under another policy, whose velocity is a leaf."""
     return replace(rows, velocity=velocity.detach().clone().requires_grad_())
 
 
@@ -68,7 +68,7 @@ def target(rows):
     return rows.noise - rows.clean
 
 
-# Trajectory terms
+# Trajectory rows
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Rollout:
         return transition(self.sampler, self.latents, velocity, SIGMAS, self.steps)
 
     def rows(self, velocity, **copies):
-        """Its terms under a policy that predicts ``velocity``; ``copies`` by their velocities."""
+        """Its rows under a policy that predicts ``velocity``; ``copies`` by their velocities."""
         old, step = self.step(self.old), self.step(velocity)
         after = sample(old, self.noise)
         copies = {name: self.step(value) for name, value in copies.items()}

@@ -67,7 +67,7 @@ def test_the_implicit_policies_learn_from_the_old_one_s_samples():
 
 
 def rows_of(of_class):
-    """Six terms in three units of two, with the copies that the algorithm asks for and no others."""
+    """Six rows in three groups of two, with the copies that the algorithm asks for and no others."""
     config = config_of(of_class)
     needed = algorithm_of(config).copies(config)
     if of_class.kind == "forward":
@@ -79,7 +79,7 @@ def rows_of(of_class):
 
 
 def part_of(rows, part):
-    """Some rows of the terms, as a micro-batch has them."""
+    """Some of the rows, as a micro-batch has them."""
     if isinstance(rows, Transition):
         return replace(rows, **{name: getattr(rows, name)[part] for name in ("mean", "std", "scale", "dt")})
     copies = {name: part_of(value, part) if isinstance(value, Transition) else value[part] for name, value in rows.copies.items()}
@@ -140,8 +140,8 @@ def test_a_user_s_own_algorithm_is_one_like_any_other(tmp_path, monkeypatch):
             """Flow matching times a factor."""
             factor: float = 1.0
 
-        def loss(terms, config):
-            return config.factor * flow_matching_error(terms, terms.velocity), {}
+        def loss(rows, config):
+            return config.factor * flow_matching_error(rows, rows.velocity), {}
 
         SCALED = Algorithm(Scaled, loss)
     '''

@@ -1,4 +1,4 @@
-"""DGPO: what a whole group still has to gain weighs its terms, and has no gradient of its own."""
+"""DGPO: what a whole group still has to gain weighs its rows, and has no gradient of its own."""
 
 from dataclasses import replace
 

@@ -64,7 +64,7 @@ def test_the_gradient_is_that_of_the_formula_with_frozen_weights(beta):
 
 
 def at_old(advantage, beta):
-    """(terms under the old policy, the gradient there)."""
+    """(rows under the old policy, the gradient there)."""
     rows = forward_rows(advantage)
     rows = at_velocity(rows, rows.copies["old"])
     return rows, gradient(ALGORITHM, rows, DiffusionNFTConfig(beta=beta), rows.velocity)

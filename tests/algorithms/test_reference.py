@@ -25,7 +25,7 @@ KL, WITHOUT_DT, VELOCITY = (ReferenceConfig(penalty=name) for name in ("kl", "kl
 
 
 def steps_apart(sampler):
-    """(terms, the policy's velocity, the reference's)."""
+    """(rows, the policy's velocity, the reference's)."""
     made = rollout(sampler)
     velocity, reference = moved(made), normal(*made.old.shape, seed=9)
     return made.rows(velocity, reference=reference), velocity, reference

@@ -74,7 +74,7 @@ def test_nothing_is_timed_unless_both_sides_draw_the_same_latents(bench):
 def test_the_ratio_compares_speeds_and_the_median_counts():
     case = gpu.Case("update", 1.0, 2, images=6, loss_rows=18, flops=300, ours=lambda: None, peer=lambda: None)
     found = gpu.speed(case, peak=1000.0, calls=[(3.0, 5), (1.0, 7), (100.0, 6)])
-    assert (found["seconds"], found["images_per_second"], found["terms_per_second"]) == (3.0, 2.0, 6.0)
+    assert (found["seconds"], found["images_per_second"], found["rows_per_second"]) == (3.0, 2.0, 6.0)
     assert (found["flops_per_second"], found["share_of_peak"], found["peak_memory"]) == (100.0, 0.1, 7)
 
 

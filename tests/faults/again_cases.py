@@ -2,7 +2,7 @@
 
 As a script it is ``pyflyte``, in which ``EBBFLOW_DIE_AT=module:function:n`` kills the whole process group with SIGKILL as the
 n-th call of the function (counted in its process) begins, and ``module:function:n:after`` as it ends. With
-``module:function:n:told`` ``pyflyte`` alone is told with a SIGTERM to end, as by Kubernetes. A function is named where it is
+``module:function:n:sigterm`` ``pyflyte`` alone gets a SIGTERM, as from Kubernetes. A function is named where it is
 looked up: ``ebbflow.online.loop:save_policy`` and not where it is defined; a method as ``module:Class.method:n``. Ranks of a
 training group import this script too, so that they die at their calls as well.
 """
@@ -58,7 +58,7 @@ def run_pipeline_until(folder: Path, changes: dict[str, Any], die_at: str = "", 
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     printed = (folder / "printed.txt").read_text()
-    expected = 1 if die_at.endswith(":told") else -signal.SIGKILL if die_at else 0
+    expected = 1 if die_at.endswith(":sigterm") else -signal.SIGKILL if die_at else 0
     assert ended == expected, f"{die_at or 'to the end'}: ended with {ended}\n{printed[-5000:]}"
     return printed
 
@@ -77,7 +77,7 @@ def _arm(die_at: str) -> None:
     @functools.wraps(function)
     def deadly(*arguments: Any, **named: Any) -> Any:
         last = next(calls) == int(number)
-        if last and after == ["told"] and os.environ.get("RANK", "0") == "0":
+        if last and after == ["sigterm"] and os.environ.get("RANK", "0") == "0":
             os.kill(os.getpgrp(), signal.SIGTERM)
         if last and not after:
             _die()

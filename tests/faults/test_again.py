@@ -26,10 +26,10 @@ RECIPE: dict[str, Any] = {
 }
 DEATHS = [
     "ebbflow.evaluation.evaluate:evaluate_folder:1:after",
-    "ebbflow.training.update:PolicyUpdater.update:1:told",  # in the online stage, in pyflyte's own process
+    "ebbflow.training.update:PolicyUpdater.update:1:sigterm",  # in the online stage, in pyflyte's own process
     "ebbflow.offline.rollouts:generate_shard_from_folders:2",
     "flytekit.core.local_cache:LocalTaskCache.set:2",  # between two nodes: Flyte does not know yet that shard 0 has been scored
-    "ebbflow.training.update:PolicyUpdater.update:1:told",  # in the offline stage, in the processes of its group
+    "ebbflow.training.update:PolicyUpdater.update:1:sigterm",  # in the offline stage, in the processes of its group
     "mlflow:MlflowClient.create_model_version:1",
     "mlflow:MlflowClient.set_registered_model_alias:2",  # the challenger is named, the champion not yet
 ]
@@ -57,7 +57,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory, ended: list[dict[str, in
     for start, death in enumerate([*DEATHS, ""]):
         printed = " ".join(run_pipeline_until(folder, RECIPE, death).replace("│", " ").split())
         assert ("resuming the stopped run" in printed) == (start > 0)
-        assert ("was preempted (SIGTERM) after 1 of 2 steps; a checkpoint is saved" in printed) == death.endswith(":told")
+        assert ("was preempted (SIGTERM) after 1 of 2 steps; a checkpoint is saved" in printed) == death.endswith(":sigterm")
         ended.append({name: node.info.end_time for name, node in _nodes(folder) if node.info.status == "FINISHED"})
     return folder
 

@@ -12,7 +12,7 @@ from ebbflow.models import Conditioning, ModelError
 from ebbflow.models.encoding import encode_once
 
 
-def told(count, length, negative=None, start=0):
+def given(count, length, negative=None, start=0):
     """Rows that name themselves: the embeddings of row i are all i + 1."""
     number = start + 1 + torch.arange(count)
     embeds = number.view(-1, 1, 1).expand(count, length, 2).float()
@@ -32,7 +32,7 @@ def same(one, other):
 
 
 def test_rows_are_taken_everywhere_in_the_order_asked_for():
-    conditioning = told(4, 5, negative=told(4, 3, start=10))
+    conditioning = given(4, 5, negative=given(4, 3, start=10))
     assert len(conditioning) == 4
     some = conditioning.rows(torch.tensor([2, 0, 2]))
     assert len(some) == 3
@@ -44,7 +44,7 @@ def test_rows_are_taken_everywhere_in_the_order_asked_for():
 
 
 def test_parts_are_joined_and_shorter_prompts_padded():
-    parts = [told(2, 5, told(2, 1, start=10)), told(1, 2, told(1, 4, start=12), start=2)]
+    parts = [given(2, 5, given(2, 1, start=10)), given(1, 2, given(1, 4, start=12), start=2)]
     joined = Conditioning.cat(parts)
     assert (len(joined), joined.guidance) == (3, 3)
     assert joined["embeds"].shape == (3, 5, 2)
@@ -54,18 +54,18 @@ def test_parts_are_joined_and_shorter_prompts_padded():
     assert joined["pooled"].shape == (3, 3)
     assert joined["time"].tolist() == [1, 2, 3]
     assert joined.negative["mask"].sum(1).tolist() == [1, 1, 4]
-    assert same(Conditioning.cat([told(2, 5)]), told(2, 5))
+    assert same(Conditioning.cat([given(2, 5)]), given(2, 5))
 
 
 def test_the_negative_prompts_go_and_the_guidance_stays():
-    alone = told(2, 3, told(2, 3)).unguided()
+    alone = given(2, 3, given(2, 3)).unguided()
     assert alone.negative is None
     assert alone.guidance == 3
-    assert same(alone, told(2, 3))
+    assert same(alone, given(2, 3))
 
 
 def test_everything_moves():
-    moved = told(2, 3, told(2, 3)).to(torch.device("meta"))
+    moved = given(2, 3, given(2, 3)).to(torch.device("meta"))
     assert moved.device == moved.negative.device == torch.device("meta")
     assert {values.device.type for values in (*moved.tensors.values(), *moved.negative.tensors.values())} == {"meta"}
 

@@ -235,7 +235,7 @@ def test_processes_share_each_batch_and_tear_no_unit(make_recipe, stored, run, p
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("batch_size", "micro_batch"), [(3, 1), (8, 1), (1, 1)])
 def test_every_process_has_work_in_every_pass(make_recipe, stored, run, pretend, rank, batch_size, micro_batch, algorithm):
-    # A process that runs out of terms before the others would fail alone and leave them waiting.
+    # A process that runs out of rows before the others would fail alone and leave them waiting.
     settings = {"epochs": 1, "batch_size": batch_size, "micro_batch": micro_batch}
     ctx = StageContext(make_recipe(offline=settings | {"algorithm": {"name": algorithm, "noise_levels": 1}}), 0, 1)
     pretend(rank, 2)

@@ -1,4 +1,4 @@
-"""Two ranks learn from a step of an online stage what one learns, however unevenly its terms are left to them."""
+"""Two ranks learn from a step of an online stage what one learns, however unevenly its rows are left to them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CASES = {
     "nothing": {"algorithm": {"name": "mix_grpo"}, **SHIFTED},
 }
 LEFT = {"one term": [(4, 1)], "nothing": []}
-"""(sample, column) of the terms that are not rejected, where the others are made to be: fewer than ranks, and none."""
+"""(sample, column) of the rows that are not rejected, where the others are made to be: fewer than ranks, and none."""
 
 
 def recipe_of(case: str) -> Recipe:
@@ -125,7 +125,7 @@ def test_two_ranks_learn_what_one_learns(base_folder, together, tmp_path, case):
     (first, second), folder = [said[case] for said in together[0]], together[1]
     assert first["metrics"] == second["metrics"]
     assert first["updates"] == second["updates"] == alone["updates"]
-    # The first part of a batch has other terms on two ranks, unless both take all of them.
+    # The first part of a batch has other rows on two ranks, unless both take all of them.
     same = case in ("a group an update", "one term", "nothing")
     of_the_first_part = {} if same else {"grad_variance": 0, "velocity_drift": 0}
     for one, other in zip(alone["metrics"], first["metrics"], strict=True):

@@ -1,4 +1,4 @@
-"""From samples to terms: every term belongs to its sample, units stay whole, and a sample's draws are its own."""
+"""From samples to rows: every row belongs to its sample, groups stay whole, and a sample's draws are its own."""
 
 from __future__ import annotations
 

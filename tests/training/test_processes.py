@@ -93,7 +93,7 @@ def test_two_processes_take_the_step_of_one(base_folder, two_processes, tmp_path
     together = [json.loads((two_processes / f"said-{rank}.json").read_text())[case] for rank in range(2)]
     assert together[0] == together[1]
     for one, other in zip(alone, together[0], strict=True):
-        # The first part has other terms when there are two processes: what is measured on it alone differs.
+        # The first part has other rows when there are two processes: what is measured on it alone differs.
         of_the_first_part = {"grad_variance": 0, "velocity_drift": 0}
         assert other | of_the_first_part == pytest.approx(one | of_the_first_part, rel=1e-3, abs=1e-6)
     assert alone[1]["kl/reference"] > 0

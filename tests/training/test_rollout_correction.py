@@ -21,7 +21,7 @@ def stage_keys(correction, **rest):
 
 
 def correct(updater, made):
-    """(what the correction says of a rollout, its metrics, the terms that it leaves)."""
+    """(what the correction says of a rollout, its metrics, the rows that it leaves)."""
     trajectory, conditioning, keys = made
     found, metrics = apply_rollout_correction(updater.policy, updater.stage, trajectory, conditioning, keys)
     advantage = samples(updater.policy.model)[2]
@@ -111,7 +111,7 @@ def test_stale_rollouts_are_those_of_another_policy(model):
 
 
 def test_rejected_terms_leave_the_mean(model):
-    """A step on what is left over is a step on those terms alone: the others count in no denominator."""
+    """A step on what is left over is a step on those rows alone: the others count in no denominator."""
     updater = updater_of(model, "mix_grpo", lr=0, **stage_keys({"weights": "masked", "low": 0.95, "high": 1.05}))
     made = rollout(model, updater.stage.sampler, STEPS, "bfloat16")
     found, metrics, batch = correct(updater, made)

@@ -53,7 +53,7 @@ def samples(model, start=0, stop=6):
 
 
 def forward_rows(model, stage, group_index=ALONE, start=0, stop=6):
-    """The forward-process terms of those samples."""
+    """The forward-process rows of those samples."""
     return forward_batch(*samples(model, start, stop), group_index[start:stop], stage.hyper, visit=0)
 
 
@@ -64,7 +64,7 @@ def rollout(model, sampler, steps=(0, 1, 2), precision="float32", micro_batch=4)
 
 
 def trajectory_rows(model, stage, steps=(0, 1, 2), apply_rollout_correction=None):
-    """The trajectory terms of a rollout of six samples under the policy as it is."""
+    """The trajectory rows of a rollout of six samples under the policy as it is."""
     trajectory, conditioning, keys = rollout(model, stage.sampler, steps)
     apply_rollout_correction = apply_rollout_correction or CorrectedRollout.nothing(trajectory)
     return trajectory_batch(apply_rollout_correction, conditioning, samples(model)[2], keys, stage.sampler)

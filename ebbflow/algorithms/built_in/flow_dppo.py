@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class FlowDPPOConfig(TrajectoryConfig):
-    """Policy gradient that drops the terms which move further away than a divergence allows, instead of clipping a ratio."""
+    """Policy gradient that drops the rows which move further away than a divergence allows, instead of clipping a ratio."""
 
     name: Literal["flow_dppo"] = "flow_dppo"
     divergence_limit: float = Field(1e-5, gt=0)
