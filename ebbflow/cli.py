@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from ebbflow.logs import configure_logging
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.recipe.base import field_docs
 from ebbflow.recipe.choices import SAMPLERS, STOCHASTIC_SAMPLERS, WINDOWS
 from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.registry import ALGORITHMS, REWARDS
@@ -187,9 +188,10 @@ def _summary(described: Any) -> str:
 
 def _keys(model: type[BaseModel], prefix: str, shown: dict[Any, str]) -> Iterator[tuple[str, Any, str]]:
     """(dotted key, default, meaning) of every leaf. A choice of models lists each model's keys, once: ``shown`` says where."""
+    docs = field_docs(model)
     for name, field in model.model_fields.items():
         inner = _models(field.annotation)
-        meaning = " ".join((field.description or "").split())
+        meaning = " ".join((field.description or docs.get(name, "")).split())
         if not inner:
             yield f"{prefix}{name}", _default(field), meaning
             continue

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 
 import fsspec
 from flytekit.configuration import DataConfig
@@ -49,4 +50,6 @@ class _CachedPydanticTransformer(PydanticTransformer):
         return copy.copy(self._literal_type(t))  # for a type in a union, flytekit writes into what it gets
 
 
+# Of ``options``, the keys of a user's own code: they travel inside the recipe as MessagePack, and nothing is pickled.
+logging.getLogger("flytekit").addFilter(lambda record: not record.getMessage().startswith("Unsupported Type typing.Any"))
 TypeEngine.register_additional_type(_CachedPydanticTransformer(), BaseModel, override=True)

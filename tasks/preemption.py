@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
 
+from flytekit import PythonFunctionTask
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.extend import TaskPlugins
 from flytekitplugins.kfpytorch import Elastic
@@ -36,9 +37,17 @@ class GracefulElastic(Elastic):
 
 
 class GracefulElasticTask(PytorchElasticFunctionTask):
-    """Passes SIGTERM on to the processes, which agree on a step, save and raise together."""
+    """Passes SIGTERM on to the processes, which agree on a step, save and raise together. All of them are on one node."""
 
     terminated = False
+
+    def __init__(self, task_config: GracefulElastic, task_function: Callable[..., Any], **kwargs: Any) -> None:
+        # Not the plugin's own, which imports torch to read ``nnodes``: registering and light pods do without torch.
+        PythonFunctionTask.__init__(
+            self, task_config, task_function, task_type=self._ELASTIC_TASK_TYPE_STANDALONE, task_type_version=1, **kwargs
+        )
+        self.min_nodes = self.max_nodes = 1
+        self.rdzv_backend = "c10d"
 
     def execute(self, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import math
 import re
+import sys
+from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 MAX_VALUES, MAX_DEPTH = 100_000, 50
 """Of a recipe: far more than any has. A few lines of YAML whose aliases repeat each other would fill memory."""
@@ -40,9 +48,47 @@ class RecipeError(Exception):
 class Strict(BaseModel):
     """Base of every recipe model: unknown keys are errors, instances never change."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema, with the docstrings of the fields as their descriptions."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in field_docs(cls).items():
+            if name in properties:
+                properties[name].setdefault("description", text)
+        return schema
+
+
+def field_docs(model: type[BaseModel]) -> dict[str, str]:
+    """The docstring below each field of a model, inherited fields included.
+
+    Read from the source when somebody asks: pydantic's ``use_attribute_docstrings`` reads it as the class is made, and its search
+    for the source loads every module that flytekit meant to load lazily, Ray and pandas among them.
+    """
+    docs: dict[str, str] = {}
+    for owner in reversed(model.__mro__):
+        if issubclass(owner, Strict) and owner is not Strict:
+            docs |= _docs_by_class(owner.__module__).get(owner.__name__, {})
+    return docs
+
+
+@cache
+def _docs_by_class(module: str) -> dict[str, dict[str, str]]:
+    """Class name to field to docstring, of a module; nothing where there is no source."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    if not file.endswith(".py"):
+        return {}
+    classes = [node for node in ast.walk(ast.parse(Path(file).read_bytes())) if isinstance(node, ast.ClassDef)]
+    return {node.name: dict(_docs_in_class(node)) for node in classes}
+
+
+def _docs_in_class(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for field, text in pairwise(node.body):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                yield name, inspect.cleandoc(doc)
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
