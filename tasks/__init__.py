@@ -10,7 +10,8 @@ Why
 How
     - One task per file. Its body fetches inputs (``files``), opens the node's MLflow run and calls one library function.
     - ``resources`` turns the deployment (``deployment``, one YAML file) into pods; ``images`` is the CPU image.
-    - ``cache`` says what is reused: within a run, or by all runs. ``preemption`` turns a SIGTERM into a retry.
+    - ``cache`` says what is reused: within a run, or by all runs. ``preemption`` turns a SIGTERM into a retry;
+      ``elastic`` is the training group of offline stages.
     - Importing this package configures logging (``EBBFLOW_LOG_LEVEL``) and the object store for every process that runs a task.
 
 Gotchas

@@ -12,8 +12,8 @@ from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from kubernetes.client import V1Container, V1PodSpec
 
 from tasks.deployment import PodConfig, RayWorkersConfig, pod_environment, read_deployment
+from tasks.elastic import GracefulElastic
 from tasks.images import cpu_image
-from tasks.preemption import GracefulElastic
 
 DEPLOYMENT = read_deployment(os.environ)
 
@@ -45,15 +45,16 @@ def accelerated() -> dict[str, Any]:
 def training_group() -> dict[str, Any]:
     """``train_processes`` processes on one node under torch's elastic launcher.
 
-    Spawned, because CUDA does not survive a fork. Without restarts inside the task, because one would start from the checkpoint
-    of the attempt's beginning. Elastic must not add shared memory: it would change the pod template and leave the size open.
+    Spawned where there is CUDA, forked elsewhere (``tasks.elastic``). Without restarts inside the task, because one would start
+    from the checkpoint of the attempt's beginning. Elastic must not add shared memory: it would change the pod template and leave
+    the size open.
     """
     processes = DEPLOYMENT.train_processes
     config = GracefulElastic(
         nnodes=1,
         nproc_per_node=processes,
         start_method="spawn",
-        monitor_interval=1,
+        monitor_interval=0.1,
         max_restarts=0,
         increase_shared_mem=False,
     )

@@ -11,6 +11,7 @@ from flytekit import current_context, task
 import ebbflow
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
+from tasks.elastic import preload
 from tasks.resources import light
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ def start_run(recipe: Recipe) -> TrackedRun:
     on_cluster = execution is not None and execution.name != "local"  # the name of every local run
     name = f"{execution.project}/{execution.domain}/{execution.name}" if on_cluster else None
     check_recipe(recipe, tracking_uri=resolve_tracking_uri(recipe), on_cluster=on_cluster)
+    if not on_cluster and any(stage.kind == "offline" for stage in recipe.stages):
+        preload(recipe)  # on a cluster, in the pod of the training group
     return parent_run.start_run(recipe, name) if name else _start_or_resume(recipe)
 
 

@@ -53,7 +53,7 @@ class Darkness:
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         values = 1 - images.mean((1, 2, 3)) / 255
-        failures = {index: "told to fail" for index, prompt in enumerate(prompts) if prompt.target == "FAIL"}
+        failures = {index: "made to fail" for index, prompt in enumerate(prompts) if prompt.target == "FAIL"}
         values[list(failures)] = np.nan
         return RewardResult(values, {"brightness": 1 - values}, failures)
 

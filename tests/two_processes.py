@@ -15,7 +15,7 @@ from ebbflow.training import distributed
 
 
 def as_two_ranks(work: Callable[..., object], *arguments: Any, **environment: str) -> None:
-    """``work(*arguments)`` as rank 0 here and as rank 1 in another process, each told of the group as by an elastic launcher.
+    """``work(*arguments)`` as rank 0 here and as rank 1 in another process, each with the environment of an elastic launcher.
 
     ``work`` is a function of a module, which joins with ``process_group()``; ``environment`` is for both processes.
     """

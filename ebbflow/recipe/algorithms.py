@@ -102,7 +102,7 @@ class CustomAlgorithmConfig(Strict):
             raise RecipeError(f"{self.path}: offline stages store no trajectories; take them out of {config.__name__}.stages")
         if "teacher" in algorithm.copies(hyper) and "teacher" not in config.model_fields:
             raise RecipeError(
-                f"{self.path} asks for the copy 'teacher' and cannot be told where it is; give {config.__name__} a field "
+                f"{self.path} asks for the copy 'teacher' and has no key for its path; give {config.__name__} a field "
                 "'teacher: str', its policy folder or URI"
             )
         return algorithm, hyper

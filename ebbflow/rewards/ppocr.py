@@ -136,7 +136,7 @@ def _page_reader() -> Any:
 
     limits = {"Det.limit_type": "max", "Det.limit_side_len": PAGE_SIDE}
     reader = RapidOCR(params={"Global.use_cls": False, "Global.log_level": "critical", **limits})
-    # Its own sessions would wait with spinning threads; omegaconf takes plain values only, unless it is told.
+    # Its own sessions would wait with spinning threads; omegaconf takes plain values only, unless it is asked to.
     with flag_override(reader.cfg, "allow_objects", True):
         reader.cfg.Det["session"], reader.cfg.Rec["session"] = _session(DETECTOR), _session(RECOGNISER)
     return reader

@@ -32,7 +32,7 @@ from ebbflow.stage import StageContext
 VARIABLE = "EBBFLOW_VLLM_OMNI_PYTHON"
 PYTHON = "/opt/vllm-omni/bin/python"
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-"""The base model is a folder, nobody is told what is generated, and a line per request would fill the disk."""
+"""The base model is a folder, no telemetry says what is generated, and a line per request would fill the disk."""
 GROUP = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """What torchrun tells the trainer of its process group; the engine makes one of its own."""
 LOG_TAIL = 4000

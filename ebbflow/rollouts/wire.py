@@ -74,7 +74,7 @@ def serve(connection: socket.socket, calls: Mapping[str, Answer]) -> None:
 def _answer(calls: Mapping[str, Answer], header: Header, tensors: Tensors) -> tuple[Header, Tensors]:
     try:
         return calls[header["call"]](header, tensors)
-    except Exception as error:  # whatever it is, the side that waits has to be told
+    except Exception as error:  # whatever it is, the side that waits has to know
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}, {}
 

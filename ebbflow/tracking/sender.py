@@ -79,7 +79,7 @@ class RunSender:
         while pending.records:
             kind, arguments = pending.records[0]
             if error := self._rejection(run, partial(WRITERS[kind], run.client, **arguments)):
-                self._refuse(kind, 1, error)
+                self._count_refused(kind, 1, error)
             pending.remove_first_record()
         if pending.since is not None:
             self._log_outage(run, pending, pending.since)
@@ -114,7 +114,7 @@ class RunSender:
             values = [metric for metric in batch if metric.key == key]
             if error := self._rejection(run, partial(run.client.log_batch, metrics=values)):
                 self._refused_metrics.add(key)
-                self._refuse(_metric_label(key), len(values), error)
+                self._count_refused(_metric_label(key), len(values), error)
             pending.remove_metrics(values)
 
     def _rejection(self, run: ChildRun, call: Callable[..., object]) -> Exception | None:
@@ -128,7 +128,7 @@ class RunSender:
             return error
         return None
 
-    def _refuse(self, what: str, count: int, error: Exception) -> None:
+    def _count_refused(self, what: str, count: int, error: Exception) -> None:
         if not self.refused[what]:
             reason = sanitize(redact(str(error)))
             logger.warning("node %s: MLflow refuses %s; they are dropped and counted: %s", self.node, what, reason)

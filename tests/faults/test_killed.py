@@ -68,7 +68,7 @@ class Stages:
         process.join()
         return process.exitcode
 
-    def told(self, stage: str, name: str) -> dict[str, Any]:
+    def outcome(self, stage: str, name: str) -> dict[str, Any]:
         return json.loads((self.folder / stage / f"{name}.json").read_text())
 
     def whole(self, stage: str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Stages:
             loaded = load_recipe(folder / "recipe.yaml")
             write_base_policy(folder / "start", verify(self.base), loaded.digest, loaded.policy)
             assert self.run(stage, "whole") == 0
-            self.known[stage] = self.told(stage, "whole")
+            self.known[stage] = self.outcome(stage, "whole")
         return self.known[stage]
 
 
@@ -110,7 +110,7 @@ def last_checkpoint(folder):
 def same_as_never_killed(stages, stage, name):
     folder = stages.folder / stage
     assert verify(folder / name) == verify(folder / "whole")
-    assert untimed(stages.told(stage, name)["rows"]) == untimed(stages.whole(stage)["rows"])
+    assert untimed(stages.outcome(stage, name)["rows"]) == untimed(stages.whole(stage)["rows"])
     assert last_checkpoint(folder / f"{name}-checkpoints") == last_checkpoint(folder / "whole-checkpoints")
     left = [path.name for path in folder.rglob("*") if "partial" in path.name]
     assert left == []
@@ -147,7 +147,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_it(stages, stag
     content[-1] ^= 1
     part.write_bytes(content)
     assert stages.run(stage, "damaged") == 0
-    (logged,) = [text for text in stages.told(stage, "damaged")["logged"] if "checkpoint passed over" in text]
+    (logged,) = [text for text in stages.outcome(stage, "damaged")["logged"] if "checkpoint passed over" in text]
     assert checkpoints[-1].name in logged
     assert part.name in logged
     same_as_never_killed(stages, stage, "damaged")

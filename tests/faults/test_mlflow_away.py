@@ -125,9 +125,9 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(server: Server, t
             rollout.log_dataset("prompts", pa.table({"prompt": ["A"]}), "training", "made up")
             rollout.log_file("timeline.json", b"{}")
             rollout.log_image("held_out", Image.new("RGB", (8, 8), "red"), step=1)
-        told = deliver_saved(tracked)
-        assert any("1.1 online rollout: MLflow is away; 10 records wait in" in sentence for sentence in told), told
-        assert any("cannot ask MLflow" in sentence for sentence in told)
+        messages = deliver_saved(tracked)
+        assert any("1.1 online rollout: MLflow is away; 10 records wait in" in sentence for sentence in messages), messages
+        assert any("cannot ask MLflow" in sentence for sentence in messages)
         server.start()
         log_some(online, range(900, 910))
 
@@ -135,12 +135,12 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(server: Server, t
     assert client.get_run(online.run_id).info.status == "FINISHED"
     assert client.get_run(online.run_id).data.params == {"optimizer_steps": "900"}
 
-    told = deliver_saved(tracked)
-    assert [sentence.partition(" for ")[0] for sentence in told] == [
+    messages = deliver_saved(tracked)
+    assert [sentence.partition(" for ")[0] for sentence in messages] == [
         "1.1 online: MLflow was away",
         "1.1 online rollout: MLflow was away",
     ]
-    assert told[1].endswith("10 records were delivered late")
+    assert messages[1].endswith("10 records were delivered late")
     run_id = child(tracked, "1.1 online rollout")
     assert steps(client, run_id, "loss") == [0, 1, 2]
     assert client.get_run(run_id).info.status == "FINISHED"
@@ -148,7 +148,7 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(server: Server, t
     assert json.loads(Path(client.download_artifacts(run_id, "samples.json", str(tmp_path))).read_text())["data"] == [["A", 0.5]]
     assert len(client.get_run(run_id).inputs.dataset_inputs) == 1
     assert not list((Path(tracked.folder) / pending.FOLDER).iterdir())
-    assert deliver_saved(tracked) == told, "nothing is delivered twice, and it stays known"
+    assert deliver_saved(tracked) == messages, "nothing is delivered twice, and it stays known"
     log_results(tracked, [], [])
     assert client.get_run(tracked.run_id).info.status == "FINISHED"
 

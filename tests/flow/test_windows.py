@@ -144,8 +144,8 @@ def test_a_decay_begins_in_the_middle_unless_told_otherwise(steps, half):
     assert [start for start, stay in seen if stay == 100] == list(range(half + 1))
     assert [stay for _, stay in seen[half + 1 :]] == [math.ceil(100 * math.exp(-0.1 * k)) for k in range(1, steps - 1 - half)]
     for start, first in ((half, half + 1), (0, 1)):
-        told = window.model_copy(update={"decay_after": start})
-        assert next(start for start, stay in stays(told, steps, 100 * steps) if stay < 100) == first
+        changed = window.model_copy(update={"decay_after": start})
+        assert next(start for start, stay in stays(changed, steps, 100 * steps) if stay < 100) == first
 
 
 @given(windows(["decaying"]))

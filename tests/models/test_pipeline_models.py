@@ -192,7 +192,7 @@ def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     sigma = torch.tensor([0.8, 0.3])
     with torch.no_grad():
-        guided, alone = (predict(model, latents, sigma, told) for told in (conditioning, conditioning.unguided()))
+        guided, alone = (predict(model, latents, sigma, given) for given in (conditioning, conditioning.unguided()))
     if name == "flux":
         assert conditioning.negative is None
         assert torch.equal(guided, alone)

@@ -65,14 +65,14 @@ def world(make_prompts, make_recipe, base_folder, scorer, tmp_path):
 
 
 def train(world: tuple[Path, Any, Path], name: str, at: int | None = None, happens: str = "") -> MetricsRecorder:
-    """One attempt at the stage called ``name``; as optimiser step ``at`` begins, it is killed, or told to end."""
+    """One attempt at the stage called ``name``; as optimiser step ``at`` begins, it is killed, or preempted."""
     folder, recipe, base = world
     ctx, recorder, update = StageContext(Recipe.model_validate(recipe), 0, 1), MetricsRecorder(), PolicyUpdater.update
 
     def doomed(updater: PolicyUpdater, *arguments: Any) -> dict[str, float]:
         if updater.updates == at and happens == "killed":
             raise Killed
-        if updater.updates == at and happens == "told to end":
+        if updater.updates == at and happens == "preempted":
             os.kill(os.getpid(), signal.SIGTERM)
         return update(updater, *arguments)
 
@@ -123,20 +123,20 @@ def test_a_stage_that_is_told_to_end_saves_after_the_step(world, at):
     stage = world()
     whole = train(stage, "whole")
     with pytest.raises(Preempted, match=rf"1.2 offline was preempted \(SIGTERM\) after {at + 1} of 8 steps; a checkpoint is"):
-        train(stage, "again", at, "told to end")
+        train(stage, "again", at, "preempted")
     assert kept(stage[0], "again")[-1] == f"step-{at + 1:05d}"
     again = train(stage, "again")
     assert verify(stage[0] / "again") == verify(stage[0] / "whole")
     assert rows(again) == rows(whole)
 
 
-def test_told_to_end_in_the_last_step_it_is_over_and_the_next_one_leaves(world):
+def test_preempted_in_the_last_step_it_is_over_and_the_next_one_leaves(world):
     stage = world()
-    told = rows(train(stage, "told", UPDATES - 1, "told to end"))
+    preempted = rows(train(stage, "preempted", UPDATES - 1, "preempted"))
     with pytest.raises(Preempted, match="after 1 of 8 steps; a checkpoint is saved"):
         train(stage, "whole")
-    assert told == rows(train(stage, "whole"))
-    assert verify(stage[0] / "told") == verify(stage[0] / "whole")
+    assert preempted == rows(train(stage, "whole"))
+    assert verify(stage[0] / "preempted") == verify(stage[0] / "whole")
 
 
 def test_a_full_disk_is_named_and_no_part_stays(world, monkeypatch):
@@ -169,7 +169,7 @@ def test_two_processes_save_their_parts_and_any_number_goes_on(world, policy):
     stage = world(policy={**policy, "ema": {"slope": 0.5, "max_decay": 0.5}})
     folder = stage[0]
     as_two_ranks(as_a_rank, stage, "whole", None, "")
-    as_two_ranks(as_a_rank, stage, "again", 3, "told to end")
+    as_two_ranks(as_a_rank, stage, "again", 3, "preempted")
     for rank in range(2):
         assert (folder / f"said-{rank}").read_text().startswith("Preempted 1.2 offline was preempted (SIGTERM)")
     parts = {path.name for path in (folder / "kept-again" / "step-00004").glob("*.safetensors")}

@@ -157,14 +157,14 @@ def test_failed_scores_are_null_and_counted_never_a_number(make_recipe, model, p
     for row in scores:
         failed = row["prompt_id"] == lost
         assert (row["reward"] is None) == (row["darkness"] is None) == failed
-        assert row["failure"] == ("darkness: told to fail" if failed else None)
+        assert row["failure"] == ("darkness: made to fail" if failed else None)
 
 
 def test_too_many_failures_stop_the_stage(make_recipe, model, policy, scorer, make_prompts, tmp_path):
     ctx, shard = StageContext(make_recipe(max_failed_share=0.49), 1, 1), tmp_path / "rollouts.parquet"
     generate_shard(ctx, model, policy, 7, make_prompts(6), 0, shard)
     lost = read_table(shard)["prompt_id"][0].as_py()
-    with pytest.raises(RewardError, match=r"4 of 8 images \(50\.0%\).*max_failed_share = 49\.0%.*darkness: told to fail"):
+    with pytest.raises(RewardError, match=r"4 of 8 images \(50\.0%\).*max_failed_share = 49\.0%.*darkness: made to fail"):
         score_shard(ctx, scorer, with_failures(make_prompts(6), {lost}), shard, tmp_path / "scores.parquet")
     assert not (tmp_path / "scores.parquet").exists()
 

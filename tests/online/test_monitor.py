@@ -257,9 +257,9 @@ def test_of_a_step_a_worker_profiles_the_first_task_and_says_what_that_took():
             torch.ones(3) + 1
     with timer.task("scoring", 5):
         pass
-    told = [(busy.task, busy.step, set(busy.files)) for busy in timer.drain()]
+    spans = [(busy.task, busy.step, set(busy.files)) for busy in timer.drain()]
     profiled = {step: [("scoring", step, {"json.gz"}), ("profile", step, set())] for step in (3, 4)}
-    assert told == [*profiled[3], ("scoring", 3, set()), *profiled[4], ("scoring", 5, set())]
+    assert spans == [*profiled[3], ("scoring", 3, set()), *profiled[4], ("scoring", 5, set())]
 
 
 def test_profiles_that_cannot_be_are_refused(make_recipe):

@@ -29,7 +29,7 @@ class Killed(Exception):
 
 @pytest.fixture
 def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatch):
-    """``attempt("name", kill=3, **online)``: run a stage, killed (or ``told`` to end) in the step with that number.
+    """``attempt("name", kill=3, **online)``: run a stage, killed (or ``preempted``) in the step with that number.
 
     (digest of the policy, rows, checkpoints).
     """
@@ -37,7 +37,7 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
     write_prompts(pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), tmp_path / "prompts.parquet")
     monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: scorer)
 
-    def run(name, kill=None, told=None, policy=None, **online):
+    def run(name, kill=None, preempted=None, policy=None, **online):
         recipe = make_recipe(online={"steps": 6, "checkpoints": {"every": 2}, **online}, policy=policy or {})
         ctx, start = StageContext(recipe, 0, 0), tmp_path / f"start-{name}"
         write_base_policy(start, verify(base_folder), recipe.digest, recipe.policy)
@@ -48,7 +48,7 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
             async def die(queue, version):
                 if version == kill:
                     raise Killed
-                if version == told:
+                if version == preempted:
                     os.kill(os.getpid(), signal.SIGTERM)
                 return await next_batch(queue, version)
 
@@ -82,13 +82,13 @@ def test_a_killed_stage_ends_with_the_same_bytes(attempt, online, policy, kill):
 
 
 @pytest.mark.parametrize(("online", "policy"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize("told", [0, 2, 5])
-def test_a_stage_that_is_told_to_end_saves_after_the_step(attempt, online, policy, told):
+@pytest.mark.parametrize("preempted", [0, 2, 5])
+def test_a_stage_that_is_preempted_saves_after_the_step(attempt, online, policy, preempted):
     whole = attempt("whole", policy=policy, **online)
-    said = rf"1.1 online was preempted \(SIGTERM\) after {told + 1} of 6 steps; a checkpoint is saved"
+    said = rf"1.1 online was preempted \(SIGTERM\) after {preempted + 1} of 6 steps; a checkpoint is saved"
     with pytest.raises(Preempted, match=said):
-        attempt("told", told=told, policy=policy, **online)
-    again = attempt("told", policy=policy, **online)
+        attempt("preempted", preempted=preempted, policy=policy, **online)
+    again = attempt("preempted", policy=policy, **online)
     assert again[:2] == whole[:2]
 
 

@@ -154,7 +154,7 @@ def test_an_update_without_terms_is_counted(together, case, updates, skipped):
 
 def test_what_the_cases_are_about_happens(together):
     """Terms are dropped, and means are of the whole batch: otherwise equality would say little."""
-    said = {case: told["metrics"] for case, told in together[0][0].items()}
+    said = {case: result["metrics"] for case, result in together[0][0].items()}
     assert 0 < said["decoupled"][0]["rollout/rejected"] < 1
     assert 0 < said["bypass"][0]["rollout/rejected"] < 1
     assert said["one term"][0]["rollout/rejected"] == pytest.approx(29 / 30)

@@ -14,13 +14,13 @@ from tasks.train_offline import train_offline
 def test_its_processes_are_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_offline, "terminated", False)
     ranks = [MagicMock(), MagicMock()]
-    monkeypatch.setattr("tasks.preemption.multiprocessing.active_children", lambda: ranks)
+    monkeypatch.setattr("tasks.elastic.multiprocessing.active_children", lambda: ranks)
     train_offline._pass_on(signal.SIGTERM, None)
     assert [rank.terminate.call_count for rank in ranks] == [1, 1]
 
 
 def test_without_processes_nobody_would_save_and_flyte_starts_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_offline, "terminated", False)
-    monkeypatch.setattr("tasks.preemption.multiprocessing.active_children", list)
+    monkeypatch.setattr("tasks.elastic.multiprocessing.active_children", list)
     with pytest.raises(FlyteRecoverableException, match="train_offline was terminated before it had processes"):
         train_offline._pass_on(signal.SIGTERM, None)

@@ -1,4 +1,4 @@
-"""Servers of rewards on 127.0.0.1 that behave as they are told, and our own."""
+"""Servers of rewards on 127.0.0.1 that behave as the tests ask, and our own."""
 
 from __future__ import annotations
 

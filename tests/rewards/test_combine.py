@@ -26,7 +26,7 @@ PROMPTS = [as_prompt(index, "AB") for index in range(3)]
 
 
 class Fixed:
-    """A reward that gives what it is told."""
+    """A reward that gives fixed values."""
 
     def __init__(self, name, values, reason=None, metrics=None, failures=None):
         self.name, self.reason = name, reason

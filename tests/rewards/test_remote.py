@@ -83,8 +83,8 @@ def test_prompts_failures_and_metrics_travel(client):
     local.prompts.clear()
     with serving(local) as url:
         result = client(url, metrics=["darkness"])(TWO, prompts)
-    told = [(p.prompt, p.negative_prompt, p.target, p.metadata) for p in local.prompts]
-    assert told == [(p.prompt, p.negative_prompt, p.target, p.metadata) for p in prompts]
+    given = [(p.prompt, p.negative_prompt, p.target, p.metadata) for p in local.prompts]
+    assert given == [(p.prompt, p.negative_prompt, p.target, p.metadata) for p in prompts]
     assert np.array_equal(result.values, expected.values, equal_nan=True)
     assert result.metrics.keys() == {"remote_darkness"}
     assert np.array_equal(result.metrics["remote_darkness"], expected.metrics["darkness"], equal_nan=True)

@@ -36,7 +36,7 @@ from ebbflow.training.policy import Policy
 TEXTS = ["two cats", "a red bicycle", "snow", "a boat", "the sea"]
 SDE = SamplerConfig(name="flow_sde", steps=4)
 
-# Plain Python, for torch takes seconds to import: it follows the protocol as far as it is told to.
+# Plain Python, for torch takes seconds to import: it follows the protocol as far as the test says.
 STAND_IN = """
     import json, os, socket, struct, sys
     connection = socket.socket(fileno=int(sys.argv[1]))

@@ -91,13 +91,13 @@ def test_a_failed_call_is_answered_and_the_next_one_served(pair):
     ours, theirs = pair
 
     def refuse(header, tensors):
-        raise ValueError("told to fail")
+        raise ValueError("made to fail")
 
     calls = {"refuse": refuse, "double": lambda header, tensors: ({"n": 2 * header["n"]}, {"x": 2 * tensors["x"]})}
     server = threading.Thread(target=serve, args=(theirs, calls))
     server.start()
     send(ours, {"call": "refuse"})
-    assert receive(ours)[0] == {"error": "ValueError: told to fail"}
+    assert receive(ours)[0] == {"error": "ValueError: made to fail"}
     send(ours, {"call": "unheard of"})
     assert receive(ours)[0] == {"error": "KeyError: 'unheard of'"}
     send(ours, {"call": "double", "n": 4}, {"x": torch.tensor([1.5])})

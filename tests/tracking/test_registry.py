@@ -214,7 +214,7 @@ def test_a_creation_that_was_not_answered_is_not_there_twice(
 
     def twice(self: MlflowClient, *arguments: Any, **named: Any) -> Any:
         once(self, *arguments, **named)
-        time.sleep(0.01)  # logged models are told apart by the millisecond
+        time.sleep(0.01)  # logged models are distinguished by the millisecond
         return once(self, *arguments, **named)
 
     monkeypatch.setattr(MlflowClient, create, twice)

@@ -275,14 +275,14 @@ def test_the_verdict_must_be_about_one_of_the_evaluations(inputs: ReportInputs) 
 
 def test_the_summary_has_the_promised_keys(inputs: ReportInputs, tmp_path: Path) -> None:
     write_summary(tmp_path / "summary.json", inputs)
-    told = json.loads((tmp_path / "summary.json").read_text())
-    assert set(told) == {"before", "after", "seconds", "promoted", "mlflow_run_id", "model_version"}
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert set(written) == {"before", "after", "seconds", "promoted", "mlflow_run_id", "model_version"}
     for side in ("before", "after"):
-        assert set(told[side]) >= {"ocr", "exact_match", "tesseract", "similarity"}
-    assert told["after"]["ocr"] == inputs.evaluations[2][0].held_out["ocr"]
-    assert told["seconds"]["1.1 online"] == pytest.approx(32.9)
-    assert told["seconds"]["total"] == pytest.approx(74.3 + 32.9 + 33.3 + 3 * 3.5)
-    assert (told["promoted"], told["model_version"], told["mlflow_run_id"]) == (True, "1", inputs.tracked.run_id)
+        assert set(written[side]) >= {"ocr", "exact_match", "tesseract", "similarity"}
+    assert written["after"]["ocr"] == inputs.evaluations[2][0].held_out["ocr"]
+    assert written["seconds"]["1.1 online"] == pytest.approx(32.9)
+    assert written["seconds"]["total"] == pytest.approx(74.3 + 32.9 + 33.3 + 3 * 3.5)
+    assert (written["promoted"], written["model_version"], written["mlflow_run_id"]) == (True, "1", inputs.tracked.run_id)
 
 
 def test_the_terminal_table_lines_up(inputs: ReportInputs) -> None:

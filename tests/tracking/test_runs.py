@@ -222,10 +222,10 @@ def test_what_was_refused_adds_up_and_fits_into_a_tag(tracked: TrackedRun, clien
     for _ in range(2):
         with node_run(tracked, "train") as run_logger:
             run_logger.log_metrics({f"P({index}) {'x' * 300}": 0.5 for index in range(60)}, 0)
-    told = json.loads(client.get_run(run_logger.run_id).data.tags["ebbflow.refused"])
-    assert sum(told.values()) == 120
-    assert told.pop("others") == 120 - 40 * 2
-    assert set(told.values()) == {2}
+    refused = json.loads(client.get_run(run_logger.run_id).data.tags["ebbflow.refused"])
+    assert sum(refused.values()) == 120
+    assert refused.pop("others") == 120 - 40 * 2
+    assert set(refused.values()) == {2}
     assert len(deliver_saved(tracked)) == 1
 
 
@@ -262,7 +262,7 @@ def test_a_run_whose_creation_was_not_answered_is_not_made_twice(
 
     def twice(self: MlflowClient, *arguments: Any, **named: Any) -> Any:
         create(self, *arguments, **named)
-        time.sleep(0.01)  # runs are told apart by the millisecond
+        time.sleep(0.01)  # runs are distinguished by the millisecond
         return create(self, *arguments, **named)
 
     def attempt() -> tuple[str, str | None]:

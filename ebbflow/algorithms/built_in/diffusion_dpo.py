@@ -42,7 +42,7 @@ def loss(rows: ForwardRows, config: DiffusionDPOConfig) -> tuple[Tensor, RowMetr
     """Loss and metrics of each row, [M]; rows 2i and 2i + 1 are the better and the worse sample of a pair."""
     from torch.nn.functional import logsigmoid
 
-    change = flow_matching_error(rows, rows.velocity) - flow_matching_error(rows, rows.copies[anchor(config)])
+    change = flow_matching_error(rows, rows.velocity) - flow_matching_error(rows, rows.copies[reference_copy(config)])
     better, worse = change.view(-1, 2).unbind(1)
     margin = -0.5 * config.beta * (better - worse)
     total = -logsigmoid(margin)
@@ -50,7 +50,7 @@ def loss(rows: ForwardRows, config: DiffusionDPOConfig) -> tuple[Tensor, RowMetr
     return total.repeat_interleave(2), {name: value.repeat_interleave(2) for name, value in metrics.items()}
 
 
-def anchor(config: DiffusionDPOConfig) -> CopyName:
+def reference_copy(config: DiffusionDPOConfig) -> CopyName:
     """The copy that stands as the reference of the pairs."""
     return "old" if config.refresh_every else "reference"
 
@@ -73,5 +73,5 @@ def pairs(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, confi
 
 
 ALGORITHM = Algorithm(
-    DiffusionDPOConfig, loss, copies=lambda config: frozenset({anchor(config)}), select=pairs, old_decay=old_decay
+    DiffusionDPOConfig, loss, copies=lambda config: frozenset({reference_copy(config)}), select=pairs, old_decay=old_decay
 )

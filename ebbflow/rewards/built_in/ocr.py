@@ -2,7 +2,7 @@
 
 Of the layout ``line`` the recogniser is run directly: the image is one line already, so rapidocr's detector and its per-image
 calls would only cost time. Of the layout ``page`` rapidocr finds the pieces of text and reads each. Nothing is downloaded and
-nothing is told about the alphabet.
+the alphabet is not given.
 """
 
 from __future__ import annotations
