@@ -1,21 +1,24 @@
 """The training group of an offline stage: torch's elastic launcher on one node, which saves on SIGTERM and starts at once.
 
-Without CUDA the ranks are forked from a server that has imported what they need (``multiprocessing``'s forkserver), which takes
-0.1 seconds instead of 15. With CUDA, which does not survive a fork, they are spawned.
+Without CUDA, ranks are forked from a server that has imported what they need, which takes 0.1 seconds instead of 15. The server
+is ``multiprocessing``'s, and itself a fork of the launcher, made before the launcher computes anything: a process that has
+started threads or opened a database must not be forked. With CUDA, which does not survive a fork, ranks are spawned.
 """
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from types import FrameType
 from typing import Any
 
@@ -30,6 +33,7 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import FAMILIES
 
 SPAWN_HELPER = plugin.spawn_helper
+PRELOADED = ("tasks.train_offline", "ebbflow.offline.training", "ebbflow.tracking.nodes")
 
 
 @dataclass
@@ -82,7 +86,7 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
 
 
 def preload(recipe: Recipe) -> bool:
-    """Start the server that ranks are forked from; it imports what they need while this process does something else.
+    """Import what ranks need, and fork the server that they are forked from, unless it runs already.
 
     Returns:
         whether there is such a server: there is none where ranks use CUDA.
@@ -92,11 +96,28 @@ def preload(recipe: Recipe) -> bool:
     if torch.cuda.is_available():
         return False
     family = FAMILIES.get(recipe.model.family)
-    adapter = [family.adapter.partition(":")[0]] if family else []
-    modules = ["tasks.train_offline", "ebbflow.offline.training", "ebbflow.tracking.nodes", *adapter]
-    multiprocessing.set_forkserver_preload(modules)
-    forkserver.ensure_running()
+    for module in (*PRELOADED, *([family.adapter.partition(":")[0]] if family else [])):
+        importlib.import_module(module)
+    new_interpreter = util.spawnv_passfds
+    util.spawnv_passfds = _forked_server  # type: ignore[assignment]
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = new_interpreter
     return True
+
+
+def _forked_server(executable: str, arguments: list[str], descriptors: list[int]) -> int:
+    """The id of a fork of this process that serves as ``multiprocessing``'s fork server, which is a new interpreter otherwise."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if process := os.fork():
+        return process
+    listener, alive = descriptors
+    try:
+        forkserver.main(listener, alive, [])
+    finally:
+        os._exit(0)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def start_run(recipe: Recipe) -> TrackedRun:
     name = f"{execution.project}/{execution.domain}/{execution.name}" if on_cluster else None
     check_recipe(recipe, tracking_uri=resolve_tracking_uri(recipe), on_cluster=on_cluster)
     if not on_cluster and any(stage.kind == "offline" for stage in recipe.stages):
-        preload(recipe)  # on a cluster, in the pod of the training group
+        preload(recipe)  # on a cluster, the pod of the training group does
     return parent_run.start_run(recipe, name) if name else _start_or_resume(recipe)
 
 

@@ -15,18 +15,19 @@ import inspect
 import itertools
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.forked import ForkedProgram
+
 ROOT = Path(__file__).parents[2]
 DIE_AT = "EBBFLOW_DIE_AT"
 
 
-def start_pipeline(folder: Path, changes: dict[str, Any], die_at: str = "", recipe: str = "tiny") -> subprocess.Popen[str]:
+def start_pipeline(folder: Path, changes: dict[str, Any], die_at: str = "", recipe: str = "tiny") -> ForkedProgram:
     """``pyflyte run`` on a shipped recipe with some keys changed, as a process group of its own; all it writes is in ``folder``.
 
     ``output`` is relative, so that the same changes are the same recipe in every folder. Both streams go to ``printed.txt``.
@@ -43,10 +44,8 @@ def start_pipeline(folder: Path, changes: dict[str, Any], die_at: str = "", reci
     }
     workflow = ROOT / "workflows" / "post_training.py"
     command = [sys.executable, __file__, "run", str(workflow), "post_train", "--recipe", "recipe.yaml"]
-    with (folder / "printed.txt").open("w") as printed:
-        return subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=printed, stderr=printed, text=True, start_new_session=True
-        )
+    (folder / "printed.txt").unlink(missing_ok=True)
+    return ForkedProgram(command, cwd=folder, env=environment, output=[folder / "printed.txt"], new_session=True)
 
 
 def run_pipeline_until(folder: Path, changes: dict[str, Any], die_at: str = "", recipe: str = "tiny") -> str:

@@ -1,4 +1,4 @@
-"""Runs the pipeline as a user does: ``pyflyte run`` in a process of its own."""
+"""Runs the pipeline as a user does: ``pyflyte run`` in a process of its own (tests/forked.py)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.forked import run_forked
 
 ROOT = Path(__file__).parents[2]
 PYFLYTE = Path(sys.executable).with_name("pyflyte")
@@ -24,7 +26,7 @@ def run_pipeline(folder: Path, changes: dict[str, Any], recipe: str = "tiny") ->
     environment = os.environ | {"TMPDIR": str(folder / "tmp"), "HOME": str(folder), "FLYTE_LOCAL_CACHE_ENABLED": "true"}
     environment.pop("MLFLOW_TRACKING_URI", None)
     command = [str(PYFLYTE), "run", "workflows/post_training.py", "post_train", "--recipe", str(written)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    return run_forked(command, cwd=ROOT, env=environment, timeout=900)
 
 
 def package(folder: Path) -> Path:
@@ -32,7 +34,7 @@ def package(folder: Path) -> Path:
     archive = folder / "flyte.tgz"
     options = ["--image", "ebbflow:test", "--source", ".", "--output", str(archive), "--force"]
     command = [str(PYFLYTE), "--pkgs", "workflows", "package", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = run_forked(command, cwd=ROOT, env=os.environ, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return archive
 

@@ -1,6 +1,7 @@
 """A miniature of Flyte's engine: it runs a packaged workflow node by node, as a cluster would.
 
-Every task is the command line of its container in a process of its own. What it shares with other tasks is an object store,
+Every task is the command line of its container in a process of its own: the first pod a new interpreter, the others forked from
+one that has imported what takes seconds (tests/forked.py). What it shares with other tasks is an object store,
 where its inputs and outputs lie serialised, and what ``Cluster.environment`` leads to. Home, temporary folder and working
 directory are new for every pod and gone after it. Nodes run one after the other, each once those that it waits for are done.
 Nothing comes out of a cache. Left out, because the pipeline uses none of it: conditionals, sleeping, launch plans as nodes,
@@ -33,8 +34,10 @@ from fsspec import AbstractFileSystem
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from tests.forked import run_forked
 from tests.pipeline.conftest import PYFLYTE
 
+EXECUTE = "pyflyte-execute"
 M = TypeVar("M", bound=Message)
 Values = Mapping[str, Literal]
 Outputs = dict[str, Values]
@@ -238,12 +241,18 @@ def _run_pod(engine: _Engine, task: TaskTemplate, path: str, attempt: int, index
             | ({} if index is None else _array_index(index))
             | dict(cluster.environment)
         )
-        done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=900)
+        run = run_forked if command[0] == EXECUTE and len(cluster.pods) > 1 else _run_interpreter
+        done = run(command, cwd=Path(home), env=environment, timeout=900)
     said = (done.stdout + done.stderr)[-5000:]
     if done.returncode:
         raise PodFailed(f"{cluster.pods[-1]} ended with {done.returncode}:\n{said}")
     _require_no_trace(engine, f"{cluster.bucket}/metadata/{engine.execution}{path}/{attempt}", home)
     return said
+
+
+def _run_interpreter(command: list[str], *, cwd: Path, env: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """What a container really does: a new interpreter, or a shell."""
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 def _container(task: TaskTemplate) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
 from ebbflow.recipe import Recipe, load_recipe
+from tests.forked import ForkedProgram
 from tests.pipeline.conftest import PYFLYTE, ROOT, package
 from tests.pipeline.pods import Cluster, Package, PodFailed, Values, decoded, execute
 
@@ -69,7 +70,7 @@ class Recorded:
 class Machine:
     """A run without pods."""
 
-    process: subprocess.Popen[bytes]
+    process: ForkedProgram
     tracking: str
     log: Path
 
@@ -150,8 +151,7 @@ def machine(store: dict[str, str], recipe: Path, tmp_path_factory: pytest.TempPa
     own = {"HOME": str(folder), "TMPDIR": str(folder), "MLFLOW_TRACKING_URI": tracking, "FLYTE_LOCAL_CACHE_ENABLED": "true"}
     command = [str(PYFLYTE), "run", "workflows/post_training.py", "post_train", "--recipe", str(recipe)]
     environment = os.environ | store | _same_everywhere() | own
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    process = ForkedProgram(command, cwd=ROOT, env=environment, output=[folder / "log"])
     yield Machine(process, tracking, folder / "log")
     process.kill()
     process.wait()

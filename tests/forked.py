@@ -1,0 +1,112 @@
+"""Programs that start at once: forks of a process that has imported what takes seconds, in place of new interpreters.
+
+A program gets the arguments, environment, working directory and output files that a process of its own would have, and imports
+``tasks`` and ``workflows`` itself, because these read the environment as they are imported. Ebbflow's own start-up is tested on
+real interpreters (tests/test_house.py, the first pod of tests/pipeline/test_pods.py, the command line).
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PRELOADED = [
+    "ebbflow.online.loop",
+    "ebbflow.offline.training",
+    "ebbflow.models.families.glyph",
+    "ebbflow.models.glyph_training.train",
+    "ebbflow.tracking.registry",
+    "ebbflow.tracking.nodes",
+    "ebbflow.tracking.report",
+    "ebbflow.rewards.ppocr",
+    "ebbflow.preflight",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.store.model_registry.sqlalchemy_store",
+    "flytekit.clis.sdk_in_container.pyflyte",
+    "flytekit.bin.entrypoint",
+    "flytekitplugins.kfpytorch",
+    "flytekitplugins.ray",
+    "kubernetes.client",
+    "s3fs",
+    "onnxruntime",
+    "rapidocr",
+]
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(PRELOADED)
+
+
+class ForkedProgram:
+    """A program under way; as much of ``subprocess.Popen`` as the tests need.
+
+    Args:
+        command: a Python script and its arguments; an interpreter before it is left out.
+        output: files of its two streams; one file takes both.
+        new_session: make it the leader of a process group of its own.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], output: Sequence[Path], new_session: bool = False
+    ) -> None:
+        arguments = [str(part) for part in command if str(part) != sys.executable]
+        streams = [str(output[0]), str(output[-1])]
+        self.process = CONTEXT.Process(target=_run, args=(arguments, str(cwd), dict(env), streams, new_session))
+        self.process.start()
+        assert self.process.pid is not None
+        self.pid: int = self.process.pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self.process), timeout or 0)
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+def run_forked(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run`` with captured text."""
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder, name) for name in ("out", "err")]
+        program = ForkedProgram(command, cwd=cwd, env=env, output=streams)
+        try:
+            ended = program.wait(timeout)
+        finally:
+            program.kill()
+        out, err = (stream.read_text() for stream in streams)
+    return subprocess.CompletedProcess(command, ended, out, err)
+
+
+def _run(command: list[str], cwd: str, env: dict[str, str], output: list[str], new_session: bool) -> None:
+    """Become the program."""
+    if new_session:
+        os.setsid()
+    for descriptor, path in zip((1, 2), output, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    script = shutil.which(command[0]) or command[0]
+    own = [os.path.dirname(os.path.abspath(script)), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    of_pytest = (str(ROOT), str(ROOT / "tests"))
+    sys.path[:] = own + [path for path in sys.path if path != of_pytest[0] and not path.startswith(of_pytest[1])]
+    sys.argv = [script, *command[1:]]
+    tempfile.tempdir = None
+    importlib.import_module("flytekit").FlyteContextManager.initialize()  # its temporary folder is that of the environment
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # a process of multiprocessing leaves without
