@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ENGINE ?= .venv-vllm-omni
 RECIPE ?= workflows/recipes/glyph.yaml
 # A file on each core, in the order of tests/conftest.py.
-PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20
 # Base models, which Flyte's cache keeps for all runs, lie in the temporary folder: a durable one survives a reboot.
 RUN := MLFLOW_DISABLE_TELEMETRY=true TMPDIR=$(CURDIR)/runs/flyte PATH=$(abspath $(BIN)):$$PATH
 

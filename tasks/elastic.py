@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver, util
@@ -89,11 +89,11 @@ def preload(recipe: Recipe) -> bool:
     """Import what ranks need, and fork the server that they are forked from, unless it runs already.
 
     Returns:
-        whether there is such a server: there is none where ranks use CUDA.
+        whether there is such a server: there is none where ranks use CUDA, nor outside Linux.
     """
     import torch
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or sys.platform != "linux":
         return False
     family = FAMILIES.get(recipe.model.family)
     for module in (*PRELOADED, *([family.adapter.partition(":")[0]] if family else [])):
@@ -114,10 +114,18 @@ def _forked_server(executable: str, arguments: list[str], descriptors: list[int]
     if process := os.fork():
         return process
     listener, alive = descriptors
+    _close_other_end(alive)  # or the server would wait for itself
     try:
         forkserver.main(listener, alive, [])
     finally:
         os._exit(0)
+
+
+def _close_other_end(pipe: int) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own is gone
+            if int(name) != pipe and os.path.sameopenfile(int(name), pipe):
+                os.close(int(name))
 
 
 @contextmanager

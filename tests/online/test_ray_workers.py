@@ -16,6 +16,7 @@ import pytest
 import ray
 import ray_cases
 import torch
+from ray_worker import forked_workers
 from safetensors.torch import load_file
 
 from ebbflow.algorithms.advantages import PromptStatistics
@@ -38,9 +39,9 @@ TIMED = ("seconds/", "ms_per_image/", "images_per_second", "push/", "utilisation
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Any:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A small Ray of two cores, which workers share."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, forked_workers(tmp_path_factory.mktemp("ray") / "socket"):
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_worker_niceness", "0")  # else all other processes of the machine go first
         ray.init(num_cpus=CPUS, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
