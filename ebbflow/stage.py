@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ebbflow.algorithms.base import Algorithm
-from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.data.prompts import Prompt
-from ebbflow.flow.noise import SampleKeys
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.stages import CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.seeding import derive_seed
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # scoring and advantages know their stage and do without torch
     import pyarrow as pa
     from PIL import Image
+
+    from ebbflow.algorithms.base import Algorithm
+    from ebbflow.flow.noise import SampleKeys
 
 
 class MetricsLogger(Protocol):
@@ -61,6 +61,8 @@ class StageContext:
 
     @property
     def algorithm(self) -> Algorithm:
+        from ebbflow.algorithms.registry import algorithm_of
+
         return algorithm_of(self.config.algorithm)
 
     @property
@@ -84,6 +86,8 @@ class StageContext:
 
     def groups(self, prompts: list[Prompt], step: int) -> tuple[list[Prompt], SampleKeys]:
         """One group of samples per prompt: the prompt of every sample, and its keys. Samples are numbered across steps."""
+        from ebbflow.flow.noise import SampleKeys
+
         size = self.config.group_size
         repeated = [prompt for prompt in prompts for _ in range(size)]
         samples = [step * size + member for _ in prompts for member in range(size)]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 import ebbflow
+from benchmarks.startup import imported
 
 ROOT = Path(__file__).parents[1]
 ROOMS = re.findall(r"^- (\w+): ", ebbflow.__doc__ or "", re.MULTILINE)
@@ -48,6 +49,24 @@ def test_registering_needs_no_gpu_stack() -> None:
     loaded = _imported("import workflows.post_training")
     assert "flytekit" in loaded
     assert not loaded & {*HEAVY, "pandas", "pyarrow", "matplotlib", "scipy"}
+
+
+WITHOUT_TORCH = [
+    "prepare_prompts",
+    "start_policy",
+    "compute_advantages",
+    "score_rollouts",
+    "choose_candidate",
+    "decide_promotion",
+]
+WITHOUT_TORCH += ["request_approval", "register_policy", "promote_policy", "write_report"]
+
+
+@pytest.mark.parametrize("task", WITHOUT_TORCH)
+def test_a_pod_that_computes_nothing_imports_no_torch(task: str) -> None:
+    modules = imported(ROOT / "tasks" / f"{task}.py")
+    assert modules
+    assert not _imported(f"import tasks.{task}, {', '.join(modules)}") & {"torch", "diffusers", "transformers", "ray"}
 
 
 @pytest.mark.parametrize("path", sorted([*ROOT.glob("tasks/*.py"), *ROOT.glob("workflows/*.py")]), ids=lambda path: path.name)

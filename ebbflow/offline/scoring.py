@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import torch
 from tqdm import tqdm
 
 from ebbflow.data.images import decode_png
@@ -14,7 +13,6 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.data.schema import score_schema
 from ebbflow.offline.shards import require_shard
 from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
-from ebbflow.rollouts.generate import finite_rows
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import TableError, nan_to_null, read_batches, read_table_metadata, row_count, write_table
 from ebbflow.timing import Clock
@@ -36,7 +34,7 @@ def score_shard(ctx: StageContext, scorer: Scorer, prompts: list[Prompt], rollou
         parts = []
         for batch in read_batches(rollouts, rows=ctx.config.micro_batch):
             with clock.phase("scoring"):
-                finite = finite_rows(torch.from_numpy(batch["latent"].to_numpy_ndarray().copy()))
+                finite = np.isfinite(batch["latent"].to_numpy_ndarray()).reshape(len(batch), -1).all(1)
                 scores = scorer(_images(rollouts, batch), [by_id[i] for i in batch["prompt_id"].to_pylist()]).where(finite)
             parts.append((batch.select(["prompt_id", "sample"]), scores))  # the images of a whole shard would fill memory
             progress.update(len(batch))

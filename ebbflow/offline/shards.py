@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import torch
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.schema import rollout_schema
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import TableError, check_columns, read_column, read_schema, read_table_metadata
+
+if TYPE_CHECKING:
+    import torch
 
 
 def shard_identity(ctx: StageContext) -> dict[str, Any]:
@@ -45,6 +47,8 @@ def require_shard(ctx: StageContext, path: Path, prompts: Sequence[Prompt], late
 
 def read_latents(path: Path) -> torch.Tensor:
     """The final latents of a rollout shard, fp32 [N, ...], in the order of its rows."""
+    import torch  # scoring and advantages do without
+
     return torch.from_numpy(read_column(path, "latent").combine_chunks().to_numpy_ndarray().copy())
 
 

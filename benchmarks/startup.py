@@ -1,0 +1,106 @@
+"""CPU-seconds until something starts: ``python -m benchmarks.startup [--against CHECKOUT] [--runs 3]``.
+
+The command line, what each kind of pod imports before its task does anything, and a whole ``pyflyte run`` of the tiny recipe with
+all its processes. With ``--against``, another checkout takes its turns in between, with the same packages, and the table has the
+ratios. The least of the runs counts. It goes to ``benchmarks/results/startup.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import ctypes
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+from tqdm import tqdm
+
+from benchmarks.machine import machine
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+WORKFLOW = ["workflows/post_training.py", "post_train"]
+PODS = ["register_policy", "compute_advantages", "score_rollouts", "generate_rollouts", "train_online"]
+WHOLE = "`pyflyte run` of the tiny recipe"
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", type=Path, help="another checkout of this repository")
+    parser.add_argument("--runs", type=int, default=3)
+    arguments = parser.parse_args()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what outlives its parent is waited for here, and counts
+    trees = [ROOT, *([arguments.against.resolve()] if arguments.against else [])]
+    seconds: dict[str, list[float]] = {name: [float("inf")] * len(trees) for name in commands(ROOT)}
+    for _ in tqdm(range(arguments.runs), unit="run"):
+        for column, tree in enumerate(trees):
+            for name, command in commands(tree).items():
+                seconds[name][column] = min(seconds[name][column], cpu_seconds(command, tree))
+    (ROOT / "benchmarks" / "results" / "startup.md").write_text(table(seconds, arguments.against))
+    print(table(seconds, arguments.against))
+
+
+def commands(tree: Path) -> dict[str, list[str]]:
+    """What is measured, by its name in the table."""
+    ebbflow, pyflyte = str(BIN / "ebbflow"), str(BIN / "pyflyte")
+    imports = {name: f"import workflows.post_training, {', '.join(imported(tree / 'tasks' / f'{name}.py'))}" for name in PODS}
+    return {
+        "`ebbflow --help`": [ebbflow, "--help"],
+        "`ebbflow list`": [ebbflow, "list"],
+        "`ebbflow keys`": [ebbflow, "keys"],
+        "`ebbflow check`": [ebbflow, "check", "workflows/recipes/glyph.yaml"],
+        "`pyflyte run ... --help`": [pyflyte, "run", *WORKFLOW, "--help"],
+        **{f"imports of a `{name}` pod": [sys.executable, "-c", statement] for name, statement in imports.items()},
+        WHOLE: [pyflyte, "run", *WORKFLOW, "--recipe", "recipe.yaml"],
+    }
+
+
+def imported(task: Path) -> list[str]:
+    """The modules that the functions of a task's file import when they run."""
+    functions = [node for node in ast.parse(task.read_text()).body if isinstance(node, ast.FunctionDef)]
+    imports = [node for body in functions for node in ast.walk(body) if isinstance(node, ast.ImportFrom)]
+    return sorted({node.module for node in imports if node.module})
+
+
+def cpu_seconds(command: list[str], tree: Path) -> float:
+    """Of a command on a checkout, with all processes that it leaves behind."""
+    with tempfile.TemporaryDirectory(prefix="ebbflow-startup-") as folder:
+        settings = yaml.safe_load((tree / "workflows" / "recipes" / "tiny.yaml").read_text())
+        recipe = Path(folder) / "recipe.yaml"
+        recipe.write_text(yaml.safe_dump(settings | {"output": f"{folder}/runs"}))
+        own = {"HOME": folder, "TMPDIR": folder, "PYTHONPATH": str(tree), "MLFLOW_DISABLE_TELEMETRY": "true"}
+        environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"} | own
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        given = [str(recipe) if part == "recipe.yaml" else part for part in command]
+        done = subprocess.run(given, cwd=tree, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(given)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        while True:
+            try:
+                os.wait()
+            except ChildProcessError:
+                break
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def table(seconds: dict[str, list[float]], against: Path | None) -> str:
+    """A line for each entry point."""
+    head = ["", "CPU-s", *(["CPU-s before", "ratio"] if against else [])]
+    lines = ["# CPU-seconds until something starts", "", "`python -m benchmarks.startup`", ""]
+    lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for name, (now, *before) in seconds.items():
+        cells = [f"{now:.1f}", *(cell for old in before for cell in (f"{old:.1f}", f"{now / old:.2f}"))]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    on = machine()
+    return "\n".join([*lines, "", f"{on['cpu']}, {on['cores']} cores, Python {on['python']}", ""])
+
+
+if __name__ == "__main__":
+    main()
