@@ -42,6 +42,7 @@ PRELOADED = [
     "rapidocr",
 ]
 CONTEXT = multiprocessing.get_context("forkserver")
+"""Of all processes that tests fork: a process has one fork server, with one list of what it imports."""
 CONTEXT.set_forkserver_preload(PRELOADED)
 
 

@@ -6,7 +6,6 @@ The points are drawn at random: ``EBBFLOW_FAULT_SEED`` draws others. Every one i
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -23,6 +22,7 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.recipe import load_recipe
 from ebbflow.storage.artifacts import verify
 from ebbflow.training.policy_metadata import write_base_policy
+from tests.forked import CONTEXT
 
 SEED = int(os.environ.get("EBBFLOW_FAULT_SEED", "1"))
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
@@ -55,15 +55,11 @@ class Stages:
 
     def __init__(self, folder: Path, base: Path, prompts: pa.Table) -> None:
         self.folder, self.base, self.prompts = folder, base, prompts
-        self.processes = multiprocessing.get_context("forkserver")
-        # What takes seconds to import, once for all processes.
-        preload = ["ebbflow.online.loop", "ebbflow.offline.training", "ebbflow.models.families.glyph"]
-        self.processes.set_forkserver_preload(preload)
         self.known: dict[str, dict[str, Any]] = {}
 
     def run(self, stage: str, name: str, death: Death | None = None) -> int | None:
         """The exit code of an attempt."""
-        process = self.processes.Process(target=attempt, args=(self.folder / stage, name, death))
+        process = CONTEXT.Process(target=attempt, args=(self.folder / stage, name, death))
         process.start()
         process.join()
         return process.exitcode

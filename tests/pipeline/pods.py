@@ -37,7 +37,7 @@ from google.protobuf.message import Message
 from tests.forked import run_forked
 from tests.pipeline.conftest import PYFLYTE
 
-EXECUTE = "pyflyte-execute"
+EXECUTE = ("pyflyte-execute", "pyflyte-map-execute")
 M = TypeVar("M", bound=Message)
 Values = Mapping[str, Literal]
 Outputs = dict[str, Values]
@@ -241,7 +241,7 @@ def _run_pod(engine: _Engine, task: TaskTemplate, path: str, attempt: int, index
             | ({} if index is None else _array_index(index))
             | dict(cluster.environment)
         )
-        run = run_forked if command[0] == EXECUTE and len(cluster.pods) > 1 else _run_interpreter
+        run = run_forked if command[0] in EXECUTE and len(cluster.pods) > 1 else _run_interpreter
         done = run(command, cwd=Path(home), env=environment, timeout=900)
     said = (done.stdout + done.stderr)[-5000:]
     if done.returncode:

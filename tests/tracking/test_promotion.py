@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -26,10 +25,7 @@ from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.registry import ROLLED_BACK, RegistryError, find_champion, promote, rollback
 from ebbflow.tracking.registry_lock import LOCK, RegistryLockError
 from ebbflow.tracking.store import connect, resolve_tracking_uri
-
-processes = multiprocessing.get_context("forkserver")
-# a process then takes milliseconds, not the seconds of importing MLflow
-processes.set_forkserver_preload(["ebbflow.tracking.registry", "mlflow.store.model_registry.sqlalchemy_store"])
+from tests.forked import CONTEXT
 
 
 @pytest.fixture
@@ -67,7 +63,7 @@ def tags(client: MlflowClient, name: str, version: int) -> dict[str, str]:
 
 
 def run_all(target: Callable[..., None], arguments: list[tuple[Any, ...]]) -> None:
-    started = [processes.Process(target=target, args=some) for some in arguments]
+    started = [CONTEXT.Process(target=target, args=some) for some in arguments]
     for process in started:
         process.start()
     for process in started:
@@ -77,7 +73,7 @@ def run_all(target: Callable[..., None], arguments: list[tuple[Any, ...]]) -> No
 
 def dies(target: Callable[..., None], *arguments: object) -> bool:
     """Whether the process was killed before it came to its end."""
-    process: ForkServerProcess = processes.Process(target=target, args=arguments)
+    process: ForkServerProcess = CONTEXT.Process(target=target, args=arguments)
     process.start()
     process.join(120)
     assert process.exitcode in (0, -9)
@@ -107,7 +103,7 @@ def test_of_promotions_that_race_exactly_one_wins(tmp_path: Path) -> None:
     racers, rounds, file = 3, 100, tmp_path / "registry.db"
     store = cases.SmallRegistry(file)
     store.database.execute("PRAGMA journal_mode = WAL")
-    start, results = processes.Barrier(racers), processes.SimpleQueue()
+    start, results = CONTEXT.Barrier(racers), CONTEXT.SimpleQueue()
     run_all(cases.race, [(file, version, rounds, start, results) for version in range(1, racers + 1)])
     winners = [assert_one_winner(raced) for raced in outcomes(results, racers, rounds).values()]
     assert len(winners) == rounds
@@ -118,7 +114,7 @@ def test_of_promotions_that_race_exactly_one_wins(tmp_path: Path) -> None:
 
 def test_of_promotions_that_race_in_mlflow_exactly_one_wins(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
     names = [model(2) for _ in range(10)]
-    start, results = processes.Barrier(2), processes.SimpleQueue()
+    start, results = CONTEXT.Barrier(2), CONTEXT.SimpleQueue()
     run_all(cases.race_in_mlflow, [(uri, names, version, start, results) for version in (1, 2)])
     for number, raced in outcomes(results, 2, len(names)).items():
         assert aliases(client, names[number]) == {"champion": str(assert_one_winner(raced))}
