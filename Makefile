@@ -6,11 +6,13 @@ ENGINE ?= .venv-vllm-omni
 RECIPE ?= workflows/recipes/glyph.yaml
 # A file on each core, in the order of tests/conftest.py.
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20
+# Rooms whose results depend on what the CPU can do.
+NUMERICAL := $(addprefix tests/,algorithms evaluation flow models offline online/test_loop.py online/test_modes.py rollouts training)
 # Base models, which Flyte's cache keeps for all runs, lie in the temporary folder: a durable one survives a reboot.
 RUN := MLFLOW_DISABLE_TELEMETRY=true TMPDIR=$(CURDIR)/runs/flyte PATH=$(abspath $(BIN)):$$PATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test test-faults test-vllm-omni lint docs docs-serve constraints ui clean
+.PHONY: help setup demo run test test-all test-faults test-vllm-omni lint docs docs-serve constraints ui clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -34,6 +36,10 @@ run: setup ## run the pipeline on RECIPE=path/to/recipe.yaml
 
 test: lint ## lint, type check and all tests, a file on each core
 	$(PYTEST)
+
+test-all: test ## also the numerical rooms with the instructions of older CPUs
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(NUMERICAL)
+	ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default $(PYTEST) $(NUMERICAL)
 
 test-faults: setup ## of these tests, those that kill, corrupt and starve the pipeline; EBBFLOW_FAULT_SEED=7 draws other points
 	$(PYTEST) tests/faults tests/pipeline/test_pods.py

@@ -8,7 +8,6 @@ real interpreters (tests/test_house.py, the first pod of tests/pipeline/test_pod
 from __future__ import annotations
 
 import atexit
-import importlib
 import multiprocessing
 import os
 import runpy
@@ -106,8 +105,13 @@ def _run(command: list[str], cwd: str, env: dict[str, str], output: list[str], n
     sys.path[:] = own + [path for path in sys.path if path != of_pytest[0] and not path.startswith(of_pytest[1])]
     sys.argv = [script, *command[1:]]
     tempfile.tempdir = None
-    importlib.import_module("flytekit").FlyteContextManager.initialize()  # its temporary folder is that of the environment
+    from flytekit import FlyteContextManager
+    from flytekit.core.local_cache import LocalTaskCache
+
+    FlyteContextManager.initialize()  # its temporary folder is that of the environment
     try:
         runpy.run_path(script, run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()  # a process of multiprocessing leaves without
+    finally:  # what a process of multiprocessing leaves without, and what an interpreter closes as it ends
+        atexit._run_exitfuncs()
+        if LocalTaskCache._initialized:
+            LocalTaskCache._cache.close()

@@ -1,4 +1,4 @@
-"""A function run by two processes that train together, this one and a spawned one."""
+"""A function run by two processes that train together, this one and a forked one (tests/forked.py)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import tests.forked  # noqa: F401  what the server imports
 from ebbflow.training import distributed
 
 
@@ -27,7 +28,8 @@ def as_two_ranks(work: Callable[..., object], *arguments: Any, **environment: st
         for name, value in (group | environment).items():
             patch.setenv(name, value)
         patch.setattr(distributed, "TIMEOUT", timedelta(minutes=3))
-        other = torch.multiprocessing.spawn(_second, (work, arguments), nprocs=1, join=False)
+        given = (work, arguments, dict(os.environ))
+        other = torch.multiprocessing.start_processes(_second, given, nprocs=1, join=False, start_method="forkserver")
         try:
             work(*arguments)
         except Exception:
@@ -37,7 +39,8 @@ def as_two_ranks(work: Callable[..., object], *arguments: Any, **environment: st
             pass
 
 
-def _second(_: int, work: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+def _second(_: int, work: Callable[..., object], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
+    os.environ.update(environment)
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = "1"
     work(*arguments)

@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import shlex
-import subprocess
 import tarfile
 import tomllib
 from pathlib import Path
@@ -25,6 +24,7 @@ from pydantic import BaseModel
 from tasks import resources
 from tasks.deployment import DeploymentConfig, DeploymentError, pod_environment, read_deployment
 from tasks.images import cpu_image
+from tests.forked import run_forked
 from tests.pipeline.conftest import PYFLYTE, ROOT
 
 EXAMPLE = ROOT / "containers" / "deployment.example.yaml"
@@ -180,9 +180,7 @@ def _package(folder: Path, variables: dict[str, str]) -> Tasks:
     output = folder / "flyte.tgz"
     command = [str(PYFLYTE), "--pkgs", "workflows", "package", "--image", "ebbflow:test", "--source", "."]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EBBFLOW_")} | variables
-    done = subprocess.run(
-        [*command, "--output", str(output), "-f"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = run_forked([*command, "--output", str(output), "-f"], cwd=ROOT, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     with tarfile.open(output) as archive:
         files = [archive.extractfile(member) for member in archive if member.name.endswith("_1.pb")]
