@@ -66,8 +66,8 @@ class WorkerActor:
         self.opened: Any = None
         self.failed: Exception | None = None
 
-    def meeting(self) -> str:
-        """Where the ranks of a training group meet: a free port of this machine."""
+    def rendezvous(self) -> str:
+        """Where the ranks of a training group rendezvous: a free port of this machine."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as free:
             free.bind((host, 0))
@@ -151,11 +151,11 @@ class RayTrainingWorker(TrainingWorker):
         return Path(self.written.name) / "folder"
 
 
-def open_training_worker(ctx: StageContext, folders: Folders, rank: int, meeting: str) -> RayTrainingWorker:
+def open_training_worker(ctx: StageContext, folders: Folders, rank: int, rendezvous: str) -> RayTrainingWorker:
     world = ctx.online.resources.training.count
     if world > 1:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, meeting, timeout=distributed.TIMEOUT, world_size=world, rank=rank)
+        dist.init_process_group(backend, rendezvous, timeout=distributed.TIMEOUT, world_size=world, rank=rank)
     model, teacher = open_model(ctx.recipe, folders.base()), folders.teacher() if folders.teacher else None
     policy, metadata = open_policy(ctx, model, folders.policy(), teacher, shard=world > 1)
     return RayTrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, rank)

@@ -209,9 +209,9 @@ class RayWorkers:
         """Start all workers at once, and wait until they can work."""
         ranks = [RayWorker(self, "training", rank) for rank in range(self.config_of("training").count)]
         self.all += ranks
-        meeting = ranks[0].actor.meeting.remote()
+        rendezvous = ranks[0].actor.rendezvous.remote()
         for worker in ranks:
-            worker.open(open_training_worker, self.ctx, self.folders, worker.index, meeting)
+            worker.open(open_training_worker, self.ctx, self.folders, worker.index, rendezvous)
         rollouts = [self._start("rollout", index) for index in range(self.config_of("rollout").count)]
         rewards = [self._start("reward", index) for index in range(self.config_of("reward").count)]
         loading = {worker.opened: worker for worker in self.all}

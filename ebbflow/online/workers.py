@@ -87,17 +87,17 @@ class ThreadWorker(LocalWorker):
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 
-        def deliver(settle: Callable[[Any], None], outcome: Any) -> None:
+        def deliver(resolve: Callable[[Any], None], outcome: Any) -> None:
             if not done.done():  # else the call was abandoned
-                settle(outcome)
+                resolve(outcome)
 
         def run() -> None:
             try:
-                settle, outcome = done.set_result, getattr(self.target, method)(*arguments)
+                resolve, outcome = done.set_result, getattr(self.target, method)(*arguments)
             except BaseException as error:  # whatever it is, it belongs to the one who awaits the call
-                settle, outcome = done.set_exception, error
+                resolve, outcome = done.set_exception, error
             with suppress(RuntimeError):  # the stage ended and closed its loop
-                loop.call_soon_threadsafe(deliver, settle, outcome)
+                loop.call_soon_threadsafe(deliver, resolve, outcome)
 
         threading.Thread(target=run, name=f"reward {self.index}", daemon=True).start()
         return await done

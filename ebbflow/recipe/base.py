@@ -111,7 +111,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def iter_leaves(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """(place, value) of everything in nested data, mappings and lists too.
+    """(path, value) of everything in nested data, mappings and lists too.
 
     Raises:
         RecipeError: there is more than any recipe holds: YAML's aliases can repeat each other, or hold themselves.
@@ -175,7 +175,7 @@ def lone_surrogate(text: str) -> str | None:
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """A place in nested data, as messages name it."""
+    """A path in nested data, as messages name it."""
     return ".".join(sanitize(str(part) if isinstance(part, str) else short(part), 80) for part in path) or "recipe"
 
 
@@ -200,9 +200,9 @@ def _reason(problem: Any, model: type[BaseModel]) -> str:
 
 
 def _keys_beside(path: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
-    """The keys that the model at the parent of ``place`` accepts.
+    """The keys that the model at the parent of ``path`` accepts.
 
-    ``place`` mixes field names, list indices and the tags of discriminated unions, so we walk the
+    ``path`` mixes field names, list indices and the tags of discriminated unions, so we walk the
     JSON schema: a field descends into its schema, an index or a tag into whatever it selects.
     """
     schema = _schema(model)

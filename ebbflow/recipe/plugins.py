@@ -35,9 +35,9 @@ def import_path(path: str) -> Any:
     Raises:
         RecipeError: the module cannot be imported or has no such name. Whatever else goes wrong inside it comes through as it is.
     """
-    place, name = path.split(":")
+    module_path, name = path.split(":")
     try:
-        module = import_module(place)
+        module = import_module(module_path)
     except ImportError as error:
         raise RecipeError(f"{path} cannot be imported ({error}); install its package, or put its folder on PYTHONPATH") from None
     try:
@@ -45,7 +45,7 @@ def import_path(path: str) -> Any:
     except AttributeError:
         nearest = difflib.get_close_matches(name, dir(module), n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else "name something that it defines"
-        raise RecipeError(f"{path}: the module {place!r} has no {name!r}; {hint}") from None
+        raise RecipeError(f"{path}: the module {module_path!r} has no {name!r}; {hint}") from None
 
 
 def modules_of(package: str) -> list[ModuleType]:

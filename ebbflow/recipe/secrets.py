@@ -36,7 +36,7 @@ def redact(text: str) -> str:
 
 
 def require_no_secrets(values: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
-    """Check the texts of a recipe, given as (place, value).
+    """Check the texts of a recipe, given as (path, value).
 
     Raises:
         RecipeError: a URI among them holds a password or a token, or the name of one of somebody's own options says that it is

@@ -57,7 +57,7 @@ def read_pages(images: np.ndarray) -> tuple[list[str | None], dict[int, str]]:
             texts.append(None)
             continue
         pieces = () if found.txts is None else found.txts
-        texts.append(" ".join(pieces[place] for place in (reading_order(found.boxes) if pieces else ())))
+        texts.append(" ".join(pieces[index] for index in (reading_order(found.boxes) if pieces else ())))
     return texts, failures
 
 

@@ -19,7 +19,7 @@ from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 
 PATHS = {"vllm_omni": "ebbflow.rollouts.vllm_omni:VllmOmni"}
-"""What opens each engine but the reference, ``(place, base-model folder) -> Engine``; a user's own is opened in the same way."""
+"""What opens each engine but the reference, ``(ctx, base-model folder) -> Engine``; a user's own is opened in the same way."""
 
 
 class Engine(Protocol):

@@ -46,7 +46,7 @@ def measure_parity(
     parity: ParityConfig,
     micro_batch: int = 64,
 ) -> dict[str, float]:
-    """How far a trajectory, generated as ``probe`` says, is from the policy as it is now.
+    """How far a trajectory, generated as ``parity_plan`` says, is from the policy as it is now.
 
     ``parity/log_prob_max`` and ``_mean`` of |log-prob of the engine - log-prob of the policy|; ``parity/worst_step``, where the
     largest is; and ``parity/mean_shift``, the largest root mean square of (mu of the engine - mu of the policy) / b, which tells

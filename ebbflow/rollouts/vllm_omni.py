@@ -179,6 +179,6 @@ def _exchange(weights: Mapping[str, Tensor]) -> Path:
 
 
 def _tail(log: IO[bytes]) -> str:
-    """The last lines of a file that another process still writes through the same place in it."""
+    """The last lines of a file that another process still writes through the same file position."""
     size = os.fstat(log.fileno()).st_size
     return os.pread(log.fileno(), LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace").strip()

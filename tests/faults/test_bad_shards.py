@@ -30,7 +30,7 @@ from ebbflow.training.policy_metadata import write_base_policy
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, base_folder, make_recipe, make_prompts):
-    """A place, its prompts and the bytes of a shard of it."""
+    """A stage, its prompts and the bytes of a shard of it."""
     ctx, path = StageContext(make_recipe(), 0, 1), tmp_path_factory.mktemp("shard") / "rollouts.parquet"
     model = load_model(base_folder)
     policy = Policy(model, ctx.recipe.policy, 0)

@@ -81,7 +81,7 @@ def context_of(make_recipe):
 
 @pytest.fixture(scope="module")
 def start(base_folder, tmp_path_factory):
-    """``start(place)``: the policy folder of the untouched base model."""
+    """``start(ctx)``: the policy folder of the untouched base model."""
 
     def write(ctx: StageContext) -> Path:
         folder = tmp_path_factory.mktemp("start") / "policy"
