@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, resource_tracker, util
 from types import FrameType
 from typing import Any
 
@@ -98,6 +98,7 @@ def preload(recipe: Recipe) -> bool:
     family = FAMILIES.get(recipe.model.family)
     for module in (*PRELOADED, *([family.adapter.partition(":")[0]] if family else [])):
         importlib.import_module(module)
+    resource_tracker.ensure_running()  # which the fork server would start first, as it is started itself
     new_interpreter = util.spawnv_passfds
     util.spawnv_passfds = _forked_server  # type: ignore[assignment]
     try:
@@ -114,8 +115,9 @@ def _forked_server(executable: str, arguments: list[str], descriptors: list[int]
     if process := os.fork():
         return process
     listener, alive = descriptors
-    _close_other_end(alive)  # or the server would wait for itself
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends after the ranks, which save first
+        _close_other_end(alive)  # or the server would wait for itself
         forkserver.main(listener, alive, [])
     finally:
         os._exit(0)
@@ -151,6 +153,7 @@ def _launcher(recipe: Recipe) -> Iterator[None]:
 
 def _as_spawned(directory: str, environment: dict[str, str], *arguments: Any) -> Any:
     """A rank's work, in the folder and environment of its launcher, not in those that the server had when it started."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(directory)
     os.environ.update(environment)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
