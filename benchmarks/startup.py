@@ -90,9 +90,14 @@ def cpu_seconds(command: list[str], tree: Path) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def revision(tree: Path) -> str:
+    """The commit of a checkout, in short."""
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=tree, capture_output=True, text=True).stdout.strip()
+
+
 def table(seconds: dict[str, list[float]], against: Path | None) -> str:
     """A line for each entry point."""
-    head = ["", "CPU-s", *(["CPU-s before", "ratio"] if against else [])]
+    head = ["", "CPU-s", *([f"CPU-s at {revision(against)}", "ratio"] if against else [])]
     lines = ["# CPU-seconds until something starts", "", "`python -m benchmarks.startup`", ""]
     lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for name, (now, *before) in seconds.items():
