@@ -42,8 +42,9 @@ def main() -> None:
         for column, tree in enumerate(trees):
             for name, command in commands(tree).items():
                 seconds[name][column] = min(seconds[name][column], cpu_seconds(command, tree))
-    (ROOT / "benchmarks" / "results" / "startup.md").write_text(table(seconds, arguments.against))
-    print(table(seconds, arguments.against))
+    written = table(seconds, arguments.runs, arguments.against)
+    (ROOT / "benchmarks" / "results" / "startup.md").write_text(written)
+    print(written)
 
 
 def commands(tree: Path) -> dict[str, list[str]]:
@@ -95,10 +96,11 @@ def revision(tree: Path) -> str:
     return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=tree, capture_output=True, text=True).stdout.strip()
 
 
-def table(seconds: dict[str, list[float]], against: Path | None) -> str:
+def table(seconds: dict[str, list[float]], runs: int, against: Path | None) -> str:
     """A line for each entry point."""
     head = ["", "CPU-s", *([f"CPU-s at {revision(against)}", "ratio"] if against else [])]
-    lines = ["# CPU-seconds until something starts", "", "`python -m benchmarks.startup`", ""]
+    command = f"python -m benchmarks.startup --runs {runs}{' --against CHECKOUT' if against else ''}"
+    lines = ["# CPU-seconds until something starts", "", f"`{command}`", ""]
     lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for name, (now, *before) in seconds.items():
         cells = [f"{now:.1f}", *(cell for old in before for cell in (f"{old:.1f}", f"{now / old:.2f}"))]

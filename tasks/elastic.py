@@ -1,8 +1,8 @@
 """The training group of an offline stage: torch's elastic launcher on one node, which saves on SIGTERM and starts at once.
 
-Without CUDA, ranks are forked from a server that has imported what they need, which takes 0.1 seconds instead of 15. The server
-is ``multiprocessing``'s, and itself a fork of the launcher, made before the launcher computes anything: a process that has
-started threads or opened a database must not be forked. With CUDA, which does not survive a fork, ranks are spawned.
+Without CUDA, ranks are forked from a server that has imported what they need, so that they start at once. The server is
+``multiprocessing``'s, and itself a fork of the launcher, made before the launcher computes anything: a process that has started
+threads or opened a database must not be forked. With CUDA, which does not survive a fork, ranks are spawned.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from flytekitplugins.kfpytorch import task as plugin
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.families import FAMILIES
 
 SPAWN_HELPER = plugin.spawn_helper
 PRELOADED = ("tasks.train_offline", "ebbflow.offline.training", "ebbflow.tracking.nodes")
@@ -45,7 +44,10 @@ class GracefulElastic(Elastic):
 
 
 class GracefulElasticTask(PytorchElasticFunctionTask):
-    """Passes SIGTERM on to the processes, which agree on a step, save and raise together. All of them are on one node."""
+    """Passes SIGTERM on to the processes, which agree on a step, save and raise together.
+
+    All of them are on one node. The task function takes the recipe as ``recipe``.
+    """
 
     terminated = False
 
@@ -95,9 +97,11 @@ def preload(recipe: Recipe) -> bool:
 
     if torch.cuda.is_available() or sys.platform != "linux":
         return False
-    family = FAMILIES.get(recipe.model.family)
-    for module in (*PRELOADED, *([family.adapter.partition(":")[0]] if family else [])):
+    from ebbflow.models.families import adapter_of
+
+    for module in PRELOADED:
         importlib.import_module(module)
+    adapter_of(recipe.model.family)
     resource_tracker.ensure_running()  # which the fork server would start first, as it is started itself
     new_interpreter = util.spawnv_passfds
     util.spawnv_passfds = _forked_server  # type: ignore[assignment]

@@ -58,8 +58,11 @@ WITHOUT_TORCH = [
     "score_rollouts",
     "choose_candidate",
     "decide_promotion",
+    "request_approval",
+    "register_policy",
+    "promote_policy",
+    "write_report",
 ]
-WITHOUT_TORCH += ["request_approval", "register_policy", "promote_policy", "write_report"]
 
 
 @pytest.mark.parametrize("task", WITHOUT_TORCH)

@@ -100,7 +100,8 @@ class StageLoop:
         """
         self.recorder.log_metrics(metrics, self.state.step)
         self.state.step += 1
-        seconds, self.state.elapsed = self.conditions.elapsed - self.state.elapsed, self.conditions.elapsed
+        elapsed = self.conditions.elapsed
+        seconds, self.state.elapsed = elapsed - self.state.elapsed, elapsed
         self.progress.set_postfix(shown, refresh=False)
         self.progress.update()
         if self.progress.disable and not self.quiet:

@@ -63,7 +63,10 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _become_worker(connection: socket.socket) -> None:
-    """Do what Ray's own setup_worker.py does, without ``exec``. The connection stays open as long as the worker lives."""
+    """Do what Ray's own setup_worker.py does, without ``exec``, but for runtime environments, which no test has.
+
+    The connection stays open as long as the worker lives.
+    """
     message, streams, *_ = socket.recv_fds(connection, MAX_MESSAGE, 2)
     asked = json.loads(message)
     for descriptor, stream in zip((1, 2), streams, strict=True):

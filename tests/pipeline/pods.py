@@ -1,9 +1,9 @@
 """A miniature of Flyte's engine: it runs a packaged workflow node by node, as a cluster would.
 
 Every task is the command line of its container in a process of its own: the first pod a new interpreter, the others forked from
-one that has imported what takes seconds (tests/forked.py). What it shares with other tasks is an object store,
-where its inputs and outputs lie serialised, and what ``Cluster.environment`` leads to. Home, temporary folder and working
-directory are new for every pod and gone after it. Nodes run one after the other, each once those that it waits for are done.
+one that has imported what takes seconds (tests/forked.py). What it shares with other tasks is an object store, where its inputs
+and outputs lie serialised, and what ``Cluster.environment`` leads to. Home, temporary folder and working directory are new for
+every pod and gone after it. Nodes run one after the other, each once those that it waits for are done.
 Nothing comes out of a cache. Left out, because the pipeline uses none of it: conditionals, sleeping, launch plans as nodes,
 pods that are not made of a pod template.
 """
@@ -134,7 +134,7 @@ def _run_node(engine: _Engine, node: Node, inputs: Values, path: str) -> Values:
         raise PodFailed(f"{path}: {node.gate_node.approve.signal_id} was not approved")
     if kind == "workflow_node" and node.workflow_node.HasField("sub_workflow_ref"):
         return _run_workflow(engine, engine.package.workflows[node.workflow_node.sub_workflow_ref.name], inputs, path)
-    raise NotImplementedError(f"{path} is a {kind}, which this engine does not run")
+    raise NotImplementedError(f"{path} is a {kind}, which this engine does not run; add it to _run_node")
 
 
 def _run_task(engine: _Engine, task: TaskTemplate, inputs: Values, path: str) -> Values:
@@ -153,7 +153,7 @@ def _run_array(engine: _Engine, array: ArrayNode, inputs: Values, path: str) -> 
     task = engine.package.tasks[array.node.task_node.reference_id.name]
     lengths = {len(value.collection.literals) for name, value in inputs.items() if name not in array.bound_inputs}
     if len(lengths) != 1 or array.is_original_sub_node_interface.value:
-        raise NotImplementedError(f"{path} maps over inputs of lengths {lengths}, or over single inputs")
+        raise NotImplementedError(f"{path} maps over inputs of lengths {lengths}, or over single inputs; add that to _run_array")
     prefixes = [_attempts(engine, task, inputs, f"{path}/{index}", index) for index in range(*lengths)]
     parts = [_outputs(engine, prefix) for prefix in prefixes]
     return {name: Literal(collection=LiteralCollection(literals=[part[name] for part in parts])) for name in parts[0]}

@@ -1,4 +1,4 @@
-"""The ranks of a training group on a machine without CUDA: forks that know where they are, and that end with their launcher."""
+"""The ranks of a training group: they hear of a SIGTERM; forked ones know where they are, and end with their launcher."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+from flytekit.exceptions.user import FlyteRecoverableException
+
+from tasks.train_offline import train_offline
 
 CASES = Path(__file__).with_name("elastic_cases.py")
 
@@ -52,3 +56,18 @@ def test_a_rank_is_where_its_launcher_is_and_ends_with_it(tmp_path: Path) -> Non
     launcher.wait()
     wait_until(lambda: not runs(about["rank"]) and not runs(about["server"]))
     assert "resource_tracker" not in (tmp_path / "printed").read_text(), "its process was taken for a fork server's"
+
+
+def test_its_processes_are_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_offline, "terminated", False)
+    ranks = [MagicMock(), MagicMock()]
+    monkeypatch.setattr("tasks.elastic.multiprocessing.active_children", lambda: ranks)
+    train_offline._pass_on(signal.SIGTERM, None)
+    assert [rank.terminate.call_count for rank in ranks] == [1, 1]
+
+
+def test_without_processes_nobody_would_save_and_flyte_starts_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_offline, "terminated", False)
+    monkeypatch.setattr("tasks.elastic.multiprocessing.active_children", list)
+    with pytest.raises(FlyteRecoverableException, match="train_offline was terminated before it had processes"):
+        train_offline._pass_on(signal.SIGTERM, None)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.recipe.base import Strict, field_docs
 from tests.nested import paths, replaced
 
 SHIPPED = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
@@ -260,3 +261,20 @@ def test_a_recipe_with_a_further_key_is_explained(path, key, new):
         inside = inside[part]
     if isinstance(inside, dict) and key not in inside:
         assert "unknown key" in problem(replaced(COMPLETE, path, inside | {key: new}))
+
+
+def test_docstrings_of_fields_are_in_the_schema_also_where_a_class_inherits_or_redefines_them():
+    class Base(Strict):
+        kept: int = 1
+        """What it is for."""
+        changed: int = 1
+        """Redefined
+        below."""
+
+    class Derived(Base):
+        changed: int = 2
+        own: int = 3
+
+    assert field_docs(Derived) == {"kept": "What it is for.", "changed": "Redefined\nbelow."}
+    described = {name: about.get("description") for name, about in Derived.model_json_schema()["properties"].items()}
+    assert described == {"kept": "What it is for.", "changed": "Redefined\nbelow.", "own": None}
