@@ -3,6 +3,9 @@
 Without CUDA, ranks are forked from a server that has imported what they need, so that they start at once. The server is
 ``multiprocessing``'s, and itself a fork of the launcher, made before the launcher computes anything: a process that has started
 threads or opened a database must not be forked. With CUDA, which does not survive a fork, ranks are spawned.
+
+Nothing listens on a network. torch's own rendezvous (c10d) opens a port on every interface, asks nobody for a password, and
+unpickles what it reads there. One node needs none: ranks meet in a file of this user, and talk over the loopback interface.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver, resource_tracker, util
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flytekit import PythonFunctionTask
 from flytekit.exceptions.user import FlyteRecoverableException
@@ -31,7 +35,12 @@ from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 
 from ebbflow.recipe import Recipe
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
 SPAWN_HELPER = plugin.spawn_helper
+RENDEZVOUS = "one-node"
+"""The name of ``_one_node`` among torch's rendezvous."""
 PRELOADED = ("tasks.train_offline", "ebbflow.offline.training", "ebbflow.tracking.nodes")
 
 
@@ -57,7 +66,7 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
             self, task_config, task_function, task_type=self._ELASTIC_TASK_TYPE_STANDALONE, task_type_version=1, **kwargs
         )
         self.min_nodes = self.max_nodes = 1
-        self.rdzv_backend = "c10d"
+        self.rdzv_backend = RENDEZVOUS
 
     def execute(self, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -75,7 +84,7 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
             signal.signal(signal.SIGTERM, before)
 
     def _launch(self, **kwargs: Any) -> Any:
-        with _launcher(kwargs["recipe"]):
+        with _meeting_place(), _launcher(kwargs["recipe"]):
             return super().execute(**kwargs)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -153,6 +162,53 @@ def _launcher(recipe: Recipe) -> Iterator[None]:
         yield
     finally:
         api.LaunchConfig, plugin.spawn_helper = config, SPAWN_HELPER  # type: ignore[misc]
+
+
+@contextmanager
+def _meeting_place() -> Iterator[None]:
+    """A file through which ranks find each other, and torch told that there is one node (``_one_node``)."""
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    from ebbflow.training.distributed import STORE
+
+    rendezvous_handler_registry.register(RENDEZVOUS, _one_node)
+    with tempfile.TemporaryDirectory(prefix="ebbflow-ranks-") as folder:
+        os.environ[STORE] = os.path.join(folder, "store")
+        try:
+            yield
+        finally:
+            del os.environ[STORE]
+
+
+def _one_node(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The rendezvous of a launcher that is alone: it meets nobody, and what it stores stays in its memory."""
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+    class OneNode(RendezvousHandler):
+        def get_backend(self) -> str:
+            return RENDEZVOUS
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            no_port = RendezvousStoreInfo("127.0.0.1", 0)
+            return RendezvousInfo(HashStore(), rank=0, world_size=1, bootstrap_store_info=no_port)
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            pass
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return parameters.run_id
+
+        def shutdown(self) -> bool:
+            return True
+
+    return OneNode()
 
 
 def _as_spawned(directory: str, environment: dict[str, str], *arguments: Any) -> Any:

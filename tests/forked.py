@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -77,12 +77,26 @@ class ForkedProgram:
         self.process.kill()
 
 
-def run_forked(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """As ``subprocess.run`` with captured text."""
+def run_forked(
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    timeout: float,
+    watch: Callable[[int], None] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run`` with captured text.
+
+    Args:
+        watch: called again and again with the id of the program's session, while it runs.
+    """
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("out", "err")]
-        program = ForkedProgram(command, cwd=cwd, env=env, output=streams)
+        program = ForkedProgram(command, cwd=cwd, env=env, output=streams, new_session=watch is not None)
         try:
+            while watch and program.poll() is None:
+                watch(program.pid)
+                program.process.join(0.02)
             ended = program.wait(timeout)
         finally:
             program.kill()

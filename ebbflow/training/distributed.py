@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+STORE = "EBBFLOW_RANKS_STORE"
+"""Environment variable: the file through which the ranks of one machine find each other, instead of through a port."""
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 TIMEOUT = timedelta(hours=1)
 """A rank that hangs ends the others after this long; they also wait for the one that brings and stores large checkpoints."""
 
@@ -35,13 +39,24 @@ class Ranks:
 
 @contextmanager
 def process_group() -> Iterator[Ranks]:
-    """Join the group that an elastic launcher announced in the environment (gloo on CPUs, NCCL on GPUs); alone without one."""
+    """Join the group that an elastic launcher announced in the environment (gloo on CPUs, NCCL on GPUs); alone without one.
+
+    Where the launcher names a file (``STORE``), all ranks are on this machine, and nothing listens on other interfaces than
+    loopback. Otherwise they meet as ``torchrun`` says, at ``MASTER_ADDR`` and ``MASTER_PORT``.
+    """
     if "RANK" not in os.environ:
         yield Ranks(0, 1)
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if path := os.environ.get(STORE):
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(path, world)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    else:
+        dist.init_process_group(backend, timeout=TIMEOUT)
     try:
         yield Ranks.current()
     finally:

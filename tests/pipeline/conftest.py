@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 PYFLYTE = Path(sys.executable).with_name("pyflyte")
 
 
-def run_pipeline(folder: Path, changes: dict[str, Any], recipe: str = "tiny") -> subprocess.CompletedProcess[str]:
+def run_pipeline(
+    folder: Path, changes: dict[str, Any], recipe: str = "tiny", watch: Callable[[int], None] | None = None
+) -> subprocess.CompletedProcess[str]:
     """``pyflyte run`` on a shipped recipe with some keys changed; everything it writes goes below ``folder``."""
     settings = yaml.safe_load((ROOT / "workflows" / "recipes" / f"{recipe}.yaml").read_text())
     written = folder / "recipe.yaml"
@@ -26,7 +29,7 @@ def run_pipeline(folder: Path, changes: dict[str, Any], recipe: str = "tiny") ->
     environment = os.environ | {"TMPDIR": str(folder / "tmp"), "HOME": str(folder), "FLYTE_LOCAL_CACHE_ENABLED": "true"}
     environment.pop("MLFLOW_TRACKING_URI", None)
     command = [str(PYFLYTE), "run", "workflows/post_training.py", "post_train", "--recipe", str(written)]
-    return run_forked(command, cwd=ROOT, env=environment, timeout=900)
+    return run_forked(command, cwd=ROOT, env=environment, timeout=900, watch=watch)
 
 
 def package(folder: Path) -> Path:

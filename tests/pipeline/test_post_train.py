@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,14 @@ from tests.pipeline.conftest import run_pipeline
 
 
 @pytest.fixture(scope="module")
-def first(workplace: Path) -> dict[str, Any]:
-    return _finished(workplace, {})
+def listening() -> set[str]:
+    """Addresses at which a process of the first run listened, as the kernel writes them."""
+    return set()
+
+
+@pytest.fixture(scope="module")
+def first(workplace: Path, listening: set[str]) -> dict[str, Any]:
+    return _finished(workplace, {}, lambda session: listening.update(_listening(session)))
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +37,24 @@ def second(workplace: Path, first: dict[str, Any]) -> dict[str, Any]:
     return _finished(workplace, {})
 
 
-def _finished(workplace: Path, changes: dict[str, Any]) -> dict[str, Any]:
+def _finished(workplace: Path, changes: dict[str, Any], watch: Callable[[int], None] | None = None) -> dict[str, Any]:
     """Run to the end; the summary of the run, with its folder under ``folder``."""
     before = set((workplace / "runs").glob("*/summary.json"))
-    done = run_pipeline(workplace, changes)
+    done = run_pipeline(workplace, changes, watch=watch)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (path,) = set((workplace / "runs").glob("*/summary.json")) - before
     return json.loads(path.read_text()) | {"folder": path.parent, "printed": done.stdout}
+
+
+def _listening(session: int) -> set[str]:
+    """Addresses at which the processes of a session listen: ``0100007F`` is 127.0.0.1 (proc_pid_net(5))."""
+    owned = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                owned |= {os.readlink(descriptor) for descriptor in (process / "fd").iterdir()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in owned}
 
 
 def _client(workplace: Path) -> MlflowClient:
@@ -49,6 +70,12 @@ def test_it_ends_with_a_report_and_numbers(first: dict[str, Any]) -> None:
     page = (first["folder"] / "report.html").read_text()
     assert "1.1 online" in page
     assert first["mlflow_run_id"] in page
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are read from /proc")
+def test_it_listens_on_no_address_but_loopback(first: dict[str, Any], listening: set[str]) -> None:
+    assert listening, "the ranks of the offline stage talk to each other"
+    assert listening <= {"0100007F", "00000000000000000000000001000000"}
 
 
 def test_a_person_sees_a_table_and_where_the_report_is(first: dict[str, Any]) -> None:
