@@ -18,3 +18,7 @@ Gotchas
     - Names of workflows, tasks and launch plans are public: renaming one loses its history.
     - Every input needs a default, or a schedule fails silently.
 """
+
+from workflows.recipe_option import read_recipes_strictly
+
+read_recipes_strictly()

@@ -230,11 +230,20 @@ def load_recipe(path: str | Path) -> Recipe:
         raise RecipeError(f"no recipe at {path}; the ones that come with Ebbflow are in workflows/recipes/")
     if path.stat().st_size > MAX_BYTES:
         raise RecipeError(f"{path} is no recipe: it has more than {MAX_BYTES} bytes; name the YAML file of a run")
+    return parse_recipe(path.read_bytes(), str(path))
+
+
+def parse_recipe(text: str | bytes, name: str) -> Recipe:
+    """Read a recipe from YAML or JSON, which ``name`` stands for in messages.
+
+    Raises:
+        RecipeError: it is not a mapping, gives a key twice, or does not describe a run.
+    """
     try:
-        data = yaml.load(path.read_bytes(), UniqueKeys)
+        data = yaml.load(text, UniqueKeys)
     except Exception as error:  # what PyYAML's converters raise at odd tags, and the end of the stack at deep nesting, too
         reason = "\n".join(map(sanitize, str(error).splitlines()))
-        raise RecipeError(f"{path} is not valid YAML: {reason or type(error).__name__}") from None
+        raise RecipeError(f"{name} is not valid YAML: {reason or type(error).__name__}") from None
     if not isinstance(data, dict):
-        raise RecipeError(f"{path} must hold a mapping of recipe keys, got {type(data).__name__}")
+        raise RecipeError(f"{name} must hold a mapping of recipe keys, got {type(data).__name__}")
     return Recipe.model_validate(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.tracking.store import TrackingError
 from tasks.prepare_prompts import prepare_prompts
 from tasks.start_run import start_run
-from tests.pipeline.conftest import run_pipeline
+from tests.forked import run_forked
+from tests.pipeline.conftest import PYFLYTE, ROOT, run_pipeline
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +38,17 @@ def test_pyflyte_shows_what_is_wrong_with_a_recipe(tmp_path: Path, change: dict[
     for words in says:
         assert words in shown
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_pyflyte_refuses_a_recipe_that_gives_a_key_twice(tmp_path: Path, as_text: bool) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text('{"rounds": 1, "rounds": 20}')
+    given = recipe.read_text() if as_text else str(recipe)
+    command = [str(PYFLYTE), "run", "workflows/post_training.py", "post_train", "--recipe", given]
+    done = run_forked(command, cwd=ROOT, env=os.environ | {"HOME": str(tmp_path)}, timeout=900)
+    assert done.returncode != 0
+    assert "given twice: ['rounds']" in " ".join((done.stdout + done.stderr).replace("│", " ").split())
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
