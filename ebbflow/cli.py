@@ -85,15 +85,17 @@ def keys() -> None:
 @click.argument("policy", type=click.Path(exists=True, path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--base", required=True, type=click.Path(exists=True, path_type=Path), help="Folder of the policy's base model.")
-def export(policy: Path, target: Path, base: Path) -> None:
-    """Export POLICY, a policy folder, to TARGET as a diffusers pipeline with its LoRA merged."""
+@click.option("--overwrite", is_flag=True, help="Replace TARGET if it is an earlier export; nothing else is ever deleted.")
+@click.option("--allow-code", multiple=True, metavar="MODULE:NAME", help="Code that POLICY may name and you trust.")
+def export(policy: Path, target: Path, base: Path, overwrite: bool, allow_code: tuple[str, ...]) -> None:
+    """Export POLICY, a policy folder, to TARGET, a new or empty folder, as a diffusers pipeline with its LoRA merged."""
     from ebbflow.models import ModelError  # imports torch
     from ebbflow.storage.artifacts import ArtifactError
     from ebbflow.training.export import export_pipeline
     from ebbflow.training.policy_metadata import PolicyError
 
     try:
-        export_pipeline(base, policy, target)
+        export_pipeline(base, policy, target, overwrite, allow_code)
     except (ArtifactError, ModelError, PolicyError) as error:
         sys.exit(str(error))
     click.echo(f"{target}: load it with DiffusionPipeline.from_pretrained")

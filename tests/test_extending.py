@@ -45,6 +45,7 @@ from ebbflow.rollouts.engine import open_engine
 from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.storage.artifacts import verify
 from ebbflow.storage.tables import read_table_metadata
 from ebbflow.training.custom_stage import StageFolders, train_custom_folder
 from ebbflow.training.policy import Policy
@@ -282,10 +283,11 @@ def test_a_copied_base_model_is_of_the_family(base_folder, tmp_path):
     assert torch.equal(load_model(tmp_path / "copy", MODEL).sigmas(4), load_model(base_folder, MODEL).sigmas(4))
 
 
-def test_a_registered_policy_is_served_by_its_family(base_folder, tmp_path, shifted, model):
+def test_a_registered_policy_is_served_by_its_family(base_folder, tmp_path, shifted, model, monkeypatch):
+    monkeypatch.setenv("EBBFLOW_ALLOW_CODE", SHIFTED)
     for family, drawn in ((SHIFTED, shifted), ("glyph", model)):
         folder = tmp_path / family.replace(":", "-")
-        write_base_policy(folder, "base", "recipe", PolicyConfig(), ModelConfig(family=family, path="base"))
+        write_base_policy(folder, verify(base_folder), "recipe", PolicyConfig(), ModelConfig(family=family, path="base"))
         (png,) = generate_images(base_folder, folder, [Prompt(0, '"EBBS"', "", None, "", "", "{}")], [7])
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), draw(drawn, ['"EBBS"'], seed=7)[0])
 
@@ -396,7 +398,7 @@ def test_a_stage_kind_leaves_a_policy_folder(make_recipe, base_folder, tmp_path)
     policy = Policy(load_model(base_folder), recipe.policy, recipe.seed)
     base = {name: value.detach().clone() for name, value in policy.parameters.items()}
     policy.assign({name: value + 1 for name, value in base.items()})
-    write_base_policy(tmp_path / "untrained", "base", recipe.digest, recipe.policy, recipe.model)
+    write_base_policy(tmp_path / "untrained", verify(base_folder), recipe.digest, recipe.policy, recipe.model)
     policy.save(start, read_policy_metadata(tmp_path / "untrained").model_copy(update={"version": 3}))
     recorder = MetricsRecorder()
     record = train_custom_folder(ctx, StageFolders(base_folder, start, prompts, tmp_path / "trained"), recorder)
@@ -423,7 +425,7 @@ def test_an_online_stage_generates_with_the_engine(make_recipe, make_prompts, ba
         recipe = make_recipe(online={"engine": name}, rewards=[CONTRAST], guardrails=[])
         ctx, start, trained = StageContext(recipe, 0, 0), tmp_path / "start", tmp_path / f"trained-{len(policies)}"
         if not start.exists():
-            write_base_policy(start, "base", recipe.digest, recipe.policy, recipe.model)
+            write_base_policy(start, verify(base_folder), recipe.digest, recipe.policy, recipe.model)
         train_online_folder(ctx, base_folder, start, prompts, trained, MetricsRecorder())
         policies[name] = Policy(load_model(base_folder), recipe.policy, recipe.seed)
         policies[name].load(trained)

@@ -27,7 +27,7 @@ from ebbflow.seeding import Stream, derive_seed
 from ebbflow.storage.tables import nan_to_null, write_table
 from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import read_policy_metadata
+from ebbflow.training.policy_metadata import read_policy_metadata, require_allowed_code, require_base
 
 DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
 
@@ -48,9 +48,15 @@ def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, lab
         folder: its policy folder.
         prompts: the prompt table; the training split is left out.
         samples: where the evaluated samples go (``evaluation_schema``).
+
+    Raises:
+        ArtifactError: a folder is not what was committed.
+        PolicyError: the policy was trained from another base model, or names code that the recipe does not.
     """
     torch.set_num_threads(recipe.threads)
     metadata = read_policy_metadata(folder)
+    require_base(metadata, base, folder)
+    require_allowed_code(metadata, folder, (*recipe.own_paths, recipe.model.attention))
     model = load_model(base, metadata.model)
     policy = Policy(model, metadata.config, recipe.seed)
     policy.load(folder)

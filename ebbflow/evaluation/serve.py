@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,13 +14,18 @@ from ebbflow.models.encoding import encode_once
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import read_policy_metadata
+from ebbflow.training.policy_metadata import ALLOW_CODE, read_policy_metadata, require_allowed_code, require_base
 
 
 def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list[int]) -> list[bytes]:
     """One PNG per prompt (animated for a video), by the deterministic sampler with the steps that the policy was evaluated with.
 
-    An image depends on its own prompt and seed only, not on the rest of the batch.
+    An image depends on its own prompt and seed only, not on the rest of the batch. ``EBBFLOW_ALLOW_CODE`` names code that the
+    policy may name, separated by commas.
+
+    Raises:
+        ArtifactError: a folder is not what was committed.
+        PolicyError: the policy was trained from another base model, or names code that is not allowed.
     """
     model, sampler = _loaded(base, policy), SamplerConfig(name="ode", steps=read_policy_metadata(policy).steps)
     encode, images = encode_once(model, prompts), []
@@ -33,6 +39,8 @@ def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list
 def _loaded(base: Path, policy: Path) -> Model:
     """The model with the policy's weights, cached for the next call."""
     metadata = read_policy_metadata(policy)
+    require_base(metadata, base, policy)
+    require_allowed_code(metadata, policy, os.environ.get(ALLOW_CODE, "").split(","))
     model = load_model(base, metadata.model)
     Policy(model, metadata.config, seed=0).load(policy)
     return model

@@ -18,7 +18,8 @@ How
 Gotchas
     Times are never truncated to integers, as some pipelines do. Prompts stay padded to one length: else a row's last bits would
     depend on the rows beside it. Conditioning waits on the CPU, and text encoders and VAE are on the device only while they are
-    called. Folders come from elsewhere: only safetensors are read, and no code in them is run.
+    called. Folders come from elsewhere: only safetensors are read, no code in them is run, and a committed one is verified.
+    A policy belongs to one base model: open both with ``training.policy_io.load_policy``, which compares digests.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ebbflow.models.families import adapter_of
 from ebbflow.models.folder import INDEX, read_object
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.storage.artifacts import verify_if_committed
 
 __all__ = ["Conditioning", "Model", "ModelError", "check_folder", "load_model", "predict"]
 
@@ -44,9 +46,11 @@ def load_model(folder: Path, config: ModelConfig = ModelConfig(), device: torch.
     """The model of a base-model folder, to generate as ``config`` says, frozen and in evaluation mode.
 
     Raises:
+        ArtifactError: the folder was committed and is not what was committed.
         RecipeError: ``config.family`` is a path that nothing can be imported from.
         ModelError: the folder is no base model of the family.
     """
+    verify_if_committed(folder)
     if config.family in FAMILIES:
         check_folder(folder, config.family)
     return adapter_of(config.family).load(folder, config, device or default_device())

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from ebbflow.models import ModelError, load_model
 from ebbflow.models.folder import INDEX, read_object
@@ -14,7 +15,7 @@ from ebbflow.models.glyph_training.train import train_glyph_base
 from ebbflow.models.hub import pretrained_folder
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
-from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder, verify
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder, verify_if_committed
 
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -54,6 +55,20 @@ def download_base(repository: str, revision: str, folder: Path) -> None:
                 _link_or_copy(file, target)
 
 
+def cached_base(pretrained: PretrainedSourceConfig) -> Path:
+    """The committed folder of a pipeline in a Hugging Face repository, made once, of links into the hub's cache and beside it.
+
+    Raises:
+        HubError, ModelError: as ``fetch_pipeline``.
+    """
+    assert pretrained.path
+    assert pretrained.revision
+    folder = Path(HF_HUB_CACHE) / f"ebbflow--{pretrained.path.replace('/', '--')}" / pretrained.revision
+    if not (folder / COMMIT).is_file():
+        download_base(pretrained.path, pretrained.revision, folder)
+    return folder
+
+
 def _files(folder: Path) -> list[str]:
     """Patterns of a pipeline's files: its index, and of every part the weights and their configuration.
 
@@ -78,11 +93,22 @@ def copy_base(source: Path, folder: Path, config: ModelConfig) -> None:
     """Copy a base-model folder that loads, committed.
 
     Raises:
-        ModelError: ``source`` is not a base model of the family.
+        ModelError: ``source`` is not a base model of the family, or holds a link that leads out of it.
         ArtifactError: it was committed and has changed since.
     """
-    if (source / COMMIT).exists():
-        verify(source)
+    verify_if_committed(source)  # before any code reads it
+    _require_no_links_out(source)
     load_model(source, config)
     with new_folder(folder) as unfinished:
         shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST, COMMIT))
+
+
+def _require_no_links_out(folder: Path) -> None:
+    """A link out of a foreign folder could bring any file of this machine into the artifact store.
+
+    A snapshot in the hub's cache consists of links, but to its own ``blobs``.
+    """
+    home = folder.parent.parent if folder.parent.name == "snapshots" else folder
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(home.resolve()):
+            raise ModelError(f"{path} is a link out of {folder}; put the file itself there")

@@ -27,7 +27,7 @@ from ebbflow.stage import StageContext
 from ebbflow.storage.tables import write_table
 from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_io import open_model, open_policy
+from ebbflow.training.policy_io import load_policy
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +65,9 @@ def generate_shard(
 
 def generate_shard_from_folders(ctx: StageContext, base: Path, folder: Path, prompts: Path, shard: int, path: Path) -> None:
     """``generate_shard`` with the policy of a folder."""
-    model = open_model(ctx.recipe, base)
-    policy, metadata = open_policy(ctx, model, folder)
+    policy, metadata = load_policy(ctx, base, folder)
     with closing(_open_engine(ctx, base, policy)) as engine:
-        generate_shard(ctx, model, policy, metadata.version, read_prompts(prompts, "train"), shard, path, engine)
+        generate_shard(ctx, policy.model, policy, metadata.version, read_prompts(prompts, "train"), shard, path, engine)
 
 
 def _open_engine(ctx: StageContext, base: Path, policy: Policy) -> Engine:

@@ -31,7 +31,7 @@ from ebbflow.timing import Clock
 from ebbflow.training.batches import SampleGroups, forward_batch, num_micro_batches, shard_for_rank, split_evenly
 from ebbflow.training.checkpoint import Checkpoints, restore, step_of, write_part
 from ebbflow.training.distributed import Ranks, first
-from ebbflow.training.policy_io import open_model, open_policy, save_policy
+from ebbflow.training.policy_io import load_policy, save_policy
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
 from ebbflow.training.stop_conditions import handle_sigterm
 from ebbflow.training.update import PolicyUpdater, TrainingError
@@ -135,13 +135,12 @@ def train_offline_folder(
     """``train_epochs`` from a policy folder to a new one; shards the model over the process group where there is one."""
     with handle_sigterm():
         ranks = Ranks.current()
-        model = open_model(ctx.recipe, base)
-        policy, metadata = open_policy(ctx, model, folder, shard=ranks.world > 1)
+        policy, metadata = load_policy(ctx, base, folder, shard=ranks.world > 1)
         updater = PolicyUpdater(policy, ctx.offline, metadata)
         trained_on = read_prompts(prompts, "train")
         for path in rollouts:
-            require_shard(ctx, path, trained_on, model.latent_shape)
-        record = train_epochs(ctx, model, updater, trained_on, rollouts, advantages, recorder, checkpoints)
+            require_shard(ctx, path, trained_on, policy.model.latent_shape)
+        record = train_epochs(ctx, policy.model, updater, trained_on, rollouts, advantages, recorder, checkpoints)
         if ctx.algorithm.generates == "old":
             policy.snapshot("old")  # the next stage generates with what this one learnt
         save_policy(ctx, updater, metadata, record, trained, write=ranks.rank == 0)

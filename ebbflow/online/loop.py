@@ -39,7 +39,7 @@ from ebbflow.rollouts.engine import open_engine
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.timing import Clock
 from ebbflow.training.checkpoint import Checkpoints
-from ebbflow.training.policy_io import open_model, open_policy, read_history
+from ebbflow.training.policy_io import load_policy, read_history
 from ebbflow.training.policy_metadata import read_policy_metadata
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
 from ebbflow.training.stop_conditions import handle_sigterm
@@ -92,7 +92,7 @@ def _open_workers(ctx: StageContext, base: Path, folder: Path, teacher: Path | N
         from ebbflow.online.ray_workers import RayWorkers
 
         return RayWorkers(ctx, actors or Folders.at(base, folder, teacher))
-    policy, metadata = open_policy(ctx, open_model(ctx.recipe, base), folder, teacher)
+    policy, metadata = load_policy(ctx, base, folder, teacher)
     guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
     scorer = load_scorer(ctx.recipe.rewards, guardrails)
     trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata)

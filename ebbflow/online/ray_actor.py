@@ -32,7 +32,7 @@ from ebbflow.stage import StageContext
 from ebbflow.storage.disk import safe_join
 from ebbflow.training import distributed
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_io import open_model, open_policy
+from ebbflow.training.policy_io import load_policy, open_model
 from ebbflow.training.update import PolicyUpdater
 
 CHUNK = 64 * 2**20
@@ -156,8 +156,8 @@ def open_training_worker(ctx: StageContext, folders: Folders, rank: int, rendezv
     if world > 1:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, rendezvous, timeout=distributed.TIMEOUT, world_size=world, rank=rank)
-    model, teacher = open_model(ctx.recipe, folders.base()), folders.teacher() if folders.teacher else None
-    policy, metadata = open_policy(ctx, model, folders.policy(), teacher, shard=world > 1)
+    teacher = folders.teacher() if folders.teacher else None
+    policy, metadata = load_policy(ctx, folders.base(), folders.policy(), teacher, shard=world > 1)
     return RayTrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, rank)
 
 

@@ -16,6 +16,7 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.plugins import import_path, require_members
 from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.stage import StageContext
+from ebbflow.storage.artifacts import verify_if_committed
 from ebbflow.training.policy import Policy
 
 PATHS = {"vllm_omni": "ebbflow.rollouts.vllm_omni:VllmOmni"}
@@ -44,9 +45,11 @@ def open_engine(ctx: StageContext, base: Path) -> Engine:
         base: the base-model folder.
 
     Raises:
+        ArtifactError: the folder is not what was committed.
         RecipeError: a user's path cannot be imported, or what it opens is not an engine.
         EngineError: vLLM-Omni does not start.
     """
+    verify_if_committed(base)  # another engine reads it by itself
     path = PATHS.get(ctx.config.engine, ctx.config.engine)
     engine: Engine = import_path(path)(ctx, base)
     require_members(engine, ("load", "generate", "close"), path, "ebbflow.rollouts.engine.Engine")

@@ -1,16 +1,19 @@
 """Folders that are whole or do not exist.
 
 A folder is written beside its final path, gets ``manifest.json`` (files, sizes, sha256), then ``COMMIT`` (sha256 of the
-manifest) last, and moves to its path. Readers accept only a folder whose COMMIT matches.
+manifest) last, and moves to its path. Readers accept only a folder whose COMMIT matches, and writers replace only such a folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from ebbflow.storage.disk import atomic_write, sha256_of
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 MAX_LISTED = 5
+CLOCK_TICK = 2 * 10**9
+"""Nanoseconds within which two changes of a file may get the same time: so young a folder is read each time."""
 
 
 class ArtifactError(Exception):
@@ -32,10 +37,29 @@ def new_folder(folder: Path) -> Iterator[Path]:
     An exception leaves nothing behind and whatever was at ``folder`` as it was.
 
     Raises:
+        ArtifactError: ``folder`` holds something that is not a committed folder; it is kept.
         DiskFullError: no space was left.
     """
+    require_replaceable(folder)
     with atomic_write(folder, create=Path.mkdir, publish=_publish) as partial:
         yield partial
+
+
+def require_replaceable(folder: Path, overwrite: bool = True) -> None:
+    """Check that writing ``folder`` deletes nothing that is not ours: it is new, empty or a committed folder.
+
+    Args:
+        overwrite: whether a committed folder may be replaced.
+
+    Raises:
+        ArtifactError: it holds something else, or a committed folder that must stay.
+    """
+    if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / COMMIT).is_file() or not (folder / MANIFEST).is_file():
+        raise ArtifactError(f"{folder} exists and is no artifact of Ebbflow; nothing was deleted, name a new or empty folder")
+    if not overwrite:
+        raise ArtifactError(f"{folder} is a committed folder; name a new one, or pass --overwrite to replace it")
 
 
 def _publish(partial: Path, folder: Path) -> None:
@@ -61,14 +85,17 @@ def _put_in_place(new: Path, folder: Path) -> None:
 
 def commit(folder: Path) -> None:
     """Write the manifest of everything in ``folder``, then its COMMIT, each after what it describes has reached the disk."""
-    manifest = json.dumps({"files": _files(folder)}, indent=2, sort_keys=True)
-    (folder / MANIFEST).write_text(manifest)
+    (folder / MANIFEST).write_text(_manifest(folder))
     for path in folder.rglob("*"):
         if path.is_file() or path.is_dir():
             _to_disk(path)
     (folder / COMMIT).write_text(sha256_of(folder / MANIFEST))
     _to_disk(folder / COMMIT)
     _to_disk(folder)
+
+
+def _manifest(folder: Path) -> str:
+    return json.dumps({"files": _files(folder)}, indent=2, sort_keys=True)
 
 
 def _to_disk(path: Path) -> None:
@@ -83,11 +110,52 @@ def _to_disk(path: Path) -> None:
 def verify(folder: Path) -> str:
     """Check that ``folder`` is exactly what was committed and return its digest (the content of COMMIT).
 
+    A process reads the contents once, and again when name, size, inode or time of change of a file differ.
+
     Raises:
-        ArtifactError: it is missing, was never committed, or a file was changed, added or lost.
+        ArtifactError: it is missing, was never committed, holds a link to a folder, or a file was changed, added or lost.
     """
     if not (folder / COMMIT).is_file() or not (folder / MANIFEST).is_file():
         raise ArtifactError(f"{folder} has no COMMIT: it was never finished or is no artifact of Ebbflow; make it again")
+    state = _state(folder)
+    newest = max(changed for *_, changed in state)
+    return _verified_once(folder, state) if newest < time.time_ns() - CLOCK_TICK else _verified(folder)
+
+
+def digest_of(folder: Path) -> str:
+    """The digest of a committed folder, verified; of any other the one that it would have.
+
+    Raises:
+        ArtifactError: a committed folder is not what was committed.
+    """
+    if _is_committed(folder):
+        return verify(folder)
+    return hashlib.sha256(_manifest(folder).encode()).hexdigest()
+
+
+def verify_if_committed(folder: Path) -> None:
+    """``verify`` a folder that may also be a user's own, which nobody has committed."""
+    if _is_committed(folder):
+        verify(folder)
+
+
+def _is_committed(folder: Path) -> bool:
+    return (folder / COMMIT).exists() or (folder / MANIFEST).exists()
+
+
+def _state(folder: Path) -> tuple[tuple[str, int, int, int, int], ...]:
+    """(name, device, inode, size, time of change) of every file. Unlike that of modification, no program can set this time."""
+    stats = ((path.relative_to(folder).as_posix(), path.stat()) for path in [*_paths(folder), folder / MANIFEST, folder / COMMIT])
+    return tuple((name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in stats)
+
+
+@lru_cache(maxsize=256)
+def _verified_once(folder: Path, state: tuple[tuple[str, int, int, int, int], ...]) -> str:
+    """``_verified`` of a folder in this state; an error is not cached."""
+    return _verified(folder)
+
+
+def _verified(folder: Path) -> str:
     digest = (folder / COMMIT).read_text(errors="replace").strip()
     if digest != sha256_of(folder / MANIFEST):
         raise ArtifactError(f"{folder / MANIFEST} does not match its COMMIT: the folder is damaged; make it again")
@@ -114,6 +182,19 @@ def _listed(names: list[str]) -> str:
 
 
 def _files(folder: Path) -> dict[str, dict[str, str | int]]:
-    own = {folder / MANIFEST, folder / COMMIT}
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path not in own)
-    return {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in _paths(folder)
+    }
+
+
+def _paths(folder: Path) -> list[Path]:
+    """Every file but the manifest and COMMIT, by name.
+
+    Raises:
+        ArtifactError: there is something else: a link to a folder, whose content no manifest could hold, a broken link, a pipe.
+    """
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    if strange := [path for path in paths if not path.is_file()]:
+        name = sanitize(strange[0].relative_to(folder).as_posix(), 100)
+        raise ArtifactError(f"{folder} holds {name!r}, which is neither a file nor a folder; put the content itself there")
+    return sorted(path for path in paths if path not in (folder / MANIFEST, folder / COMMIT))

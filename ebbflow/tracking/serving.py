@@ -50,7 +50,7 @@ def _referenced_base(data_path: str, policy: Path) -> Path:
     Raises:
         TrackingError: it is not on the hub.
     """
-    from ebbflow.models.prepare import fetch_pipeline
+    from ebbflow.models.prepare import cached_base
     from ebbflow.training.policy_metadata import read_policy_metadata
 
     model = read_policy_metadata(policy).model
@@ -59,4 +59,4 @@ def _referenced_base(data_path: str, policy: Path) -> Path:
             f"{data_path} was registered without its base model; put the one that {policy / 'policy.json'} names into "
             f"{Path(data_path) / 'base'}"
         )
-    return fetch_pipeline(model)
+    return cached_base(model)

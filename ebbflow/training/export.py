@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from ebbflow.models import load_model
-from ebbflow.storage.artifacts import new_folder
+from ebbflow.storage.artifacts import new_folder, require_replaceable
 from ebbflow.training.policy import ADAPTER, Policy
-from ebbflow.training.policy_metadata import read_policy_metadata
+from ebbflow.training.policy_metadata import read_policy_metadata, require_allowed_code, require_base
 
 
-def export_pipeline(base: Path, folder: Path, target: Path) -> None:
+def export_pipeline(base: Path, folder: Path, target: Path, overwrite: bool = False, allowed_code: Collection[str] = ()) -> None:
     """Write the base model with the weights of a policy folder to ``target``: float32, in shards, committed; LoRA is merged in.
 
     ``DiffusionPipeline.from_pretrained(target)`` loads it. The adapters alone need no export: a pipeline's
     ``load_lora_weights`` reads the policy folder itself.
 
+    Args:
+        overwrite: whether ``target`` may be a committed folder, which is then replaced.
+        allowed_code: see ``require_allowed_code``.
+
     Raises:
-        ArtifactError, PolicyError: the policy folder is not whole.
-        ModelError: ``base`` is not the folder of its base model.
+        ArtifactError: a folder is not what was committed, or ``target`` holds something.
+        PolicyError: ``base`` is not the policy's base model, or the policy names code that is not allowed.
+        ModelError: ``base`` cannot be read.
     """
+    require_replaceable(target, overwrite)
     metadata = read_policy_metadata(folder)
+    require_base(metadata, base, folder)
+    require_allowed_code(metadata, folder, allowed_code)
     # Adapters are small beside the weights: added in 16 bits, most of what was learnt would round away.
     model = load_model(base, metadata.model.model_copy(update={"precision": "float32"}))
     Policy(model, metadata.config, seed=0).load(folder)

@@ -14,7 +14,15 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import sanitize
 from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import AGAIN, ITERATE, STATISTICS, PolicyError, PolicyMetadata, read_policy_metadata
+from ebbflow.training.policy_metadata import (
+    AGAIN,
+    ITERATE,
+    STATISTICS,
+    PolicyError,
+    PolicyMetadata,
+    read_policy_metadata,
+    require_base,
+)
 from ebbflow.training.update import PolicyUpdater
 
 
@@ -43,6 +51,19 @@ def open_policy(
     if ctx.recipe.policy.ema:
         policy.ensure("ema")
     return policy, metadata
+
+
+def load_policy(
+    ctx: StageContext, base: Path, folder: Path, teacher: Path | None = None, shard: bool = False
+) -> tuple[Policy, PolicyMetadata]:
+    """``open_policy`` on the base model in a folder, once that is the one that the policy was trained from.
+
+    Raises:
+        ArtifactError: a folder is not what was committed.
+        PolicyError: the policy was trained from another base model.
+    """
+    require_base(read_policy_metadata(folder), base, folder)
+    return open_policy(ctx, open_model(ctx.recipe, base), folder, teacher, shard)
 
 
 def _require_same_base(metadata: PolicyMetadata, other: PolicyMetadata, folder: Path) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, ValidationError
 
 from ebbflow.recipe.base import Strict, explain
+from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.recipe import EvaluationConfig, PolicyConfig
-from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.artifacts import digest_of, new_folder, verify
 
 METADATA = "policy.json"
 STATISTICS = "prompt_statistics.json"
 AGAIN = "copy the folder again or make it again"
+ALLOW_CODE = "EBBFLOW_ALLOW_CODE"
+"""Environment variable of serving: code that policies may name, separated by commas."""
 ITERATE = "iterate"  # the parameters themselves, where the folder's weights are their average
 
 
@@ -70,6 +74,42 @@ def read_policy_metadata(folder: Path) -> PolicyMetadata:
         raise PolicyError(
             f"{folder / METADATA} says what this Ebbflow does not know:\n{explain(error, PolicyMetadata)}"
         ) from None
+
+
+def require_base(metadata: PolicyMetadata, base: Path, folder: Path) -> None:
+    """Check that ``base``, committed or not, is byte for byte the base model that the policy in ``folder`` was trained from.
+
+    Raises:
+        ArtifactError: the base model is not what was committed.
+        PolicyError: it is another one.
+    """
+    if (digest := digest_of(base)) != metadata.base_digest:
+        raise PolicyError(
+            f"the policy in {folder} was trained from base model {metadata.base_digest[:12]}, and {base} is {digest[:12]}; "
+            "use its own base"
+        )
+
+
+def require_allowed_code(metadata: PolicyMetadata, folder: Path, allowed: Collection[str | None] = ()) -> None:
+    """Check that reading the policy in ``folder`` runs only code that is Ebbflow's or that the user named.
+
+    A policy folder may come from anybody. Its metadata names the model family, which is imported and called, and the attention
+    backend, which diffusers may download.
+
+    Args:
+        allowed: what the user's own recipe or ``--allow-code`` names: ``package.module:Class``, a module, an attention backend.
+
+    Raises:
+        PolicyError: it names other code.
+    """
+    family, attention = metadata.model.family, metadata.model.attention or ""
+    named = [family] * (family not in FAMILIES) + [attention] * attention.endswith("_hub")
+    for code in named:
+        if code not in allowed and code.partition(":")[0] not in allowed:
+            raise PolicyError(
+                f"{folder / METADATA} names code to run, {code}, which this recipe does not name; if you trust it, take a recipe "
+                f"that names it, or allow it (--allow-code {code}, or the variable {ALLOW_CODE} when serving)"
+            )
 
 
 def write_base_policy(

@@ -12,10 +12,10 @@ from torch import Tensor
 from ebbflow.models import Model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import PolicyConfig
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import digest_of
 from ebbflow.training.policy import ADAPTER, Policy
 from ebbflow.training.policy_io import open_model
-from ebbflow.training.policy_metadata import METADATA, PolicyError, PolicyMetadata, read_policy_metadata
+from ebbflow.training.policy_metadata import METADATA, PolicyError, PolicyMetadata, read_policy_metadata, require_base
 
 PUBLISHED = "published"
 
@@ -27,15 +27,15 @@ def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
         PolicyError: it is of another base or kind, or its adapters do not fit into the recipe's.
     """
     assert recipe.policy.start
-    digest, model = verify(base), open_model(recipe, base)
+    model = open_model(recipe, base)
     policy = Policy(model, recipe.policy, recipe.seed)
     if (source / METADATA).is_file():
-        _require_base(read_policy_metadata(source), digest, source)
+        require_base(read_policy_metadata(source), base, source)
         policy.load(source)
     else:
         policy.assign(lora_parameters(model, recipe.policy, policy.parameters, source))
     metadata = PolicyMetadata(
-        base_digest=digest,
+        base_digest=digest_of(base),
         recipe_digest=recipe.digest,
         config=recipe.policy,
         model=recipe.model,
@@ -45,14 +45,6 @@ def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
     if recipe.policy.ema:
         policy.ensure("ema")
     policy.save(folder, metadata)
-
-
-def _require_base(metadata: PolicyMetadata, digest: str, source: Path) -> None:
-    if metadata.base_digest != digest:
-        raise PolicyError(
-            f"policy.start: the policy in {source} was trained from base {metadata.base_digest[:12]}, this run has "
-            f"{digest[:12]}; take a policy of the same base, or its base as model.path"
-        )
 
 
 @torch.no_grad()

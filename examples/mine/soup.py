@@ -6,7 +6,7 @@ from ebbflow.data.records import StageRecord
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.timing import Clock
 from ebbflow.training.custom_stage import StageFolders
-from ebbflow.training.policy_io import open_model, open_policy, save_policy
+from ebbflow.training.policy_io import load_policy, save_policy
 from ebbflow.training.update import PolicyUpdater
 
 
@@ -14,7 +14,7 @@ def average_with_base(ctx: StageContext, folders: StageFolders, recorder: Metric
     """theta <- share theta + (1 - share) theta_base; ``options.share`` is .5 by default."""
     share, clock = float(ctx.config.options.get("share", 0.5)), Clock()
     with clock.phase("training"):
-        policy, metadata = open_policy(ctx, open_model(ctx.recipe, folders.base), folders.policy)
+        policy, metadata = load_policy(ctx, folders.base, folders.policy)
         policy.blend("reference", decay=1 - share)  # the copy that is always the base model
         policy.assign(policy.copies["reference"])
     recorder.log_metrics({"soup/share": share}, step=0)

@@ -18,6 +18,7 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.rollouts.generate import generate
+from ebbflow.storage.artifacts import verify
 from ebbflow.storage.tables import read_table, read_table_metadata, write_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import write_base_policy
@@ -152,11 +153,12 @@ SHIFTED = "mine.shifted:ShiftedGlyph"
 
 @pytest.mark.parametrize("family", ["glyph", SHIFTED])
 def test_a_policy_is_evaluated_with_the_family_of_its_card(family, make_recipe, prompts, base_folder, tmp_path, monkeypatch):
-    """A champion may be of another family than the recipe; whose schedule it is shows in the images."""
+    """Whose schedule it is shows in the images."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
-    write_base_policy(tmp_path / "policy", "base", "recipe", PolicyConfig(), ModelConfig(family=family, path="base"))
+    its_model = ModelConfig(family=family, path="base")
+    write_base_policy(tmp_path / "policy", verify(base_folder), "recipe", PolicyConfig(), its_model)
     write_table(tmp_path / "prompts.parquet", PROMPTS, [pa.RecordBatch.from_pylist([asdict(p) for p in prompts], PROMPTS)], {})
-    recipe = make_recipe(rewards=[{"name": "jpeg_compressibility"}], guardrails=[])
+    recipe = make_recipe(model=its_model.model_dump(), rewards=[{"name": "jpeg_compressibility"}], guardrails=[])
     evaluate_folder(
         recipe, base_folder, tmp_path / "policy", tmp_path / "prompts.parquet", "champion", tmp_path / "samples.parquet"
     )

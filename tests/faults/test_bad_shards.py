@@ -23,6 +23,7 @@ from ebbflow.offline.shards import read_latents, require_shard, shard_identity
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
 from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.storage.artifacts import verify
 from ebbflow.storage.tables import TableError, read_batches, read_table, read_table_metadata, write_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import write_base_policy
@@ -111,7 +112,7 @@ def test_training_refuses_it_too(made, shard, base_folder, tmp_path):
     ctx, prompts, _ = made
     rows = [{**vars(prompt)} for prompt in prompts]
     write_prompts(pa.Table.from_pylist(rows, schema=PROMPTS), tmp_path / "prompts.parquet")
-    write_base_policy(tmp_path / "policy", "base", "recipe", ctx.recipe.policy)
+    write_base_policy(tmp_path / "policy", verify(base_folder), "recipe", ctx.recipe.policy)
     rewritten(shard, about={"stage": "1.1 offline"})
     arguments = (ctx, base_folder, tmp_path / "policy", tmp_path / "prompts.parquet", [shard], tmp_path / "none.parquet")
     with pytest.raises(TableError, match=r"stage = '1\.1 offline' \(this stage's: '1\.2 offline'\)"):

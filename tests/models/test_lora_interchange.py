@@ -12,6 +12,7 @@ from pipeline_cases import SHORT, TINY, our_latents, prompts, theirs
 from ebbflow.models import pipeline as pipelines
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.storage.artifacts import digest_of
 from ebbflow.training import policy as policies
 from ebbflow.training.export import export_pipeline
 from ebbflow.training.policy import Policy
@@ -22,13 +23,13 @@ LORA = PolicyConfig(train="lora", rank=4, alpha=12)
 FULL = PolicyConfig(train="full")
 
 
-def trained(model, config, folder, drawn_by=ModelConfig()):
+def trained(model, config, folder, drawn_by=ModelConfig(), base="base"):
     """A policy with random changes, saved."""
     policy, generator = Policy(model, config, seed=0), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters.values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    policy.save(folder, PolicyMetadata(base_digest="base", recipe_digest="recipe", config=config, version=1, model=drawn_by))
+    policy.save(folder, PolicyMetadata(base_digest=base, recipe_digest="recipe", config=config, version=1, model=drawn_by))
     return policy
 
 
@@ -111,7 +112,7 @@ def test_an_exported_policy_is_a_pipeline_folder_in_shards(
 ):
     monkeypatch.setattr(pipelines, "SHARD", "100KB")
     model, wanted = open_tiny(name), prompts(name, SHORT[:1])
-    trained(model, config, tmp_path / "policy", model.config)
+    trained(model, config, tmp_path / "policy", model.config, digest_of(tiny_folder(name)))
     ours = our_latents(model, wanted)
     export_pipeline(tiny_folder(name), tmp_path / "policy", tmp_path / "exported")
     assert len(list((tmp_path / "exported" / "transformer").glob("*-of-*.safetensors"))) > 1

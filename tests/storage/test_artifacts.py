@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, verify
+from ebbflow.storage import artifacts
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, require_replaceable, verify
+from ebbflow.storage.disk import sha256_of
 
 FILES = {"a.txt": b"first", "deep/b.bin": bytes(range(256)), "deep/er/c": b"", "manifest.json.txt": b"not the manifest"}
 in_place = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -151,3 +154,66 @@ def test_it_does_not_exist_before_it_is_whole(tmp_path):
         with pytest.raises(ArtifactError):
             verify(partial)
     verify(tmp_path / "deep" / "artifact")
+
+
+@pytest.mark.parametrize("there", [{"thesis.tex": b"years of work"}, {"thesis.tex": b"", COMMIT: b"not ours"}, None])
+def test_what_is_not_ours_is_never_replaced(tmp_path, there):
+    target = tmp_path / "target"
+    if there is None:
+        target.write_text("a file")
+    else:
+        write(target, there)
+    with pytest.raises(ArtifactError, match="is no artifact of Ebbflow; nothing was deleted"), new_folder(target):
+        raise AssertionError("nothing is written first")
+    assert target.read_text() == "a file" if there is None else everything(target) == there
+
+
+def test_an_empty_folder_and_a_committed_one_are_replaced(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for target in (folder, tmp_path / "empty"):
+        with new_folder(target) as partial:
+            write(partial, {"new": b"1"})
+        assert everything(target)["new"] == b"1"
+
+
+def test_a_committed_folder_stays_unless_it_may_be_overwritten(folder):
+    require_replaceable(folder, overwrite=True)
+    with pytest.raises(ArtifactError, match="is a committed folder; name a new one, or pass --overwrite"):
+        require_replaceable(folder, overwrite=False)
+
+
+def test_links_that_a_manifest_cannot_hold_are_found(folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "weights").write_bytes(b"any")
+    (folder / "more").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    with pytest.raises(ArtifactError, match="holds 'more', which is neither a file nor a folder"):
+        verify(folder)
+    (folder / "more").unlink()
+    (folder / "more").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ArtifactError, match="holds 'more'"):
+        verify(folder)
+
+
+def test_contents_are_read_once_and_again_after_any_change(folder, monkeypatch):
+    monkeypatch.setattr(artifacts, "CLOCK_TICK", 0)
+    read = []
+    monkeypatch.setattr(artifacts, "sha256_of", lambda path: read.append(path.name) or sha256_of(path))
+    digest = verify(folder)
+    assert sorted(read) == sorted(["manifest.json", "a.txt", "b.bin", "c", "manifest.json.txt"])
+    read.clear()
+    assert verify(folder) == digest
+    assert read == []
+    times = (folder / "a.txt").stat()
+    (folder / "a.txt").write_bytes(b"First")  # as long as before
+    os.utime(folder / "a.txt", ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ArtifactError, match=r"does not match its manifest \(a.txt\)"):
+        verify(folder)
+
+
+def test_a_folder_that_changes_within_a_tick_of_the_clock_is_read_again(folder, monkeypatch):
+    verify(folder)
+    frozen = artifacts._state(folder)
+    monkeypatch.setattr(artifacts, "_state", lambda _: frozen)  # as a coarse clock would show it
+    (folder / "a.txt").write_bytes(b"First")
+    with pytest.raises(ArtifactError, match="does not match its manifest"):
+        verify(folder)

@@ -181,12 +181,13 @@ def test_a_server_of_artifacts_that_lists_what_lies_elsewhere(tmp_path, monkeypa
 
 
 def test_a_committed_folder_is_made_of_files_below_it(tmp_path):
-    """A link to a folder elsewhere is not part of what is committed, and none of its files is."""
+    """A link to a folder elsewhere could not be verified, and none of its files is ever committed."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "secret").write_text("secret")
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a").write_text("a")
     (folder / "link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    commit(folder)
-    assert json.loads((folder / "manifest.json").read_text())["files"].keys() == {"a"}
+    with pytest.raises(ArtifactError, match="holds 'link', which is neither a file nor a folder"):
+        commit(folder)
+    assert not (folder / "COMMIT").exists()

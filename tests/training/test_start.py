@@ -121,7 +121,7 @@ def test_an_earlier_policy_goes_on_with_its_weights(base_folder, model, predict,
     again = started(base_folder, tmp_path / "earlier", keys, tmp_path / "policy")
     assert torch.equal(predict(again), predict(model))
     policy.save(tmp_path / "foreign", metadata.model_copy(update={"base_digest": "0" * 64}))
-    with pytest.raises(PolicyError, match="trained from base 000000000000, this run has"):
+    with pytest.raises(PolicyError, match="was trained from base model 000000000000"):
         started(base_folder, tmp_path / "foreign", keys, tmp_path / "never")
 
 
@@ -166,7 +166,7 @@ def test_an_export_keeps_changes_that_sixteen_bits_would_lose(base_folder, predi
     model = load_model(base_folder, config)
     policy = Policy(model, LORA, 0)
     move(policy, 1e-3)
-    metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=LORA, version=1, model=config)
+    metadata = PolicyMetadata(base_digest=verify(base_folder), recipe_digest="r", config=LORA, version=1, model=config)
     policy.save(tmp_path / "policy", metadata)
     export_pipeline(base_folder, tmp_path / "policy", tmp_path / "exported")
     merged = dict(load_model(tmp_path / "exported").transformer.named_parameters())
@@ -183,7 +183,7 @@ def test_an_export_keeps_changes_that_sixteen_bits_would_lose(base_folder, predi
 def test_an_exported_policy_needs_no_adapters(base_folder, model, predict, tmp_path, config):
     policy = Policy(model, config, 0)
     move(policy)
-    policy.save(tmp_path / "policy", PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=1))
+    policy.save(tmp_path / "policy", PolicyMetadata(base_digest=verify(base_folder), recipe_digest="r", config=config, version=1))
     export_pipeline(base_folder, tmp_path / "policy", tmp_path / "exported")
     exported = load_model(tmp_path / "exported")
     assert not any("lora" in name for name in exported.transformer.state_dict())

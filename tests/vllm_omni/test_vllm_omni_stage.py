@@ -19,6 +19,7 @@ from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.storage.artifacts import digest_of
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import write_base_policy
 from ebbflow.training.update import PolicyUpdater
@@ -92,7 +93,7 @@ def test_the_engine_runs_in_rollout_workers_of_their_own(context_of, make_prompt
     recipe = Recipe.model_validate(recipe.model_dump(mode="json") | {"rewards": ["jpeg_compressibility"], "guardrails": []})
     ctx, recorder = stage_of(recipe, steps=3, mode="one_step_off", placement="ray", resources=roles), MetricsRecorder()
     base, start = Path(recipe.model.path), tmp_path / "start"
-    write_base_policy(start, "a base", ctx.recipe.digest, ctx.recipe.policy, ctx.recipe.model)
+    write_base_policy(start, digest_of(base), ctx.recipe.digest, ctx.recipe.policy, ctx.recipe.model)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         with closing(RayWorkers(ctx, Folders.at(base, start))) as placement:
