@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import logging
 import re
 import subprocess
 import sys
@@ -27,28 +29,63 @@ ALL_OF_THE_LIBRARY = (
 )
 
 
-def _imported(statement: str) -> set[str]:
-    """Top-level packages in memory after a statement ran in a fresh interpreter; not those that flytekit would load lazily."""
-    loaded = "{name.split('.')[0] for name, module in sys.modules.items() if type(module).__name__ != '_LazyModule'}"
-    code = f"{statement}\nimport sys\nprint(' '.join(sorted({loaded})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+FORKS = """
+import json, logging, os, sys
+
+def report():
+    modules = [name for name, module in sys.modules.items() if type(module).__name__ != "_LazyModule"]
+    root, ours = logging.getLogger(), logging.getLogger("ebbflow")
+    print(json.dumps([sorted({name.split(".")[0] for name in modules}), len(root.handlers), ours.level]), flush=True)
+
+common, *statements = json.loads(sys.argv[1])
+exec(common)
+for statement in statements:
+    if (child := os.fork()) == 0:
+        exec(statement)
+        report()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(statement)
+"""
+
+
+class State(NamedTuple):
+    """Of an interpreter: top-level packages in memory, not those that flytekit would load lazily, and its logging."""
+
+    loaded: set[str]
+    handlers: int
+    level: int
+    """Of the logger ``ebbflow``."""
+
+
+def _after(*statements: str, common: str = "") -> list[State]:
+    """The state after each statement: forks of one fresh interpreter, which runs ``common`` before them."""
+    command = [sys.executable, "-c", FORKS, json.dumps([common, *statements])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return [State(set(loaded), handlers, level) for loaded, handlers, level in found]
 
 
-def test_the_library_knows_no_flyte() -> None:
-    loaded = _imported(ALL_OF_THE_LIBRARY)
-    assert {"torch", "mlflow", "diffusers"} <= loaded
-    assert not loaded & {"flytekit", "tasks", "workflows"}
+def test_the_library_knows_no_flyte_and_leaves_logging_alone() -> None:
+    (library,) = _after(ALL_OF_THE_LIBRARY)
+    assert {"torch", "mlflow", "diffusers"} <= library.loaded
+    assert not library.loaded & {"flytekit", "tasks", "workflows"}
+    assert (library.handlers, library.level) == (0, logging.NOTSET)
+
+
+def test_tasks_configure_logging() -> None:
+    (tasks,) = _after("import tasks")
+    assert (tasks.handlers, tasks.level) == (1, logging.INFO)
 
 
 HEAVY = {"torch", "diffusers", "transformers", "peft", "mlflow", "ray", "onnxruntime"}
 
 
 def test_registering_needs_no_gpu_stack() -> None:
-    loaded = _imported("import workflows.post_training")
-    assert "flytekit" in loaded
-    assert not loaded & {*HEAVY, "pandas", "pyarrow", "matplotlib", "scipy"}
+    (registering,) = _after("import workflows.post_training")
+    assert "flytekit" in registering.loaded
+    assert not registering.loaded & {*HEAVY, "pandas", "pyarrow", "matplotlib", "scipy"}
 
 
 WITHOUT_TORCH = [
@@ -65,11 +102,19 @@ WITHOUT_TORCH = [
 ]
 
 
+@pytest.fixture(scope="module")
+def light_pods() -> dict[str, State]:
+    """After what each of these tasks imports, as its file is read and as it runs."""
+    modules = {task: imported(ROOT / "tasks" / f"{task}.py") for task in WITHOUT_TORCH}
+    assert all(modules.values())
+    states = _after(*(f"import tasks.{task}, {', '.join(names)}" for task, names in modules.items()), common="import tasks")
+    return dict(zip(WITHOUT_TORCH, states, strict=True))
+
+
 @pytest.mark.parametrize("task", WITHOUT_TORCH)
-def test_a_pod_that_computes_nothing_imports_no_torch(task: str) -> None:
-    modules = imported(ROOT / "tasks" / f"{task}.py")
-    assert modules
-    assert not _imported(f"import tasks.{task}, {', '.join(modules)}") & {"torch", "diffusers", "transformers", "ray"}
+def test_a_pod_that_computes_nothing_imports_no_torch(task: str, light_pods: dict[str, State]) -> None:
+    assert "flytekit" in light_pods[task].loaded
+    assert not light_pods[task].loaded & {"torch", "diffusers", "transformers", "ray"}
 
 
 @pytest.mark.parametrize("path", sorted([*ROOT.glob("tasks/*.py"), *ROOT.glob("workflows/*.py")]), ids=lambda path: path.name)
@@ -81,7 +126,8 @@ def test_tasks_and_workflows_import_nothing_heavy_at_the_top(path: Path) -> None
 
 
 def test_recipes_are_light() -> None:
-    assert not _imported("import ebbflow.recipe") & {"torch", "mlflow", "pandas", "pyarrow", "numpy"}
+    (recipes,) = _after("import ebbflow.recipe")
+    assert not recipes.loaded & {"torch", "mlflow", "pandas", "pyarrow", "numpy"}
 
 
 def test_datasets_is_no_package() -> None:

@@ -48,12 +48,6 @@ def test_an_unknown_level_is_an_error() -> None:
     assert "EBBFLOW_LOG_LEVEL=LOUD is no log level; set DEBUG, INFO" in run(EBBFLOW_LOG_LEVEL="LOUD").stderr
 
 
-def test_the_library_configures_nothing_and_the_tasks_do() -> None:
-    state = "print(len(logging.getLogger().handlers), logging.getLogger('ebbflow').level)"
-    assert run(f"import logging, ebbflow.tracking.parent_run, ebbflow.evaluation.evaluate; {state}").stdout == "0 0\n"
-    assert run(f"import logging, tasks; {state}").stdout == "1 20\n"
-
-
 def test_handlers_of_the_program_are_left_alone() -> None:
     program = "import logging; logging.basicConfig(format='mine %(message)s')\n" + PROGRAM
     assert run(program).stderr.splitlines() == ["mine step 3", "mine careful"]
