@@ -51,6 +51,7 @@ from ebbflow.training.custom_stage import StageFolders, train_custom_folder
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import read_policy_metadata, write_base_policy
 from ebbflow.training.update import PolicyUpdater
+from tests.forked import run_forked
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -93,8 +94,7 @@ def test_the_links_of_the_page_lead_somewhere():
 def check(*, python_path: str) -> subprocess.CompletedProcess[str]:
     """``ebbflow check`` on the example recipe, as a user of a shell runs it."""
     command = [str(Path(sys.executable).with_name("ebbflow")), "check", "examples/recipe.yaml"]
-    environment = os.environ | {"PYTHONPATH": python_path}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return run_forked(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path}, timeout=300)
 
 
 def test_check_accepts_a_recipe_that_uses_them_all(tmp_path):
