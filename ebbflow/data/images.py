@@ -6,10 +6,10 @@ PNG is lossless, so a score never depends on whether a sample was stored.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from struct import pack
+from struct import pack, unpack_from
 
 import numpy as np
 from PIL import Image, ImageOps, ImageSequence
@@ -77,6 +77,21 @@ def _decode(picture: bytes) -> np.ndarray:
         if "loop" in image.info:  # only animations say how often they are played
             return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])
         return np.asarray(image.convert("RGB"))
+
+
+def png_chunks(picture: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """(name, all bytes) of each chunk of a PNG file, unchecked; the last is cut off where the file is.
+
+    Raises:
+        ImageError: the file does not begin as PNG files do.
+    """
+    if not picture.startswith(PNG_SIGNATURE):
+        raise ImageError("is no PNG file; write it as one")
+    start, name = len(PNG_SIGNATURE), b""
+    while name != b"IEND" and start + 8 <= len(picture):
+        length, name = unpack_from(">I4s", picture, start)
+        yield name, picture[start : start + 12 + length]
+        start += 12 + length
 
 
 def condition_image(value: str | bytes, folder: Path) -> bytes:

@@ -6,9 +6,9 @@ that are not finite and lists of different lengths are errors on either side.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError, model_validator
 
 SCORE, HEALTH = "/score", "/health"
 
@@ -31,9 +31,9 @@ class PromptMessage(Message):
 class ScoreRequest(Message):
     """N images of one size with their prompts."""
 
-    images: list[str]
+    images: Annotated[list[str], FailFast()]
     """PNG files of 8-bit RGB in base64."""
-    prompts: list[PromptMessage]
+    prompts: Annotated[list[PromptMessage], FailFast()]
 
     @model_validator(mode="after")
     def _one_prompt_each(self) -> ScoreRequest:

@@ -1,7 +1,8 @@
 """A small server that makes any reward of this machine a remote one (``ebbflow.rewards.protocol``).
 
-What is asked for is checked before it is unpacked: the token, then the size of the body, then the sizes of the images as their
-headers give them.
+A request is checked before it is unpacked: its token, then the size of its body and of its JSON (``server_limits``), then the
+chunks of its images and the sizes that their headers give. Only chunks with pixels are decoded: compressed text beside them can
+be a thousand times as large as the file.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hmac
 import io
 import json
 import logging
+from collections.abc import Iterator
 
 import numpy as np
 import uvicorn
@@ -20,18 +22,22 @@ from fastapi.concurrency import run_in_threadpool
 from PIL import Image
 from pydantic import ValidationError
 
+from ebbflow.data.images import PNG_SIGNATURE, png_chunks
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
 from ebbflow.rewards.combine import checked, load_reward
 from ebbflow.rewards.http import is_loopback
 from ebbflow.rewards.protocol import HEALTH, SCORE, Health, PromptMessage, ScoreAnswer, ScoreRequest, first_problem
+from ebbflow.rewards.server_limits import BodyReader, server_options
 
-MAX_BYTES = 256 * 2**20
-"""Of a request."""
 MAX_IMAGES = 256
 MAX_PIXELS = 64 * 2**20
 """Of all images of a request: 64 of 1024x1024, which a few kilobytes of PNG can claim to be."""
+MAX_CHUNKS = 2**16
+"""Of all PNG files of a request: so many pixels in libpng's chunks of 8 KiB, twice."""
+PIXEL_CHUNKS = (b"IHDR", b"IDAT", b"IEND")
+"""All that 8-bit RGB has; ``PLTE`` only suggests colours there."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +53,7 @@ def serve(config: RewardConfig, host: str, port: int, token: str | None = None) 
     reward = load_reward(config)
     if reason := reward.unavailable():
         raise RewardError(f"the reward {reward.name!r} cannot run here: {reason}")
-    uvicorn.run(make_app(reward, token), host=host, port=port)
+    uvicorn.run(make_app(reward, token), host=host, port=port, **server_options())
 
 
 def make_app(reward: Reward, token: str | None) -> FastAPI:
@@ -59,7 +65,7 @@ def make_app(reward: Reward, token: str | None) -> FastAPI:
             raise HTTPException(401, "send the header Authorization: Bearer with the token of this server")
 
     app = FastAPI(dependencies=[Depends(require_token)], docs_url=None, redoc_url=None, openapi_url=None)
-    one_at_a_time = asyncio.Lock()
+    bodies, one_at_a_time = BodyReader(), asyncio.Lock()
 
     @app.get(HEALTH)
     async def health() -> Health:
@@ -67,24 +73,20 @@ def make_app(reward: Reward, token: str | None) -> FastAPI:
 
     @app.post(SCORE)
     async def score(request: Request) -> Response:
-        asked = _parsed(await _body(request))
-        async with one_at_a_time:
-            answer = await run_in_threadpool(_score, reward, asked)
-        return Response(answer.model_dump_json(), media_type="application/json")
+        async with bodies.read(request) as body, one_at_a_time:
+            answer = await run_in_threadpool(_answer, reward, body)
+        return Response(answer, media_type="application/json")
 
     return app
 
 
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BYTES:
-            raise HTTPException(413, f"the request has more than {MAX_BYTES} bytes; send fewer images at once")
-    return bytes(body)
+def _answer(reward: Reward, body: bytearray) -> str:
+    asked = _parsed(body)
+    body.clear()  # the request holds all of it once more
+    return _score(reward, asked).model_dump_json()
 
 
-def _parsed(body: bytes) -> ScoreRequest:
+def _parsed(body: bytearray) -> ScoreRequest:
     try:
         asked = ScoreRequest.model_validate_json(body)
     except ValidationError as error:
@@ -108,19 +110,26 @@ def _decoded(texts: list[str]) -> np.ndarray:
     """uint8 RGB [N, height, width, 3] of PNG files in base64."""
     if not texts:
         return np.zeros((0, 1, 1, 3), np.uint8)
-    images = [_opened(index, text) for index, text in enumerate(texts)]
+    chunks_left = iter(range(MAX_CHUNKS))
+    images = [_opened(index, text, chunks_left) for index, text in enumerate(texts)]
     if len(sizes := {image.size for image in images}) > 1:
         raise HTTPException(422, f"the images of a request must have one size, got {sorted(sizes)}; send them apart")
     width, height = images[0].size
     if len(images) * width * height > MAX_PIXELS:
         raise HTTPException(413, f"{len(images)} images of {width}x{height} are more than {MAX_PIXELS} pixels; send fewer")
-    return np.stack([_pixels(index, image) for index, image in enumerate(images)])
+    pixels = np.empty((len(images), height, width, 3), np.uint8)
+    for index, image in enumerate(images):
+        pixels[index] = _pixels(index, image)
+    return pixels
 
 
-def _opened(index: int, text: str) -> Image.Image:
+def _opened(index: int, text: str, chunks_left: Iterator[int]) -> Image.Image:
     """The image as its header describes it, before its pixels are unpacked."""
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
+        file = _only_pixels(base64.b64decode(text, validate=True), chunks_left)
+        image = Image.open(io.BytesIO(file), formats=["PNG"])
+    except HTTPException:
+        raise
     except Image.DecompressionBombError:
         raise HTTPException(413, f"images.{index} has more than {MAX_PIXELS} pixels") from None
     except Exception:  # base64's, and Pillow's of many types for files that are broken on purpose
@@ -128,6 +137,17 @@ def _opened(index: int, text: str) -> Image.Image:
     if image.mode != "RGB":
         raise HTTPException(422, f"images.{index} is a PNG file of the mode {image.mode}; send 8-bit RGB")
     return image
+
+
+def _only_pixels(picture: bytes, chunks_left: Iterator[int]) -> bytes:
+    """The PNG file without text, colour profiles and everything else that no score depends on."""
+    kept = [PNG_SIGNATURE]
+    for name, chunk in png_chunks(picture):
+        if next(chunks_left, None) is None:
+            raise HTTPException(413, f"the images have more than {MAX_CHUNKS} PNG chunks; send fewer images, or larger chunks")
+        if name in PIXEL_CHUNKS:
+            kept.append(chunk)
+    return b"".join(kept)
 
 
 def _pixels(index: int, image: Image.Image) -> np.ndarray:

@@ -17,6 +17,7 @@ import uvicorn
 
 from ebbflow.rewards.base import Reward
 from ebbflow.rewards.server import make_app
+from ebbflow.rewards.server_limits import server_options
 
 Behaviour = Callable[[BaseHTTPRequestHandler], None]
 TRICKLE = 0.02
@@ -123,7 +124,7 @@ def trickles(first: bytes) -> Behaviour:
 def serving(reward: Reward, token: str | None = None) -> Iterator[str]:
     """Our own server with a reward: its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(reward, token), log_config=None))
+    server = uvicorn.Server(uvicorn.Config(make_app(reward, token), log_config=None, **server_options()))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

@@ -23,7 +23,7 @@ from served_cases import serving
 from ebbflow.cli import main
 from ebbflow.data.images import encode_png
 from ebbflow.recipe.registry import reward
-from ebbflow.rewards import server
+from ebbflow.rewards import server, server_limits
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.built_in.jpeg import JpegCompressibility
 from ebbflow.rewards.built_in.remote import Remote, as_request
@@ -107,7 +107,7 @@ def test_what_cannot_be_scored_is_refused_with_the_reason(url, body, status, rea
 
 @pytest.mark.parametrize("headers", [{}, {"Transfer-Encoding": "chunked"}])
 def test_a_body_that_is_too_large_is_refused(url, monkeypatch, headers):
-    monkeypatch.setattr(server, "MAX_BYTES", 1000)
+    monkeypatch.setattr(server_limits, "MAX_BYTES", 1000)
     body = b" " * 1001
     if headers:
         body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
@@ -221,7 +221,7 @@ def test_the_command_serves_a_reward_by_name_or_by_json(started, monkeypatch, gi
     assert result.exit_code == 0, result.output
     ((made, token),) = served
     assert (made.config.layout, made.name) == (("page", "poster") if "page" in given else ("line", "ocr"))
-    assert (token, started) == (TOKEN, [{"host": "0.0.0.0", "port": 9000}])
+    assert (token, started) == (TOKEN, [{"host": "0.0.0.0", "port": 9000} | server_limits.server_options()])
 
 
 @pytest.mark.parametrize(

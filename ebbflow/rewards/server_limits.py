@@ -1,0 +1,164 @@
+"""What a client may take from the server of rewards: connections, time and memory.
+
+uvicorn limits neither the time of a request's header nor that of its body, and its ``limit_concurrency`` turns everybody away
+once somebody holds that many connections. Here the connection that has waited longest for its request makes room for a new one:
+a client that means it sends a request within milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import HTTPException, Request
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_CONNECTIONS = 256
+"""Open at once, or a quarter of the files that this process may open."""
+HEADER_SECONDS = 10.0
+"""For a request's whole header, from the connection or the last answer on; what is left of a refused body is discarded in it."""
+BODY_SECONDS = 60.0
+"""Waiting for one body, in all."""
+MAX_BYTES = 256 * 2**20
+"""Of a body."""
+MAX_HELD = 4 * MAX_BYTES
+"""Of the bodies in memory, those that wait to be scored included."""
+MAX_JSON_VALUES = 2**17
+"""Of a body, counted by its commas and brackets, of which base64 has none. Each becomes an object of up to 600 bytes."""
+
+logger = logging.getLogger(__name__)
+
+
+def server_options() -> dict[str, Any]:
+    """uvicorn's options that limit connections. WebSockets would leave the protocol below, and no reward needs them."""
+    return {"http": LimitedProtocol, "ws": "none", "backlog": max_connections()}
+
+
+def max_connections() -> int:
+    """Connections that may be open at once."""
+    return min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+
+
+class LimitedProtocol(H11Protocol):
+    """One connection: closed when its request takes too long, or when a new connection needs its place."""
+
+    waiting_since = 0.0
+    _alarm: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_request()
+        if len(self.connections) > max_connections():
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_alarm()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.has_request:
+            self._stop_alarm()
+
+    def on_response_complete(self) -> None:
+        self._wait_for_request()
+        super().on_response_complete()
+
+    @property
+    def has_request(self) -> bool:
+        """Whether a request with a whole header is waiting for its answer."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait_for_request(self) -> None:
+        self.waiting_since = self.loop.time()
+        self._stop_alarm()
+        self._alarm = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+
+    def _stop_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest for a header, else for a body; this one where all are being answered."""
+        others = [other for other in self.connections if isinstance(other, LimitedProtocol) and other is not self]
+        unfinished = [other for other in others if not other.has_request or other.cycle.more_body]
+        closed = min(unfinished, key=lambda other: (other.has_request, other.waiting_since), default=self)
+        logger.warning("%d connections are open; closing that of %s, which has sent no whole request", len(others), closed.client)
+        self.connections.discard(closed)  # it is lost in the next turn of the loop, and may not be counted until then
+        closed.transport.abort()
+
+
+class BodyReader:
+    """Reads bodies into bounded memory. Beyond ``MAX_HELD`` only the oldest goes on, so that bodies never wait for each other."""
+
+    def __init__(self) -> None:
+        self._held = 0
+        self._oldest_first: list[object] = []
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytearray]:
+        """The body of a request, which counts as held until the context ends.
+
+        Raises:
+            HTTPException: it has too many bytes or JSON values, takes too long, or the client is gone.
+        """
+        if int(request.headers.get("content-length", 0)) > MAX_BYTES:
+            raise _too_large()
+        ticket, body, size, values = object(), bytearray(), 0, 0
+        self._oldest_first.append(ticket)
+        try:
+            async for chunk in _timely_chunks(request):
+                await self._hold(ticket, len(chunk))
+                size += len(chunk)
+                values += sum(map(chunk.count, (b",", b"[", b"{")))
+                _check(size, values)
+                body += chunk
+            yield body
+        finally:
+            await self._release(ticket, size)
+
+    async def _hold(self, ticket: object, size: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._held + size <= MAX_HELD or self._oldest_first[0] is ticket)
+            self._held += size
+
+    async def _release(self, ticket: object, size: int) -> None:
+        async with self._changed:
+            self._oldest_first.remove(ticket)
+            self._held -= size
+            self._changed.notify_all()
+
+
+async def _timely_chunks(request: Request) -> AsyncIterator[bytes]:
+    """The chunks of a body, until waiting for them took ``BODY_SECONDS``."""
+    chunks, left, loop = aiter(request.stream()), BODY_SECONDS, asyncio.get_running_loop()
+    while True:
+        start = loop.time()
+        try:
+            async with asyncio.timeout(left):
+                chunk = await anext(chunks, None)
+        except TimeoutError:
+            raise HTTPException(408, f"the request did not arrive within {BODY_SECONDS:g} s; send fewer images at once") from None
+        except ClientDisconnect:
+            raise HTTPException(400, "the request ended early") from None
+        if chunk is None:
+            return
+        left -= loop.time() - start
+        yield chunk
+
+
+def _check(size: int, values: int) -> None:
+    if size > MAX_BYTES:
+        raise _too_large()
+    if values > MAX_JSON_VALUES:
+        raise HTTPException(413, f"the request has more than {MAX_JSON_VALUES} commas and brackets; send fewer images at once")
+
+
+def _too_large() -> HTTPException:
+    return HTTPException(413, f"the request has more than {MAX_BYTES} bytes; send fewer images at once")
