@@ -6,6 +6,7 @@ environment and unpacks nothing, so a token goes to the host that the recipe nam
 
 from __future__ import annotations
 
+import io
 import ipaddress
 import os
 import random
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
@@ -158,8 +159,24 @@ def _connect(url: str, timeout: float) -> HTTPConnection:
     parts = urlsplit(url)
     make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     connection = make(parts.hostname or "", parts.port, timeout=timeout)
+    connection.response_class = _Response
     connection.connect()
     return connection
+
+
+class _Reader(io.BufferedReader):
+    """What http.client reads an answer from. It asks for a negative number of bytes where a server announces such a chunk."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            raise HTTPException("a chunk of a negative size")
+        return super().read(size)
+
+
+class _Response(HTTPResponse):
+    def __init__(self, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self.fp = _Reader(self.fp.detach())
 
 
 def _headers(token: str | None) -> dict[str, str]:

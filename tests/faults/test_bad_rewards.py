@@ -165,6 +165,7 @@ ODD = {
     "too many headers": [answer(GOOD, headers=b"".join(b"X%d: y\r\n" % n for n in range(300)))],
     "a long header": [answer(GOOD, headers=b"X: " + b"y" * 100_000 + b"\r\n")],
     "a chunk that is none": [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n" + GOOD],
+    "a chunk of a negative size": [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n" + GOOD],
     "a chunk that is cut off": [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n" + GOOD],
     "a gzip bomb": [answer(gzip.compress(b" " * 2**24 + GOOD), headers=b"Content-Encoding: gzip\r\n")],
     "gzip of a good answer": [answer(gzip.compress(GOOD), headers=b"Content-Encoding: gzip\r\n")],

@@ -156,6 +156,23 @@ def test_an_answer_that_ends_early_is_asked_for_again_even_where_it_reads_well(c
     assert len(server.asked) == 2
 
 
+@pytest.mark.parametrize("size", [b"-1", b"-5", b"-ffffffffffffffffffff"])
+def test_a_chunk_of_negative_size_is_a_failure_and_not_read_without_a_limit(client, size):
+    """http.client would read one of -1 to the end of the connection, and crash at others."""
+    sent = []
+
+    def behave(handler):
+        handler.wfile.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + size + b"\r\n")
+        for _ in range(64):
+            handler.wfile.write(b" " * 2**20)
+            sent.append(2**20)
+
+    with answering(behave) as server:
+        result = client(server.url, attempts=1)(TWO, TWO_PROMPTS)
+    assert "chunk of a negative size" in result.failures[0]
+    assert sum(sent) < 2 * http.MAX_BYTES + 16 * 2**20  # what sockets buffer included
+
+
 def test_attempts_end(client, waits):
     with answering(says("still loading", 503)) as server:
         result = client(server.url, attempts=4)(TWO, TWO_PROMPTS)
