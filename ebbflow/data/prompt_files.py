@@ -22,7 +22,7 @@ from ebbflow.data.prompts import PromptError, PromptRow, counted
 from ebbflow.recipe.base import lone_surrogate, sanitize, short
 
 COLUMNS = ("prompt", "negative_prompt", "target", "image")
-QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
+QUOTED = re.compile(r'"([^"]*)"|“([^“”]*)”')
 
 Record = dict[str, Any]
 Records = Iterator[tuple[str, Record]]

@@ -22,6 +22,7 @@ from ebbflow.data.prompts import (
     write_prompts,
 )
 from ebbflow.data.schema import PROMPTS
+from tests.cpu_time import at_most_cpu_seconds
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 IMAGE = st.none() | st.binary(max_size=20)
@@ -83,6 +84,31 @@ def test_text_file_with_typographic_quotes_duplicates_and_empty_lines(tmp_path):
     rows, report = read_prompt_file(path)
     assert [(row.prompt, row.target) for row in rows] == [("a sign “GO”", "GO"), ("a tree\u2028with a pond", None)]
     assert str(report) == "p.txt: 2 prompts kept, 1 duplicate and 2 empty lines left out"
+
+
+@pytest.mark.parametrize("prompt", ["“" * 2**20, '"x' + "“" * 2**20, "“" * 2**20 + '"', "“ ”" + "“a" * 2**20], ids=len)
+def test_quotes_that_nothing_closes_take_linear_time(tmp_path, prompt):
+    path = written(tmp_path, "p.txt", prompt)
+    with at_most_cpu_seconds(60):
+        ((row,), _) = read_prompt_file(path)
+    assert row.target is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "target"),
+    [
+        ("“A” and “B C”", "A B C"),
+        ('“A "B” "C"', 'A "B C'),
+        ("“A “B” C", "B"),
+        ("““A””", "A"),
+        ('"A “B" C”', "A “B"),
+        ("“A", None),
+        ("A”", None),
+    ],
+)
+def test_the_target_is_what_pairs_of_quotes_enclose(tmp_path, prompt, target):
+    ((row,), _) = read_prompt_file(written(tmp_path, "p.txt", prompt))
+    assert row.target == target
 
 
 def test_the_first_of_duplicates_is_kept_and_metadata_has_sorted_keys(tmp_path):
