@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbflow.recipe.choices import AdvantagesConfig
+from ebbflow.recipe.rewards import MAX_SCORE
 
 EPSILON = 1e-4
 
@@ -104,7 +105,8 @@ def compute_advantages(
     """Group-relative advantages; a group is all samples of one prompt.
 
     Args:
-        scores: float64 [N] of each reward; not finite where scoring failed, which masks the sample (it is not a score).
+        scores: float64 [N] of each reward; not finite where scoring failed, which masks the sample (it is not a score), as does
+            a magnitude above ``MAX_SCORE``.
         weights: of the same rewards, positive.
         prompt_ids: integer [N].
         history: needed by ``config.running``, which adds this batch's scored samples to it: call once per batch.
@@ -112,7 +114,7 @@ def compute_advantages(
     Raises:
         ValueError: ``config.running`` without a history.
     """
-    scored = np.isfinite(np.stack([scores[name] for name in weights])).all(axis=0)
+    scored = (np.abs(np.stack([scores[name] for name in weights])) <= MAX_SCORE).all(axis=0)
     rewards = {name: scores[name][scored] for name in weights}
     total = np.sum([weight * rewards[name] for name, weight in weights.items()], axis=0)
     prompts, groups = np.unique(prompt_ids, return_inverse=True)

@@ -12,12 +12,15 @@ from pydantic import Field
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.plugins import name_or_path
 
+MAX_SCORE, MAX_WEIGHT = 1e30, 1e6
+"""Of a score, in magnitude, and of a reward: float64 then holds the squares of weighted sums."""
+
 
 class RewardConfig(Strict):
     """The keys of every reward."""
 
     name: str
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
     """Of a reward that is trained on, in the sum."""
     label: str | None = Field(None, pattern=r"^[A-Za-z]\w*$")
     """How its scores are called in tables, charts and reports; left out, its name."""

@@ -18,7 +18,7 @@ How
 Gotchas
     - Reading a recipe imports every file in ``built_in/``: import numpy, torch and the like inside the functions that use them.
     - A score depends on its image and prompt alone, never on the batch; a guardrail that depends on it measures nothing.
-    - NaN is a failure of one sample; infinity or a wrong shape is a bug of the reward and stops the run.
+    - NaN is a failure of one sample; a number above 1e30 or a wrong shape is a bug of the reward and stops the run.
 """
 
 import ebbflow.recipe  # noqa: F401  first: it imports the files in built_in, which need its base classes

@@ -10,7 +10,7 @@ import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.plugins import import_path
-from ebbflow.recipe.rewards import CustomRewardConfig, RewardConfig
+from ebbflow.recipe.rewards import MAX_SCORE, CustomRewardConfig, RewardConfig
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
 
 FRAMES_SCORED = 8
@@ -193,7 +193,7 @@ def require_scored(table: ScoreTable, limit: float) -> None:
 
 
 def checked(name: str, result: RewardResult, count: int) -> RewardResult:
-    """The result, once every column of it is ``count`` finite numbers or NaN.
+    """The result, once every column of it is ``count`` numbers of at most ``MAX_SCORE``, or NaN.
 
     Raises:
         RewardError: a column is not; names the reward and the column.
@@ -201,9 +201,10 @@ def checked(name: str, result: RewardResult, count: int) -> RewardResult:
     for column, values in {name: result.values, **result.metrics}.items():
         if np.shape(values) != (count,):
             raise RewardError(f"the reward {name!r} returned {column!r} of shape {np.shape(values)} for {count} images")
-        if np.isinf(values).any():
+        if len(beyond := np.flatnonzero(np.abs(values) > MAX_SCORE)):
             raise RewardError(
-                f"the reward {name!r} returned an infinite {column!r} for image {np.flatnonzero(np.isinf(values))[0]}"
+                f"the reward {name!r} returned {column!r} = {values[beyond[0]]:g} for image {beyond[0]}; scores lie between "
+                f"{-MAX_SCORE:g} and {MAX_SCORE:g}, and NaN is a failure"
             )
     return result
 

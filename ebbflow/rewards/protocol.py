@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FailFast, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+
+from ebbflow.recipe.rewards import MAX_SCORE
 
 SCORE, HEALTH = "/score", "/health"
+
+
+Score = Annotated[float, Field(ge=-MAX_SCORE, le=MAX_SCORE)]
 
 
 class Message(BaseModel):
@@ -45,10 +50,10 @@ class ScoreRequest(Message):
 class ScoreAnswer(Message):
     """Scores of N images; null where the scorer failed, which is never a number."""
 
-    scores: list[float | None]
+    scores: list[Score | None]
     failures: dict[int, str] = {}
     """Why a score is null, by position."""
-    metrics: dict[str, list[float | None]] = {}
+    metrics: dict[str, list[Score | None]] = {}
     """Further columns of N numbers, by name."""
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ebbflow.algorithms.advantages import PromptStatistics, compute_advantages
 from ebbflow.recipe.choices import AdvantagesConfig
+from ebbflow.recipe.rewards import MAX_SCORE, MAX_WEIGHT
 
 MODES = ["global", "group", "none"]
 NAN = float("nan")
@@ -65,7 +66,7 @@ def test_a_group_without_variance_is_dropped_and_counted(std, equal):
 
 
 @pytest.mark.parametrize("std", MODES)
-@pytest.mark.parametrize("failed", [NAN, float("inf"), float("-inf")])
+@pytest.mark.parametrize("failed", [NAN, float("inf"), float("-inf"), 1e308, -1e200])
 def test_failed_scores_are_masked_and_change_nothing_else(std, failed):
     whole = advantages(REWARDS, PROMPTS, std)
     holes = advantages([failed, *REWARDS, failed], [4, *PROMPTS, 7], std)
@@ -74,6 +75,19 @@ def test_failed_scores_are_masked_and_change_nothing_else(std, failed):
     assert holes.metrics["reward/scored_share"] == pytest.approx(7 / 9)
     for name in ("reward/mean", "reward/min", "reward/max", "reward/std", "group/zero_std_share", "advantage/std"):
         assert holes.metrics[name] == whole.metrics[name]
+
+
+@pytest.mark.parametrize("std", MODES)
+@pytest.mark.parametrize("combine", ["sum", "per_reward"])
+@pytest.mark.parametrize("running", [False, True])
+def test_the_largest_scores_and_weights_give_finite_advantages(std, combine, running):
+    rewards = {"a": [MAX_SCORE, -MAX_SCORE, 0.5, 1, -MAX_SCORE], "b": [-MAX_SCORE, 0, 1, MAX_SCORE, MAX_SCORE]}
+    history, weights = PromptStatistics() if running else None, {"a": MAX_WEIGHT, "b": 1.0}
+    for _ in range(2):
+        result = combined(rewards, weights, [0, 0, 0, 1, 1], history, std=std, combine=combine, running=running, clip=5.0)
+        assert result.keep.all()
+        assert np.isfinite(result.values).all()
+        assert np.isfinite(list(result.metrics.values())).all()
 
 
 def test_a_group_with_one_score_left_says_nothing():

@@ -54,7 +54,9 @@ def test_reward_is_the_weighted_sum_and_nan_where_a_term_failed():
     ("reward", "message"),
     [
         (Fixed("bad", [1, 2]), r"'bad' returned 'bad' of shape \(2,\) for 3 images"),
-        (Fixed("bad", [1, np.inf, 2]), "'bad' returned an infinite 'bad' for image 1"),
+        (Fixed("bad", [1, np.inf, 2]), "'bad' returned 'bad' = inf for image 1; scores lie between -1e.30 and 1e.30"),
+        (Fixed("bad", [1, 2, -1e308]), "'bad' returned 'bad' = -1e.308 for image 2"),
+        (Fixed("bad", [1, 2, 3], metrics={"extra": np.array([np.nan, 1e31, 0])}), "'bad' returned 'extra' = 1e.31 for image 1"),
         (Fixed("bad", [1, 2, 3], metrics={"extra": np.zeros(1)}), "'bad' returned 'extra' of shape"),
         (Fixed("bad", [1, 2, 3], metrics={"bad": np.zeros(3), "good": np.zeros(3)}), "'good'.*exists already"),
         (Fixed("reward", [1, 2, 3]), "'reward'.*exists already"),

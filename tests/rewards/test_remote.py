@@ -96,6 +96,8 @@ ANSWERS = {
     "too few scores": (says({"scores": [1.0]}), "1 scores for 2 images"),
     "not a number": (says('{"scores": [0.5, NaN]}'), "scores.1"),
     "infinite": (says('{"scores": [1e999, 0.5]}'), "scores.0"),
+    "too large a number": (says('{"scores": [1e308, 0.5]}'), "scores.0"),
+    "too large a metric": (says({**GOOD, "metrics": {"a": [-1e31, 0]}}), "metrics.a.0"),
     "a number in quotes": (says({"scores": ["0.5", 0.5]}), "scores.0"),
     "true": (says({"scores": [True, 0.5]}), "scores.0"),
     "an unknown key": (says({**GOOD, "score": 1}), "score: Extra inputs are not permitted"),
