@@ -8,6 +8,7 @@ import inspect
 import math
 import re
 import sys
+import typing
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -15,7 +16,7 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -38,6 +39,16 @@ _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlevel = 3
 
 
+class _OfOtherKind:
+    """Stands for a boolean or number that pydantic would convert: no field takes it, and messages show the value."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
 class RecipeError(Exception):
     """A recipe that cannot be run: names the key, the value and how to fix it.
 
@@ -46,9 +57,17 @@ class RecipeError(Exception):
 
 
 class Strict(BaseModel):
-    """Base of every recipe model: unknown keys are errors, instances never change."""
+    """Base of every recipe model: unknown keys are errors, true is no number and 1 not true, instances never change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _booleans_are_no_numbers(cls, data: Any) -> Any:
+        """pydantic's own strict mode would also refuse ``lr: 3e-4``, which YAML reads as text."""
+        if not isinstance(data, dict):
+            return data
+        return {key: _refuse_other_kind(value, _kinds(cls).get(key, frozenset())) for key, value in data.items()}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -59,6 +78,27 @@ class Strict(BaseModel):
             if name in properties:
                 properties[name].setdefault("description", text)
         return schema
+
+
+@cache
+def _kinds(model: type[BaseModel]) -> dict[str, frozenset[Any]]:
+    """The types in the annotation of each field, those inside others included."""
+    return {name: frozenset(_types(field.annotation)) for name, field in model.model_fields.items()}
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    inside = typing.get_args(annotation)
+    yield from (kind for part in inside for kind in _types(part)) if inside else [annotation]
+
+
+def _refuse_other_kind(value: Any, kinds: frozenset[Any]) -> Any:
+    """The value, or ``_OfOtherKind`` for a boolean where only numbers fit, or a number where only booleans do."""
+    if isinstance(value, list):
+        return [_refuse_other_kind(item, kinds) for item in value]
+    numbers, booleans = bool(kinds & {int, float}), bool in kinds
+    if numbers != booleans and isinstance(value, (int, float)) and isinstance(value, bool) != booleans and Any not in kinds:
+        return _OfOtherKind(value)
+    return value
 
 
 def field_docs(model: type[BaseModel]) -> dict[str, str]:
