@@ -18,6 +18,7 @@ from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.base import field_docs
 from ebbflow.recipe.choices import SAMPLERS, STOCHASTIC_SAMPLERS, WINDOWS
 from ebbflow.recipe.plugins import import_path
+from ebbflow.recipe.recipe import describe_yaml_error
 from ebbflow.recipe.registry import ALGORITHMS, REWARDS
 from ebbflow.recipe.registry import reward as reward_named
 
@@ -171,7 +172,9 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
     try:
         (config,) = Recipe.model_validate({"rewards": [yaml.safe_load(reward)], "guardrails": []}).rewards
         serve(config, host, port, read_token(token_variable))
-    except (yaml.YAMLError, RecipeError, RewardError, NoAnswer) as error:
+    except yaml.YAMLError as error:
+        sys.exit(f"NAME_OR_JSON is not valid: {describe_yaml_error(error)}")
+    except (RecipeError, RewardError, NoAnswer) as error:
         sys.exit(str(error))
 
 

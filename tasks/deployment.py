@@ -15,7 +15,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from ebbflow.recipe.base import Strict, explain
-from ebbflow.recipe.recipe import UniqueKeys
+from ebbflow.recipe.recipe import UniqueKeys, describe_yaml_error
 
 FILE, TRAIN_PROCESSES = "EBBFLOW_DEPLOYMENT", "EBBFLOW_TRAIN_PROCESSES"
 
@@ -179,7 +179,7 @@ def read_deployment(environment: Mapping[str, str]) -> DeploymentConfig:
     try:
         return DeploymentConfig.model_validate(settings)
     except ValidationError as error:
-        variables = ", ".join(f"{name}={value}" for name, value in given.items())
+        variables = ", ".join(f"{name}={_named(value)}" for name, value in given.items())
         raise DeploymentError(f"{variables}:\n{explain(error, DeploymentConfig)}") from None
 
 
@@ -191,6 +191,11 @@ def pod_environment(deployment: DeploymentConfig) -> dict[str, str]:
     return {FILE: deployment.model_dump_json(exclude_defaults=True)}
 
 
+def _named(file_or_text: str) -> str:
+    """A file by its name; a text is not repeated, since it may hold what does not belong there."""
+    return "{...}" if file_or_text.startswith("{") else file_or_text
+
+
 def _read(file_or_text: str) -> dict[str, Any]:
     """The mapping in a file, or in the text itself (``pod_environment``)."""
     is_text = file_or_text.startswith("{")
@@ -199,7 +204,7 @@ def _read(file_or_text: str) -> dict[str, Any]:
     try:
         settings = yaml.load(file_or_text if is_text else Path(file_or_text).read_bytes(), UniqueKeys)
     except (yaml.YAMLError, ValueError) as error:
-        raise DeploymentError(f"{FILE}={file_or_text} is not valid YAML: {error}") from None
+        raise DeploymentError(f"{FILE}={_named(file_or_text)} is not valid YAML: {describe_yaml_error(error)}") from None
     if not isinstance(settings, dict):
-        raise DeploymentError(f"{FILE}={file_or_text} must be a mapping of keys, got {type(settings).__name__}")
+        raise DeploymentError(f"{FILE}={_named(file_or_text)} must be a mapping of keys, got {type(settings).__name__}")
     return settings

@@ -11,7 +11,8 @@ Why
 How
     - ``recipe`` is the root, ``stages`` the kinds of stages, ``choices`` what a stage chooses besides its algorithm.
     - ``registry`` finds the algorithms and rewards by their folders: each file there defines its own configuration class.
-    - ``plugins`` resolves names and a user's ``package.module:Name``; ``base`` explains errors; ``secrets`` keeps them out.
+    - ``plugins`` resolves names and a user's ``package.module:Name``; ``base`` explains errors and refuses secrets, which
+      ``secrets`` recognises.
 
 Gotchas
     - Nothing here may import torch, numpy or pandas, and neither may the files that ``registry`` imports (tests/test_house.py).

@@ -20,11 +20,13 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationErro
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from ebbflow.recipe.secrets import is_secret_option, redact
+
 MAX_VALUES, MAX_DEPTH = 100_000, 50
 """Of a recipe: far more than any has. A few lines of YAML whose aliases repeat each other would fill memory."""
 MAX_PROBLEMS = 20
 """Lines of an explanation."""
-SECRET = re.compile(r"token|secret|passw|pwd|(api|access|private)_?key|credential", re.IGNORECASE)
+SECRET = re.compile(r"token|secret|pass|pwd|key|credential|auth|cookie|dsn|header|connection|sig|jwt", re.IGNORECASE)
 """Names of keys whose texts no message repeats: what is under them is a secret, or was taken for the place of one."""
 
 
@@ -32,6 +34,10 @@ class _Short(Repr):
     def repr_int(self, x: int, level: int) -> str:
         """Python itself refuses to write out very long ones."""
         return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
+
+    def repr_str(self, x: str, level: int) -> str:
+        """Redacted before it is cut, which could leave half of a secret that nothing recognises."""
+        return super().repr_str(redact(x), level)
 
 
 _SHORT = _Short()
@@ -132,7 +138,10 @@ def _docs_in_class(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line per problem of a ``ValidationError``: the key, what was given, and what would do."""
+    """One line per problem of a ``ValidationError``: the key, what was given, and what would do.
+
+    What was given to an unknown key is not repeated: it may be a secret that nothing recognises.
+    """
     lines = []
     problems = error.errors()
     paths = [problem["loc"] for problem in problems]
@@ -141,9 +150,10 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
             continue  # a list that only seems short because an item of it is wrong
         given = problem.get("input")
         secret = isinstance(given, str) and any(SECRET.search(str(key)) for key in problem["loc"])
-        shown = "" if isinstance(given, (dict, BaseModel)) or secret else f" = {short(given)}"
+        hidden = secret or problem["type"] == "extra_forbidden" or isinstance(given, (dict, BaseModel))
+        shown = "" if hidden else f" = {short(given)}"
         path = dotted(problem["loc"]) if problem["loc"] else model.__name__.lower()
-        reason = "\n".join(map(sanitize, _reason(problem, model).splitlines()))
+        reason = "\n".join(map(sanitize, redact(_reason(problem, model)).splitlines()))
         lines.append(f"{path}{shown}: {reason}")
         if len(lines) == MAX_PROBLEMS < len(problems):
             return "\n".join([*lines, f"... and more, {len(problems)} in all"])
@@ -170,6 +180,36 @@ def iter_leaves(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
         elif isinstance(value, (list, tuple)):
             left += [((*path, index), inner) for index, inner in enumerate(value)]
     return found
+
+
+def require_no_secrets(values: list[tuple[tuple[Any, ...], Any]]) -> None:
+    """Check that ``iter_leaves`` hold no secrets, which would end up in parameters, files and reports.
+
+    Raises:
+        RecipeError: a text holds a password, a token or a key, or the name of one of somebody's own options says that it is one;
+            says where, and not what.
+    """
+    lines = [
+        f"{dotted(path)} {reason}: it would end up in logs and reports; take it out and keep it in the environment (for MLflow "
+        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, for a reward the variable that token_variable names, or one that "
+        "your own code reads, for a store of files the cloud's own)"
+        for path, value in values
+        if (reason := _secret(path, value))
+    ]
+    if lines:
+        raise RecipeError("\n".join(lines[:MAX_PROBLEMS]))
+
+
+def _secret(path: tuple[Any, ...], value: Any) -> str | None:
+    """What may be said of a value that is or holds a secret; None of every other."""
+    texts = (
+        [value] if isinstance(value, str) else [key for key in value if isinstance(key, str)] if isinstance(value, dict) else []
+    )
+    if any(redact(text) != text for text in texts):
+        return "holds a password, a token or a key" if isinstance(value, str) else "has a key with a password or a token in it"
+    if "options" in path[:-1] and is_secret_option(path[path.index("options") + 1 :], value):
+        return "is a secret, by its name"
+    return None
 
 
 def require_plain(values: list[tuple[tuple[Any, ...], Any]]) -> None:
@@ -216,7 +256,7 @@ def lone_surrogate(text: str) -> str | None:
 
 def dotted(path: tuple[Any, ...]) -> str:
     """A path in nested data, as messages name it."""
-    return ".".join(sanitize(str(part) if isinstance(part, str) else short(part), 80) for part in path) or "recipe"
+    return ".".join(sanitize(redact(part) if isinstance(part, str) else short(part), 80) for part in path) or "recipe"
 
 
 def short(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -13,13 +14,13 @@ import yaml
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from ebbflow.recipe.algorithms import EmaScheduleConfig
-from ebbflow.recipe.base import RecipeError, Strict, explain, iter_leaves, require_plain, sanitize
+from ebbflow.recipe.base import RecipeError, Strict, explain, iter_leaves, require_no_secrets, require_plain, sanitize
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.registry import AnyRewardConfig, reward
 from ebbflow.recipe.rewards import CustomRewardConfig
-from ebbflow.recipe.secrets import require_no_secrets
+from ebbflow.recipe.secrets import redact
 from ebbflow.recipe.stages import AnyStageConfig, CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 
 MAX_BYTES, MAX_KEYS = 2**16, 1000
@@ -219,6 +220,17 @@ class UniqueKeys(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, f"more than {MAX_KEYS} keys in one place", node.start_mark)
 
 
+def describe_yaml_error(error: Exception) -> str:
+    """What is wrong and where, without the line itself, which PyYAML would quote: it may hold a secret."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        reason += f", in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    else:
+        reason = str(error) if isinstance(error, yaml.YAMLError) else re.sub(r"(['\"]).*\1", "...", str(error))
+    return sanitize(redact(" ".join(reason.split()))) or type(error).__name__
+
+
 def load_recipe(path: str | Path) -> Recipe:
     """Read a recipe from a YAML (or JSON) file.
 
@@ -242,8 +254,7 @@ def parse_recipe(text: str | bytes, name: str) -> Recipe:
     try:
         data = yaml.load(text, UniqueKeys)
     except Exception as error:  # what PyYAML's converters raise at odd tags, and the end of the stack at deep nesting, too
-        reason = "\n".join(map(sanitize, str(error).splitlines()))
-        raise RecipeError(f"{name} is not valid YAML: {reason or type(error).__name__}") from None
+        raise RecipeError(f"{name} is not valid YAML: {describe_yaml_error(error)}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{name} must hold a mapping of recipe keys, got {type(data).__name__}")
     return Recipe.model_validate(data)

@@ -1,67 +1,138 @@
-"""Secrets have no place in a recipe: it becomes parameters, a file in MLflow, a page of the report."""
+"""What secrets look like: in URIs and connection strings, by the names of keys, and by the forms that their issuers give them.
+
+Secrets have no place in a recipe: it becomes parameters, a file in MLflow, a page of the report. ``ebbflow.recipe.base`` refuses
+them, and everything that quotes somebody else's text redacts it. Every pattern takes linear time: none searches the same text
+from many places.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
-
-from ebbflow.recipe.base import RecipeError, dotted
+from urllib.parse import unquote_plus
 
 # After the colon of an authority; such a text is no password.
 PORT = r"""\d+(?:[/?#\s'"),;]|$)"""
 USER_AND_PASSWORD = re.compile(
-    r"([A-Za-z][A-Za-z0-9+.-]*://)(?:"
+    r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+://)(?:"
     r"[^\s/?#@:]*:[^\s/?#]*@"
-    r"|[^\s/?#:]*@[^\s/?#:]*:[^\s/?#@]*@"  # an e-mail address as user
+    r"|[^\s/?#:]{0,300}@[^\s/?#:]{0,300}:[^\s/?#@]*@"  # an e-mail address as user
     rf"|[^\s/?#@:\[]*:(?!{PORT})[^\s@]{{0,300}}@(?:[^\s/?#]*@)?"  # a slash in the password that nobody encoded
     r")"
 )
 USER_OF_THE_WEB = re.compile(r"(https?://)[^\s/?#]+@")
 """Without a password, what comes before the @ is a token."""
-QUERY = re.compile(
-    r"([?&](?!ssl_?(?:key|cert))[\w.-]*(?:token|secret|passw|pwd|key|sig|credential|auth)[\w.-]*=)[^&\s'\"]+", re.IGNORECASE
+ORACLE = re.compile(r"(jdbc:oracle:\w{1,20}:)[^\s/@]{1,300}/[^\s@]{1,300}@")
+PARAMETER = re.compile(r"([?&#])([\w.%-]{1,100})=([^&\s'\"]+)")
+"""Of a query or a fragment."""
+PARAMETER_NAME = re.compile(
+    r"token(?!iz)|secret|passw|pwd|key(?!word)|signature|(?:^|[_.-])sig$|credential|auth(?!ors?$)|(?:^|[_.-])pass$|^code$",
+    re.IGNORECASE,
 )
-OPTION = re.compile(r"(?:^|_)(?:secret|passw(?:or)?d|pwd|(?:api|access|private|secret)_?key|credentials?|token)$")
-"""Names of somebody's own options that are secrets, in snake case."""
-OF_WORDS = re.compile(r"(?:^|_)(?:bos|class|cls|end|eos|image|mask|pad|sep|special|start|stop|trigger|unk|video)_token$")
+SETTING = re.compile(r"(?<![\w.%?&#-])([\w.%-]{1,100})=(\{[^{}]*\}|'[^']*'|\"[^\"]*\"|(?:(?!,[\w.%-]{1,100}=)[^\s;'\"])+)")
+"""Of a connection string, whose settings stand between semicolons, commas or blanks."""
+MAX_DECODED = 2
+"""Times that a parameter is decoded: URIs inside URIs inside URIs are nobody's."""
+ENTRY = re.compile(r"""((["'])([\w.-]{1,100})\2\s{0,9}:\s{0,9})(["'])(?:\\.|(?!\4)[^\\])*\4""")
+"""Of a mapping, as JSON and Python write it."""
+AUTHORIZATION = re.compile(
+    r"(authorization['\"]?\s{0,9}[:=]\s{0,9}['\"]?)(?:(?:basic|bearer|token)\s{1,9})?[^\s'\",;]+", re.IGNORECASE
+)
+ISSUED = re.compile(
+    r"(?<![A-Za-z0-9_-])(?:"
+    r"sk-(?:ant|proj|svcacct|admin|or|lf)-[\w-]{16,}|sk-[A-Za-z0-9]{20,}"  # OpenAI, Anthropic, OpenRouter, Langfuse
+    r"|[prs]k_(?:live|test)_[A-Za-z0-9]{10,}"  # Stripe
+    r"|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
+    r"|hf_[A-Za-z0-9]{20,}|r8_[A-Za-z0-9]{30,}|nvapi-[\w-]{20,}|gsk_[A-Za-z0-9]{20,}"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])|AIza[\w-]{35}|ya29\.[\w-]{20,}"  # AWS, Google
+    r"|xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{20,}|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,}|dapi[0-9a-f]{32}|SG\.[\w-]{16,}\.[\w-]{16,}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"  # a JSON web token
+    r"|(?i:bearer)\s(?=[^\s\d]{0,200}\d)[\w.~+/-]{16,}=*"
+    r")"
+)
+"""Keys and tokens whose issuers mark them."""
+PRIVATE_KEY = re.compile(
+    r"-----BEGIN ([A-Z0-9 ]{0,40})PRIVATE KEY(?: BLOCK)?-----(?:(?!-----END )[\s\S])*(?:-----END [A-Z0-9 ]{0,60}-----)?"
+)
+
+OPTION = re.compile(
+    r"(?:^|_)(?:secrets?|passw(?:or)?ds?|passphrases?|passcodes?|pwds?|credentials?|authorization|bearer|cookies?|dsns?|jwts?"
+    r"|(?:access|api|auth|bearer|id|refresh|session)?tokens?|(?:basic|http|proxy)_auth|conn(?:ection)?_?str(?:ing)?s?"
+    r"|(?:access|account|admin|api|auth|client|encryption|license|master|private|sas|secret|service|shared|signing|ssh|storage"
+    r"|subscription|anthropic|aws|azure|cohere|gcp|gemini|github|gitlab|google|groq|hf|hugging_?face|mistral|mlflow|nvidia|openai"
+    r"|openrouter|replicate|together|wandb)_?keys?"
+    r"|(?:admin|db|database|http|login|proxy|root|smtp|user)_?pass)$|^pass$"
+)
+"""Names of somebody's own options that are secrets, in snake case and without a number at their end."""
+PASSWORD = re.compile(r"(?:^|_)(?:secret|passw(?:or)?d|passphrase|passcode|pwd)$")
+"""Those of which a number is one, too; other numbers count tokens."""
+OF_WORDS = re.compile(
+    r"(?:^|_)(?:additional|answer|bos|class|cls|completion|end|eos|ignore|image|input|mask|max|min|negative|new|num|output|pad|positive"
+    r"|prompt|sep|special|start|stop|text|total|trigger|unk|video)_tokens?$"
+)
 """Tokens that a language model reads."""
+HEADERS = re.compile(r"(?:^|_)headers?$")
+HARMLESS_HEADERS = ("accept", "accept_encoding", "accept_language", "cache_control", "connection", "content_type", "user_agent")
 
 
 def redact(text: str) -> str:
-    """A text without the passwords and tokens of the URIs in it."""
-    for secret in (USER_AND_PASSWORD, USER_OF_THE_WEB):
-        text = secret.sub(r"\1***@", text)
-    return QUERY.sub(r"\1***", text)
+    """A text without the passwords, tokens and keys in it, as far as their form or what stands before them gives them away."""
+    return _redact(text, decode=True)
 
 
-def require_no_secrets(values: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
-    """Check the texts of a recipe, given as (path, value).
-
-    Raises:
-        RecipeError: a URI among them holds a password or a token, or the name of one of somebody's own options says that it is
-            one; says where, and not what.
-    """
-    lines = [
-        f"{dotted(path)}{shown}: it would end up in logs and reports; take it out and keep it in the environment (for MLflow "
-        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, for a reward the variable that token_variable names, or one that "
-        "your own code reads, for a store of files the cloud's own)"
-        for path, value in values
-        if isinstance(value, str) and (shown := _secret(path, value))
-    ]
-    if lines:
-        raise RecipeError("\n".join(lines))
+def is_secret_option(path: tuple[Any, ...], value: Any) -> bool:
+    """Whether the names along the path of an option, from ``options`` on, say that its value is a secret."""
+    names = [_snake_case(str(key)) for key in path]
+    if isinstance(value, str) and value:
+        return any(map(names_a_secret, names)) or _is_secret_header(names, value)
+    return type(value) in (int, float) and bool(PASSWORD.search(names[-1]))
 
 
-def _secret(path: tuple[Any, ...], value: str) -> str | None:
-    """What may be said of a text that is or holds a secret; None of every other."""
-    if redact(value) != value:
-        return f" = {redact(value)!r} is a URI with a password or a token in it"
-    if "options" in path and value and any(map(_names_a_secret, path[path.index("options") + 1 :])):
-        return " is a secret, by its name"
-    return None
-
-
-def _names_a_secret(key: object) -> bool:
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(key)).lower().replace("-", "_")
+def names_a_secret(name: str) -> bool:
+    """Whether a value of this name is a secret, such as ``api_key``, ``accessToken`` or ``password2``."""
+    name = _snake_case(name)
     return bool(OPTION.search(name)) and not OF_WORDS.search(name)
+
+
+def _redact(text: str, decode: bool) -> str:
+    """``decode``: look for secrets inside percent-encoded parameters, too."""
+    for uri in (USER_AND_PASSWORD, USER_OF_THE_WEB, ORACLE):
+        text = uri.sub(r"\1***@", text)
+    text = PARAMETER.sub(lambda found: _without_value(found, _is_secret_parameter(found[2], found[3], decode)), text)
+    text = SETTING.sub(lambda found: _without_value(found, _is_secret_setting(found[1], found[2])), text)
+    text = ENTRY.sub(lambda found: f"{found[1]}{found[4]}***{found[4]}" if names_a_secret(found[3]) else found[0], text)
+    text = AUTHORIZATION.sub(r"\1***", text)
+    return PRIVATE_KEY.sub("***", ISSUED.sub("***", text))
+
+
+def _without_value(found: re.Match[str], is_secret: bool) -> str:
+    return f"{found[0].partition('=')[0]}=***" if is_secret else found[0]
+
+
+def _is_secret_parameter(name: str, value: str, decode: bool) -> bool:
+    name = unquote_plus(name)
+    if PARAMETER_NAME.search(name) and not re.match(r"ssl_?(?:key|cert)|(?:max|min|num|new)_?tokens", name, re.IGNORECASE):
+        return True
+    for _ in range(MAX_DECODED if decode else 0):
+        encoded, value = value, unquote_plus(value)
+        if value != encoded and _redact(value, decode=False) != value:
+            return True
+    return False
+
+
+def _is_secret_setting(name: str, value: str) -> bool:
+    counts = value.isdigit() and not PASSWORD.search(_snake_case(name))
+    return names_a_secret(name) and not counts
+
+
+def _is_secret_header(names: list[str], value: str) -> bool:
+    """Of HTTP headers all are taken for secrets but those that everybody sends: their names are as many as services."""
+    if not any(map(HEADERS.search, names)):
+        return False
+    own = names[-1] if not HEADERS.search(names[-1]) and not names[-1].isdigit() else _snake_case(value.partition(":")[0])
+    return own not in HARMLESS_HEADERS
+
+
+def _snake_case(name: str) -> str:
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    return re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_").rstrip("0123456789").rstrip("_") or name

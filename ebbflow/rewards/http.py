@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from ebbflow.recipe.rewards import RewardConfig
+from ebbflow.recipe.secrets import redact
 from ebbflow.rewards.protocol import first_problem
 
 HOSTS = "EBBFLOW_REWARD_HOSTS"
@@ -90,12 +91,12 @@ def ask(
 
 
 def shown(text: bytes | str, config: ServedRewardConfig) -> str:
-    """What a server said, as it may stand in a message: on one line, without the token, cut to 200 characters."""
+    """What a server said, as it may stand in a message: on one line, without secrets, cut to 200 characters."""
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
     if token := os.environ.get(config.token_variable or ""):
         text = text.replace(token, "***")
-    return repr(text[:SHOWN])[1:-1][:SHOWN]
+    return repr(redact(text[: 10 * SHOWN])[:SHOWN])[1:-1][:SHOWN]
 
 
 def is_loopback(host: str) -> bool:

@@ -49,17 +49,17 @@ def test_the_default_recipe_is_complete():
 @pytest.mark.parametrize(
     ("data", "path", "nearest"),
     [
-        ({"sed": 1}, "sed = 1", "seed"),
+        ({"sed": 1}, "sed", "seed"),
         ({"polcy": {}}, "polcy", "policy"),
-        ({"policy": {"rnk": 4}}, "policy.rnk = 4", "rank"),
-        ({"model": {"training": {"heigth": 16}}}, "model.training.heigth = 16", "height"),
-        ({"rewards": [{"name": "ocr", "wieght": 2}]}, "rewards.0.ocr.wieght = 2", "weight"),
-        (one_stage(kind="online", step=3), "stages.0.online.step = 3", "steps"),
-        (one_stage(kind="offline", epoch=3), "stages.0.offline.epoch = 3", "epochs"),
-        (one_stage(kind="online", window={"stryde": 2}), "stages.0.online.window.stryde = 2", "stride"),
+        ({"policy": {"rnk": 4}}, "policy.rnk", "rank"),
+        ({"model": {"training": {"heigth": 16}}}, "model.training.heigth", "height"),
+        ({"rewards": [{"name": "ocr", "wieght": 2}]}, "rewards.0.ocr.wieght", "weight"),
+        (one_stage(kind="online", step=3), "stages.0.online.step:", "steps"),
+        (one_stage(kind="offline", epoch=3), "stages.0.offline.epoch", "epochs"),
+        (one_stage(kind="online", window={"stryde": 2}), "stages.0.online.window.stryde", "stride"),
         (
             one_stage(kind="offline", algorithm={"name": "diffusion_nft", "bta": 1}),
-            "stages.0.offline.algorithm.diffusion_nft.bta = 1",
+            "stages.0.offline.algorithm.diffusion_nft.bta",
             "beta",
         ),
     ],
@@ -79,7 +79,7 @@ def test_a_key_like_no_other_gets_the_list():
 
 def test_every_problem_is_named_at_once():
     text = problem({"seed": -1, "rounds": "many", "polcy": 1})
-    assert all(name in text for name in ("seed = -1", "rounds = 'many'", "polcy = 1"))
+    assert all(name in text for name in ("seed = -1", "rounds = 'many'", "polcy: unknown key"))
 
 
 @pytest.mark.parametrize(

@@ -480,7 +480,7 @@ def test_what_goes_wrong_inside_a_users_module_comes_through(tmp_path, monkeypat
         (online(algorithm=own("HERE")), ("HERE is a str, not an ebbflow.algorithms.base.Algorithm",)),
         (online(algorithm=own("OwnForward")), ("OwnForward is a", "not an ebbflow.algorithms.base.Algorithm")),
         (online(algorithm=own("FORWARD_ONE", options={"strenth": 2})),
-         ("options of", "strenth = 2: unknown key; did you mean 'strength'?")),
+         ("options of", "strenth: unknown key; did you mean 'strength'?")),
         (online(algorithm=own("FORWARD_ONE", options={"strength": "much"})), ("options of", "strength = 'much'")),
         (online(algorithm={"name": "custom", "path": "no colon"}), ("path = 'no colon'", "give package.module:name of your own")),
         (online(algorithm={"name": "custom"}), ("path", "Field required")),
