@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.recipe.secrets import redact
-from ebbflow.rewards.protocol import first_problem
+from ebbflow.rewards.protocol import MAX_JSON_VALUES, count_values, first_problem
 
 HOSTS = "EBBFLOW_REWARD_HOSTS"
 MAX_BYTES = 4 * 2**20
@@ -236,6 +236,8 @@ def _refused(config: ServedRewardConfig, url: str, response: HTTPResponse, conte
 
 
 def _parsed(config: ServedRewardConfig, url: str, form: type[Answer], content: bytes) -> Answer:
+    if count_values(content) > MAX_JSON_VALUES:
+        raise NoAnswer(f"{url} answered with more than {MAX_JSON_VALUES} commas and brackets")
     try:
         return form.model_validate_json(content)
     except ValidationError as error:

@@ -15,6 +15,9 @@ from ebbflow.recipe.rewards import MAX_SCORE
 SCORE, HEALTH = "/score", "/health"
 
 
+MAX_JSON_VALUES = 2**17
+"""Of a message. Each may become an object of 600 bytes, so it is counted before it is parsed (``count_values``)."""
+
 Score = Annotated[float, Field(ge=-MAX_SCORE, le=MAX_SCORE)]
 
 
@@ -50,7 +53,7 @@ class ScoreRequest(Message):
 class ScoreAnswer(Message):
     """Scores of N images; null where the scorer failed, which is never a number."""
 
-    scores: list[Score | None]
+    scores: Annotated[list[Score | None], FailFast()]
     failures: dict[int, str] = {}
     """Why a score is null, by position."""
     metrics: dict[str, list[Score | None]] = {}
@@ -73,6 +76,11 @@ class Health(Message):
 
     reward: str
     ready: bool
+
+
+def count_values(text: bytes | bytearray) -> int:
+    """At least the number of values in JSON, or in a part of it: its commas and brackets, of which base64 has none."""
+    return sum(map(text.count, (b",", b"[", b"{")))
 
 
 def first_problem(error: ValidationError) -> str:

@@ -18,6 +18,8 @@ from fastapi import HTTPException, Request
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ebbflow.rewards.protocol import MAX_JSON_VALUES, count_values
+
 MAX_CONNECTIONS = 256
 """Open at once, or a quarter of the files that this process may open."""
 HEADER_SECONDS = 10.0
@@ -28,8 +30,6 @@ MAX_BYTES = 256 * 2**20
 """Of a body."""
 MAX_HELD = 4 * MAX_BYTES
 """Of the bodies in memory, those that wait to be scored included."""
-MAX_JSON_VALUES = 2**17
-"""Of a body, counted by its commas and brackets, of which base64 has none. Each becomes an object of up to 600 bytes."""
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class BodyReader:
             async for chunk in _timely_chunks(request):
                 await self._hold(ticket, len(chunk))
                 size += len(chunk)
-                values += sum(map(chunk.count, (b",", b"[", b"{")))
+                values += count_values(chunk)
                 _check(size, values)
                 body += chunk
             yield body

@@ -109,6 +109,7 @@ ANSWERS = {
     "nothing": (says(""), 'answered ""'),
     "no text": (says("\x00\x01"), r'"\x00\x01"'),
     "huge": (says(HUGE), f"more than {http.MAX_BYTES} bytes"),
+    "many values": (says("[" + "{}," * 2**20 + "{}]"), "more than 131072 commas and brackets"),
     "nested too deeply": (says("[" * 100_000), "no ScoreAnswer"),
     "bad request": (says({"detail": "images.0 is broken"}, 422), 'answered 422: {"detail": "images.0 is broken"}'),
     "unauthorised": (says("who are you?", 401), "who are you?; name a token with token_variable"),
