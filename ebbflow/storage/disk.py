@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from ebbflow.storage.locks import try_lock
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_SPACE_TEXT = re.compile(r"No space left on device|[Qq]uota exceeded|File too large")
+NO_SPACE_TEXT = re.compile(r"No space left on device|[Qq]uota exceeded|File too large|database or disk is full")
 """How libraries of other languages pass on the same errors."""
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from ebbflow.recipe.secrets import redact
 from ebbflow.tracking.delivery import flatten, log_params
 from ebbflow.tracking.outage import deliver_saved
 from ebbflow.tracking.store import (
+    ARTIFACTS,
     DIGEST,
     EXECUTION,
     ROLE,
@@ -131,7 +132,7 @@ def _experiment(client: MlflowClient, recipe: Recipe, uri: str) -> str:
     if experiment is None:
         database = sqlite_file(uri)
         # without a location MLflow would use ./mlruns of the task's working directory
-        location = (database.absolute().parent / "mlartifacts").as_uri() if database else None
+        location = (database.absolute().parent / ARTIFACTS).as_uri() if database else None
         try:
             return client.create_experiment(name, artifact_location=location)
         except MlflowException as error:

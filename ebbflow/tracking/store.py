@@ -15,14 +15,19 @@ from typing import Literal
 
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
 
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.secrets import redact
+from ebbflow.storage.disk import DiskFullError, atomic_write
+from ebbflow.storage.locks import wait_for_lock
 
 EXECUTION, NODE, PARENT = "flyte.execution_id", "ebbflow.node", "mlflow.parentRunId"
 ROLE, DIGEST, RUN = "ebbflow.role", "ebbflow.recipe_digest", "ebbflow.run_id"
 AWAY, REFUSED = "ebbflow.mlflow_away", "ebbflow.refused"
 """Tags: what runs are found by; how long MLflow was away from a run, and what it refused."""
+ARTIFACTS = "mlartifacts"
+"""The folder beside a SQLite store with the artifacts of its runs."""
 UPLOAD_TIMEOUT = 3600
 """Seconds for a request that uploads weights."""
 
@@ -54,13 +59,28 @@ def resolve_tracking_uri(recipe: Recipe) -> str:
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client with bounded requests: by default one call to a silent server blocks for minutes."""
+    """A client with bounded requests: by default one call to a silent server blocks for minutes.
+
+    A SQLite store that does not exist is made first, which takes seconds.
+
+    Raises:
+        TrackingError: a SQLite file is not a whole MLflow store, or cannot be read or written.
+        DiskFullError: no space was left to make it.
+    """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"  # loading a pickle executes it
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    database = sqlite_file(uri)
+    if database:
+        _ensure_sqlite(database, uri)
+    try:
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    except MlflowException as error:
+        if database:
+            raise _not_whole(database, uri, _first_line(error)) from error
+        raise
 
 
 @contextmanager
@@ -102,19 +122,90 @@ def _check_sqlite(database: Path, uri: str) -> None:
                 connection.execute("BEGIN IMMEDIATE")
                 connection.execute("ROLLBACK")
     except (OSError, sqlite3.Error) as error:
-        raise TrackingError(
-            f"cannot write the MLflow store {uri}: {error}. Set 'output' to a writable folder, or tracking.uri or "
-            "MLFLOW_TRACKING_URI to another store"
-        ) from error
+        raise _not_writable(uri, error) from error
+
+
+def _ensure_sqlite(database: Path, uri: str) -> None:
+    """Make the store unless its file has tables already.
+
+    MLflow itself makes or completes the tables of the file it is given, in hundreds of statements that are not one transaction:
+    where they stop half-way, or two processes send them at once, the file cannot be opened again.
+    """
+    file = Path(os.path.realpath(database))  # a link stays one
+    try:
+        tables = _tables(file)
+        if not tables:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with wait_for_lock(file.with_name(f".{file.name}.lock")):
+                if not _tables(file):  # nobody made it while this process waited
+                    _make_sqlite(file)
+            tables = _tables(file)
+    except DiskFullError:
+        raise
+    except Exception as error:  # of the file system, sqlite3, SQLAlchemy, alembic or MLflow
+        raise _not_writable(uri, error) from error
+    if missing := sorted(_mlflow_tables() - tables):
+        raise _not_whole(database, uri, f"{len(missing)} of its tables are missing, such as {missing[0]!r}")
+
+
+def _tables(database: Path) -> set[str]:
+    """The names of the tables in a SQLite file; none if there is no file."""
+    if not database.exists():
+        return set()
+    with closing(sqlite3.connect(f"{database.as_uri()}?mode=rw", uri=True, timeout=20)) as connection:
+        return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+
+
+def _mlflow_tables() -> set[str]:
+    """The names of the tables that MLflow looks for; it imports what registers them to open any SQLite store."""
+    import mlflow.store.db.utils  # noqa: F401
+    from mlflow.store.db.base_sql_model import Base
+
+    return set(Base.metadata.tables)
+
+
+def _make_sqlite(database: Path) -> None:
+    """Let MLflow make its tables in another file, which then replaces ``database``: a killed process leaves that as it was."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    def publish(folder: Path, path: Path) -> None:
+        (new,) = folder.iterdir()  # a journal beside it would mean that it is not whole
+        new.replace(path)
+
+    with atomic_write(database, create=Path.mkdir, publish=publish) as folder:
+        uri = f"sqlite:///{folder / database.name}"
+        try:
+            SqlAlchemyStore(uri, (database.parent / ARTIFACTS).as_uri())
+        finally:  # or its connections would stay open, and a second attempt would get them
+            if engine := SqlAlchemyStore._engine_map.pop(uri, None):
+                engine.dispose()
+
+
+def _not_writable(uri: str, error: Exception) -> TrackingError:
+    return TrackingError(
+        f"cannot write the MLflow store {uri}: {_first_line(error)}. Set 'output' to a writable folder, or tracking.uri or "
+        "MLFLOW_TRACKING_URI to another store"
+    )
+
+
+def _not_whole(database: Path, uri: str, cause: str) -> TrackingError:
+    return TrackingError(
+        f"{database} is not a whole store of this MLflow: {cause}. If another version of MLflow made it, copy it and run "
+        f"`mlflow db upgrade {uri}`. If a process was killed while it made or upgraded it, move the file away: the next start "
+        "makes a new one"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _check_server(uri: str) -> None:
     try:
         connect(uri).search_experiments(max_results=1)
     except Exception as error:  # of requests, sqlalchemy or MLflow, depending on the store
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TrackingError(
-            f"the MLflow store {redact(uri)} does not answer: {redact(cause)}. Start it, or correct tracking.uri or "
+            f"the MLflow store {redact(uri)} does not answer: {redact(_first_line(error))}. Start it, or correct tracking.uri or "
             "MLFLOW_TRACKING_URI; without either, a SQLite file in 'output' is used"
         ) from error
 

@@ -1,0 +1,137 @@
+"""A SQLite store is made whole or not at all, and one that is not whole is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+
+from ebbflow.recipe import Recipe
+from ebbflow.storage.disk import DiskFullError
+from ebbflow.tracking.parent_run import start_run
+from ebbflow.tracking.store import TrackingError, connect
+from tests.forked import CONTEXT
+
+STATEMENTS = (1, 60, 200, 400)
+"""After how many of MLflow's statements a process dies; it sends about 440 to make a store."""
+
+
+@contextmanager
+def at_each_statement(call: Callable[[Any], object]) -> Iterator[None]:
+    """In the block ``call(cursor)`` runs before each statement that SQLAlchemy sends."""
+
+    def before(connection: Any, cursor: Any, *_: object) -> None:
+        call(cursor)
+
+    event.listen(Engine, "before_cursor_execute", before)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "before_cursor_execute", before)
+
+
+def start_and_die(output: str, statements: int) -> None:
+    left = iter(range(statements))
+
+    def count(_: object) -> None:
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with at_each_statement(count):
+        start_run(Recipe(output=output), None)
+
+
+def in_processes(count: int, work: Callable[..., object], *arguments: object) -> list[int | None]:
+    """Exit codes of as many processes that do the work at the same time."""
+    processes = [CONTEXT.Process(target=work, args=arguments) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def start_when_all_do(output: str, barrier: Any) -> None:
+    barrier.wait()
+    start_run(Recipe(output=output), None)
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {".mlflow.db.lock"}
+
+
+def number_of_runs(output: Path) -> int:
+    with closing(sqlite3.connect(output / "mlflow.db")) as database:
+        return database.execute("SELECT count(*) FROM runs").fetchone()[0]
+
+
+def test_a_first_start_that_is_killed_leaves_no_store_and_the_next_makes_it(tmp_path: Path) -> None:
+    for statements in STATEMENTS:
+        assert in_processes(1, start_and_die, str(tmp_path), statements) == [-signal.SIGKILL]
+        assert not (tmp_path / "mlflow.db").exists()
+    start_run(Recipe(output=str(tmp_path)), None)
+    assert number_of_runs(tmp_path) == 1
+    assert files(tmp_path) == {"mlflow.db", "mlartifacts"}, "no journal, and nothing of the killed ones"
+
+
+def test_two_first_starts_at_once(tmp_path: Path) -> None:
+    assert in_processes(2, start_when_all_do, str(tmp_path), CONTEXT.Barrier(2)) == [0, 0]
+    assert number_of_runs(tmp_path) == 2
+
+
+def test_a_full_disk_leaves_no_store(tmp_path: Path) -> None:
+    def fill(cursor: Any) -> None:
+        cursor.connection.execute("PRAGMA max_page_count = 20").close()
+
+    with at_each_statement(fill), pytest.raises(DiskFullError, match=rf"{tmp_path}/mlflow\.db could not be written.*free space"):
+        start_run(Recipe(output=str(tmp_path)), None)
+    assert files(tmp_path) == set()
+    start_run(Recipe(output=str(tmp_path)), None)
+    assert number_of_runs(tmp_path) == 1
+
+
+def test_an_error_while_it_is_made_leaves_no_store(tmp_path: Path) -> None:
+    def fail(_: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with at_each_statement(fail), pytest.raises(TrackingError, match=r"cannot write the MLflow store .*disk I/O error"):
+        connect(f"sqlite:///{tmp_path}/mlflow.db")
+    assert files(tmp_path) == set()
+
+
+def test_an_empty_file_becomes_a_store_and_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "real.db").touch()
+    (tmp_path / "mlflow.db").symlink_to(tmp_path / "elsewhere" / "real.db")
+    start_run(Recipe(output=str(tmp_path)), None)
+    assert (tmp_path / "mlflow.db").is_symlink()
+    assert number_of_runs(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("DROP TABLE tags", "1 of its tables are missing, such as 'tags'"),
+        ("UPDATE alembic_version SET version_num = '451aebb31d03'", "out-of-date database schema"),
+    ],
+)
+def test_a_store_that_is_not_whole_is_named_and_stays_as_it_is(store: Path, tmp_path: Path, damage: str, said: str) -> None:
+    copy = tmp_path / "mlflow.db"
+    with closing(sqlite3.connect(store / "mlflow.db")) as whole, closing(sqlite3.connect(copy)) as broken:
+        whole.backup(broken)
+        broken.execute(damage)
+        broken.commit()
+    before = copy.read_bytes()
+    with pytest.raises(
+        TrackingError, match=rf"{copy} is not a whole store.*{said}.*mlflow db upgrade sqlite:///{copy}.*move the"
+    ):
+        start_run(Recipe(output=str(tmp_path)), None)
+    assert copy.read_bytes() == before
