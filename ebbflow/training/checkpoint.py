@@ -10,8 +10,10 @@ likewise), so nothing is gathered; then come ``manifest.json`` and COMMIT (``ebb
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ebbflow.stage import StageContext
-from ebbflow.storage.artifacts import ArtifactError, new_folder, verify
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, new_folder, verify
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import like
 from ebbflow.training.update import PolicyUpdater
@@ -202,15 +204,18 @@ class Checkpoints:
         return next((one for one in scored if _whole(one.folder)), None)
 
     def _scored(self) -> list[Best]:
-        return [Best(path, step_of(path), score) for path in self._there() if (score := _score(path)) is not None]
+        states = ((path, _committed_state(path)) for path in self._there())
+        return [Best(path, step_of(path), state["score"]) for path, state in states if _is_score(state.get("score"))]
 
     def state(self, folder: Path) -> dict[str, Any]:
         """What the stage wanted to find again in a checkpoint.
 
         Raises:
-            CheckpointError: it is one of another training.
+            CheckpointError: it is damaged, or one of another training.
         """
-        found = json.loads((folder / STATE).read_text())
+        found = _committed_state(folder)
+        if not found.keys() >= {"about", "stage"} or not isinstance(found["about"], dict):
+            raise CheckpointError(f"{folder / STATE} is damaged, or of another version of Ebbflow; remove {folder}")
         was, now = found["about"], self.about
         if was != now:
             differ = ", ".join(f"{key} = {was.get(key)!r} (now {value!r})" for key, value in now.items() if was.get(key) != value)
@@ -231,7 +236,8 @@ class Checkpoints:
         return self.folder / f"step-{step:05d}"
 
     def _there(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"), key=step_of)
+        found = (path for path in self.folder.glob("step-*") if path.is_dir() and path.name.removeprefix("step-").isdecimal())
+        return sorted((path for path in found if path == self._at(step_of(path))), key=step_of)
 
 
 def _whole(checkpoint: Path) -> bool:
@@ -249,9 +255,21 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _score(checkpoint: Path) -> float | None:
+def _committed_state(checkpoint: Path) -> dict[str, Any]:
+    """The content of ``state.json`` if that is what was committed; else nothing: ``newest`` logs what is damaged.
+
+    Only this file is checked: which checkpoint was best is asked after every save, and the others take long to read.
+    """
     try:
-        score: float | None = json.loads((checkpoint / STATE).read_text())["score"]
-    except (OSError, ValueError):
-        return None  # it is damaged, which ``newest`` speaks of
-    return score
+        content, manifest = (checkpoint / STATE).read_bytes(), (checkpoint / MANIFEST).read_bytes()
+        committed = (checkpoint / COMMIT).read_text().strip() == hashlib.sha256(manifest).hexdigest()
+        if committed and json.loads(manifest)["files"][STATE]["sha256"] == hashlib.sha256(content).hexdigest():
+            state = json.loads(content)
+            return state if isinstance(state, dict) else {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return {}
+
+
+def _is_score(value: Any) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 import torch
 
 from ebbflow.models import load_model
 from ebbflow.stage import StageContext
+from ebbflow.storage.artifacts import new_folder
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, write_part
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
@@ -131,6 +133,41 @@ def test_the_best_one_is_whole(checkpoints, tmp_path, caplog):
     (tmp_path / "kept" / "step-00002" / "part").write_text("weights with a flipped bit")
     assert checkpoints().best().step == 1
     assert re.search("passed over.*step-00002", caplog.text)
+
+
+DAMAGED = ['{"score": 99.0}', '{"score": "high"}', '{"score": NaN}', "[]", "null", "{", "[" * 100_000]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_state_of_an_older_one_is_never_the_best(checkpoints, tmp_path, content):
+    stage, all_kept = (checkpoints(checkpoints={"keep": count}) for count in (1, 9))
+    for step, score in ((1, 0.5), (2, 0.1)):
+        save(all_kept, step, score)
+    (tmp_path / "kept" / "step-00002" / "state.json").write_text(content)
+    save(stage, 3, 0.2)
+    assert there(tmp_path / "kept") == [1, 3]
+    assert stage.best().step == 1
+    assert stage.newest()[1] == {"done": 3}
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_state_of_another_version_is_named(checkpoints, tmp_path, content):
+    with new_folder(tmp_path / "kept" / "step-00001") as unfinished:
+        (unfinished / "state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"step-00001/state\.json is damaged, or of another version.*; remove"):
+        checkpoints().newest()
+
+
+def test_what_lies_beside_checkpoints_is_left_alone(checkpoints, tmp_path):
+    kept = tmp_path / "kept"
+    save(checkpoints(), 2, 0.5)
+    others = {"step-00002.bak", "step-", "step-2", "step-²", "step--0001", "notes"}
+    for name in others:
+        shutil.copytree(kept / "step-00002", kept / name)
+    (kept / "step-00009").write_text("a file")
+    assert checkpoints().newest()[0] == checkpoints().best().folder == kept / "step-00002"
+    save(checkpoints(checkpoints={"keep": 1}), 3, 0.9)
+    assert {path.name for path in kept.iterdir()} == others | {"step-00003", "step-00009"}
 
 
 @pytest.mark.parametrize(("every", "due"), [(2, [2, 4]), (3, [3])])
