@@ -13,6 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
+from ebbflow.storage.disk import private_folder
 from ebbflow.storage.locks import wait_for_lock
 from tasks.types import GONE
 
@@ -104,7 +105,7 @@ def delete_checkpoints(run: TrackedRun) -> None:
 
 def _machine_folder(uri: str) -> Path:
     """The local folder that all processes of this machine use for what is at ``uri``."""
-    return Path(tempfile.gettempdir()) / f"ebbflow-{hashlib.sha256(uri.encode()).hexdigest()[:32]}"
+    return private_folder() / hashlib.sha256(uri.encode()).hexdigest()[:32]
 
 
 def _stage_folder(ctx: StageContext) -> str:

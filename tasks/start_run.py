@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from flytekit import current_context, task
 import ebbflow
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
+from ebbflow.storage.disk import private_folder
 from tasks.elastic import preload
 from tasks.resources import light
 
@@ -30,9 +32,19 @@ def start_run(recipe: Recipe) -> TrackedRun:
     on_cluster = execution is not None and execution.name != "local"  # the name of every local run
     name = f"{execution.project}/{execution.domain}/{execution.name}" if on_cluster else None
     check_recipe(recipe, tracking_uri=resolve_tracking_uri(recipe), on_cluster=on_cluster)
-    if not on_cluster and any(stage.kind == "offline" for stage in recipe.stages):
-        preload(recipe)  # on a cluster, the pod of the training group does
+    if not on_cluster:
+        _prepare_process(recipe)
     return parent_run.start_run(recipe, name) if name else _start_or_resume(recipe)
+
+
+def _prepare_process(recipe: Recipe) -> None:
+    """What pods prepare for themselves: the process that ranks are forked from, and Ray's temporary folder."""
+    if any(stage.kind == "offline" for stage in recipe.stages):
+        preload(recipe)
+    if os.environ.get("RAY_TMPDIR") == "/tmp" and any(
+        stage.placement == "ray" for stage in recipe.stages if stage.kind == "online"
+    ):
+        os.environ["RAY_TMPDIR"] = str(private_folder(Path("/tmp")))  # in /tmp/ray, another user could replace Ray's sockets
 
 
 def _start_or_resume(recipe: Recipe) -> TrackedRun:

@@ -19,7 +19,7 @@ from tasks.train_online import train_stage
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 # Set before Flyte's plugin starts Ray in a local run. Otherwise Ray reports its usage, and its socket paths, which may have about
-# a hundred characters, begin with the run's temporary folder.
+# a hundred characters, begin with the run's temporary folder. A local run then sets a folder of this user (``start_run``).
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_TMPDIR", "/tmp")
 

@@ -9,6 +9,8 @@ import logging
 import os
 import re
 import shutil
+import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -27,7 +29,7 @@ class DiskFullError(Exception):
 
 
 class PathError(ValueError):
-    """A name that would lead out of its folder: names both."""
+    """A name that would lead out of its folder, or a folder that is open to others: names them."""
 
 
 @contextmanager
@@ -113,6 +115,26 @@ def _is_about_space(error: BaseException) -> bool:
 def _free(path: Path) -> str:
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB"
+
+
+def private_folder(parent: Path | None = None) -> Path:
+    """``ebbflow-USERID`` in a folder that all users may write to; default: the temporary folder.
+
+    Only this user can open it, so nobody else can put anything, or a link, at a name in it that can be guessed.
+
+    Raises:
+        PathError: another user made it first, or others may open it.
+    """
+    folder = (parent or Path(tempfile.gettempdir())) / f"ebbflow-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PathError(
+            f"{folder} is not a folder of user {os.getuid()} alone ({stat.filemode(found.st_mode)}, owner {found.st_uid}): "
+            "another user may have put something into it; remove it, or set TMPDIR to a folder of your own"
+        )
+    return folder
 
 
 def safe_join(folder: Path, name: str) -> Path:

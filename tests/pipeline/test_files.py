@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.stage import StageContext
-from tasks.files import delete_checkpoints, fetch_folder, open_checkpoints
+from ebbflow.storage.disk import PathError
+from tasks.files import delete_checkpoints, fetch_folder, fetch_once_per_machine, open_checkpoints
 
 
 @pytest.fixture(params=["", "file://"])
@@ -65,6 +70,25 @@ def test_another_process_of_the_machine_finds_what_the_first_one_brought(run, ct
     first, second = open_checkpoints(run, ctx), open_checkpoints(run, ctx, first=False)
     assert first.folder == second.folder
     assert first.newest() == second.newest()
+
+
+def test_what_another_user_made_first_is_not_used(tmp_path, monkeypatch):
+    """A link at the name that earlier versions used, and one at the folder's own name."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "model_index.json").write_text("{}")
+    uri = f"file://{tmp_path}/base"
+    temporary, trap = tmp_path / "temporary", tmp_path / "trap"
+    for folder in (temporary, trap):
+        folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    name = hashlib.sha256(uri.encode()).hexdigest()[:32]
+    (temporary / f"ebbflow-{name}").symlink_to(trap)
+    assert (fetch_once_per_machine(uri) / "model_index.json").read_text() == "{}"
+    shutil.rmtree(temporary / f"ebbflow-{os.getuid()}")
+    (temporary / f"ebbflow-{os.getuid()}").symlink_to(trap)
+    with pytest.raises(PathError, match="alone"):
+        fetch_once_per_machine(uri)
+    assert list(trap.iterdir()) == []
 
 
 def test_those_of_a_stage_that_is_over_are_removed(run, ctx, tmp_path):

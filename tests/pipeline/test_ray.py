@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from flytekit.types.directory import FlyteDirectory
 from ebbflow.online.ray_workers import TrainingDied
 from ebbflow.recipe import Recipe
 from tasks import train_online_ray as module
+from tasks.start_run import _prepare_process
 from tests.pipeline.conftest import run_pipeline
 
 FRACTIONS = {"cpus": 0.25}
@@ -27,6 +29,15 @@ def test_a_stage_on_ray_runs_in_the_pipeline(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (path,) = (tmp_path / "runs").glob("*/summary.json")
     assert json.loads(path.read_text())["seconds"]["1.1 online"] > 0
+
+
+@pytest.mark.parametrize(("usual", "during"), [("/tmp", f"/tmp/ebbflow-{os.getuid()}"), ("/scratch", "/scratch")])
+def test_ray_writes_into_a_folder_of_this_user(monkeypatch: pytest.MonkeyPatch, usual: str, during: str) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", usual)
+    _prepare_process(Recipe.model_validate({"stages": [STAGE | {"placement": "in_process"}]}))
+    assert os.environ["RAY_TMPDIR"] == usual
+    _prepare_process(Recipe.model_validate({"stages": [STAGE]}))
+    assert os.environ["RAY_TMPDIR"] == during
 
 
 @pytest.fixture

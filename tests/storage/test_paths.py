@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +27,7 @@ from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.recipe import Recipe
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import ArtifactError, commit, new_folder, verify
-from ebbflow.storage.disk import PathError, safe_join
+from ebbflow.storage.disk import PathError, private_folder, safe_join
 from ebbflow.tracking import pending
 from ebbflow.tracking.child_run import RunLogger
 
@@ -52,6 +53,42 @@ in_place = settings(suppress_health_check=[HealthCheck.function_scoped_fixture],
 def test_what_leads_out_is_refused(tmp_path, name):
     with pytest.raises(PathError, match=r"is no file name below .*; remove"):
         safe_join(tmp_path, name)
+
+
+def test_the_private_folder_is_made_once_for_this_user_alone(tmp_path):
+    folder = private_folder(tmp_path)
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path, 0o700)
+    assert private_folder(tmp_path) == folder
+
+
+def _by_another_user(folder):
+    """As if another user had made it: whose it is, this test may not change."""
+    folder.mkdir(mode=0o700)
+    real = Path.lstat
+
+    def lstat(path):
+        found = real(path)
+        values = [*found][:4] + [os.getuid() + 1] + [*found][5:]
+        return os.stat_result(values) if path == folder else found
+
+    return lstat
+
+
+TAKEN = {
+    "open to others": lambda folder: folder.mkdir() or folder.chmod(0o755),
+    "a link": lambda folder: folder.symlink_to(folder.parent),
+    "a file": lambda folder: folder.touch(mode=0o600),
+    "another user's": _by_another_user,
+}
+
+
+@pytest.mark.parametrize("take", TAKEN.values(), ids=TAKEN)
+def test_a_private_folder_that_somebody_else_made_is_refused(tmp_path, monkeypatch, take):
+    folder = tmp_path / f"ebbflow-{os.getuid()}"
+    if lstat := take(folder):
+        monkeypatch.setattr(Path, "lstat", lstat)
+    with pytest.raises(PathError, match=rf"{folder} is not a folder of user {os.getuid()} alone .*; remove it, or set TMPDIR"):
+        private_folder(tmp_path)
 
 
 def test_a_link_that_leads_out_is_refused(tmp_path):
