@@ -8,7 +8,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, scratch
+from tasks.files import fetch, node_output
 from tasks.resources import light
 
 
@@ -19,7 +19,9 @@ def compute_advantages(recipe: Recipe, run: TrackedRun, round: int, stage: int, 
     from ebbflow.stage import StageContext
     from ebbflow.tracking.child_run import node_run
 
-    ctx, path = StageContext(recipe, round, stage), scratch("advantages.parquet", run)
-    with node_run(run, f"{ctx.label} advantages") as run_logger:
+    ctx = StageContext(recipe, round, stage)
+    node = f"{ctx.label} advantages"
+    path = node_output(run, node, "advantages.parquet")
+    with node_run(run, node) as run_logger:
         run_logger.log_metrics(write_advantages(ctx, [fetch(shard) for shard in scores], path), step=0)
     return FlyteFile(str(path))

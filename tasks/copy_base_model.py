@@ -9,7 +9,7 @@ from flytekit import task
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.model import ModelConfig
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch_folder, scratch
+from tasks.files import fetch_folder, node_output
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact
 
@@ -20,7 +20,7 @@ def copy_base_model(model: ModelConfig, run: TrackedRun) -> BaseModelArtifact:
     from ebbflow.models.prepare import copy_base
     from ebbflow.tracking.child_run import node_run
 
-    started, folder = time.time(), scratch("base", run)
+    started, folder = time.time(), node_output(run, "base model", "base")
     assert model.path
     with node_run(run, "base model"):
         copy_base(fetch_folder(model.path), folder, model)

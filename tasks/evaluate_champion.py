@@ -9,7 +9,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, scratch
+from tasks.files import fetch, node_output
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, TrainedPolicy
 
@@ -27,9 +27,10 @@ def evaluate_champion(
     champion = find_champion(run.tracking_uri, recipe.promotion.model_name)
     if champion is None:
         return ChampionPolicy(version=None, evaluated=before)
-    samples = scratch("samples.parquet", run)
-    with node_run(run, "champion evaluation") as run_logger:
-        its_base, policy = champion_folders(champion, scratch("champion", run), fetch(base.folder))
+    node = "champion evaluation"
+    samples, downloaded = (node_output(run, node, name) for name in ("samples.parquet", "champion"))
+    with node_run(run, node) as run_logger:
+        its_base, policy = champion_folders(champion, downloaded, fetch(base.folder))
         require_same_image_size(recipe, policy)
         evaluation = evaluate_folder(recipe, its_base, policy, fetch(prompts), f"champion v{champion.version}", samples)
         log_evaluation(run_logger, evaluation, samples)

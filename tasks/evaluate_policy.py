@@ -8,7 +8,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, scratch
+from tasks.files import fetch, node_output
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 
@@ -22,8 +22,9 @@ def evaluate_policy(
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_evaluation
 
-    samples = scratch("samples.parquet", run)
-    with node_run(run, f"{label} evaluation") as run_logger:
+    node = f"{label} evaluation"
+    samples = node_output(run, node, "samples.parquet")
+    with node_run(run, node) as run_logger:
         evaluation = evaluate_folder(recipe, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples)
         log_evaluation(run_logger, evaluation, samples)
     return EvaluatedPolicy(policy=policy, evaluation=evaluation, samples=FlyteFile(str(samples)))

@@ -13,7 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.storage.disk import private_folder
+from ebbflow.storage.disk import private_folder, remove, remove_stale_partials
 from ebbflow.storage.locks import wait_for_lock
 from tasks.types import GONE
 
@@ -22,15 +22,24 @@ if TYPE_CHECKING:
     from ebbflow.training.checkpoint import Checkpoints
 
 
-def scratch(name: str, run: TrackedRun | None = None) -> Path:
-    """A fresh path called ``name``; Flyte uploads it when the task returns it.
+def scratch(name: str) -> Path:
+    """A fresh path called ``name`` in the temporary folder; Flyte uploads it when the task returns it."""
+    return Path(tempfile.mkdtemp(prefix="ebbflow-")) / name
 
-    A local execution leaves it where it is: with ``run`` in that run's folder, so that it lives as long as the run.
+
+def node_output(run: TrackedRun, node: str, name: str) -> Path:
+    """A fresh path for what a node of the run makes; Flyte uploads it when the task returns it.
+
+    A local execution leaves it where it is, in the run's folder. Every attempt at the node gets the same path, and what one that
+    was killed left there is removed. Every process of a training group calls this before any of them writes.
     """
-    parent = None if run is None or "://" in run.folder else Path(run.folder) / "nodes"
-    if parent:
-        parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="ebbflow-", dir=parent)) / name
+    if "://" in run.folder:
+        return scratch(name)
+    path = Path(run.folder) / "nodes" / _folder_name(node) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove(path)
+    remove_stale_partials(path)
+    return path
 
 
 def fetch(artifact: FlyteFile | FlyteDirectory) -> Path:
@@ -73,7 +82,7 @@ def open_checkpoints(run: TrackedRun, ctx: StageContext, first: bool = True) -> 
     """
     from ebbflow.training.checkpoint import Checkpoints
 
-    access, stages, own = FlyteContextManager.current_context().file_access, f"{run.folder}/checkpoints", _stage_folder(ctx)
+    access, stages, own = FlyteContextManager.current_context().file_access, f"{run.folder}/checkpoints", _folder_name(ctx.label)
     store = access.get_filesystem_for_path(stages)
     for stage in _names(store, stages) if first else ():
         if stage != own:
@@ -108,8 +117,8 @@ def _machine_folder(uri: str) -> Path:
     return private_folder() / hashlib.sha256(uri.encode()).hexdigest()[:32]
 
 
-def _stage_folder(ctx: StageContext) -> str:
-    return ctx.label.replace(" ", "-")
+def _folder_name(label: str) -> str:
+    return label.replace(" ", "-")
 
 
 def _names(store: Any, folder: str) -> set[str]:

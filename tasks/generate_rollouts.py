@@ -8,7 +8,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, scratch
+from tasks.files import fetch, node_output
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
@@ -30,8 +30,10 @@ def generate_rollouts(
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_shard
 
-    ctx, path = StageContext(recipe, round, stage), scratch(f"rollouts-{shard}.parquet", run)
-    with node_run(run, f"{ctx.label} rollout {shard}") as run_logger:
+    ctx = StageContext(recipe, round, stage)
+    node = f"{ctx.label} rollout {shard}"
+    path = node_output(run, node, f"rollouts-{shard}.parquet")
+    with node_run(run, node) as run_logger:
         generate_shard_from_folders(ctx, fetch(base.folder), fetch(policy.folder), fetch(prompts), shard, path)
         log_shard(run_logger, path)
     return FlyteFile(str(path))

@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, scratch
+from tasks.files import fetch, node_output
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact
 
@@ -39,9 +39,10 @@ def import_pairs(
     ctx = StageContext(recipe, round, stage)
     pairs = ctx.offline.pairs
     assert pairs
-    with node_run(run, f"{ctx.label} pairs") as run_logger:
-        source = fetch(FlyteFile(pairs))
-        imported = import_pairs_from_folder(ctx, fetch(base.folder), fetch(prompts), source, scratch("pairs", run))
+    node = f"{ctx.label} pairs"
+    with node_run(run, node) as run_logger:
+        source, folder = fetch(FlyteFile(pairs)), node_output(run, node, "pairs")
+        imported = import_pairs_from_folder(ctx, fetch(base.folder), fetch(prompts), source, folder)
         logger.info("%s", imported)
         run_logger.log_dataset("pairs", read_table(imported.prompts), context="training", source=pairs)
         run_logger.log_metrics(

@@ -9,7 +9,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, fetch_folder, scratch
+from tasks.files import fetch, fetch_folder, node_output
 from tasks.resources import downloader
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
@@ -21,7 +21,7 @@ def import_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> T
     from ebbflow.tracking.child_run import node_run
     from ebbflow.training.start import write_start
 
-    start, folder = recipe.policy.start, scratch("policy", run)
+    start, folder = recipe.policy.start, node_output(run, "start", "policy")
     assert start
     assert start.path
     with node_run(run, "start"):

@@ -10,7 +10,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, scratch
+from tasks.files import fetch, node_output
 from tasks.resources import light
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,6 @@ def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
         table, report = prepare(recipe, source)
         logger.info("%s", report)
         run_logger.log_dataset("prompts", table, context="training", source=recipe.prompts.source or "made up")
-        path = scratch("prompts.parquet", run)
+        path = node_output(run, "prompts", "prompts.parquet")
         write_prompts(table, path)
     return FlyteFile(str(path))

@@ -8,7 +8,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, scratch
+from tasks.files import fetch, node_output
 from tasks.resources import scorer
 
 
@@ -23,8 +23,10 @@ def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: i
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_shard
 
-    ctx, path, shard = StageContext(recipe, round, stage), scratch("scores.parquet", run), fetch(rollouts)
-    with node_run(run, f"{ctx.label} scoring {read_table_metadata(shard)['shard']}") as run_logger:
+    ctx, shard = StageContext(recipe, round, stage), fetch(rollouts)
+    node = f"{ctx.label} scoring {read_table_metadata(shard)['shard']}"
+    path = node_output(run, node, "scores.parquet")
+    with node_run(run, node) as run_logger:
         score_shard(ctx, load_scorer(recipe.rewards, ()), read_prompts(fetch(prompts), "train"), shard, path)
         log_shard(run_logger, path)
     return FlyteFile(str(path))

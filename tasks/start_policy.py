@@ -8,7 +8,7 @@ from flytekit.types.directory import FlyteDirectory
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, scratch
+from tasks.files import fetch, node_output
 from tasks.resources import light
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
@@ -20,7 +20,7 @@ def start_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> Tr
     from ebbflow.tracking.child_run import node_run
     from ebbflow.training.policy_metadata import write_base_policy
 
-    folder = scratch("policy", run)
+    folder = node_output(run, "start", "policy")
     with node_run(run, "start"):
         digest = verify(fetch(base.folder))
         write_base_policy(folder, digest, recipe.digest, recipe.policy, recipe.model, recipe.evaluation.steps)

@@ -9,7 +9,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, scratch
+from tasks.files import fetch, node_output
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
@@ -24,7 +24,8 @@ def train_custom(
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.training.custom_stage import StageFolders, train_custom_folder
 
-    ctx, trained, metrics = StageContext(recipe, round, stage), scratch("policy", run), scratch("metrics.json", run)
+    ctx = StageContext(recipe, round, stage)
+    trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
     with node_run(run, ctx.label) as run_logger:
         recorder = MetricsRecorder(run_logger)
         folders = StageFolders(fetch(base.folder), fetch(policy.folder), fetch(prompts), trained)

@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, open_checkpoints, scratch
+from tasks.files import fetch, node_output, open_checkpoints
 from tasks.preemption import retry_on
 from tasks.resources import training_group
 from tasks.types import BaseModelArtifact, TrainedPolicy
@@ -37,7 +37,8 @@ def train_offline(
     from ebbflow.training.distributed import process_group
     from ebbflow.training.stop_conditions import Preempted
 
-    ctx, trained, metrics = StageContext(recipe, round, stage), scratch("policy", run), scratch("metrics.json", run)
+    ctx = StageContext(recipe, round, stage)
+    trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
     with (
         retry_on(Preempted),
         process_group() as ranks,
@@ -59,5 +60,5 @@ def train_offline(
         )
         if run_logger:
             log_stage(run_logger, record)
-    recorder.write(metrics)
+            recorder.write(metrics)
     return TrainedPolicy(folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)))

@@ -12,7 +12,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, fetch_folder, open_checkpoints, scratch
+from tasks.files import fetch, fetch_folder, node_output, open_checkpoints
 from tasks.preemption import retry_on
 from tasks.resources import accelerated
 from tasks.types import BaseModelArtifact, TrainedPolicy
@@ -50,7 +50,7 @@ def train_stage(
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.training.stop_conditions import Preempted
 
-    trained, metrics = scratch("policy", run), scratch("metrics.json", run)
+    trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
     with retry_on(Preempted), node_run(run, ctx.label) as run_logger:
         recorder, checkpoints = MetricsRecorder(run_logger), open_checkpoints(run, ctx)
         record = train_online_folder(

@@ -9,7 +9,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe
-from tasks.files import delete_checkpoints, fetch, scratch
+from tasks.files import delete_checkpoints, fetch, node_output
 from tasks.resources import light
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
 
@@ -39,7 +39,7 @@ def write_report(
     from ebbflow.tracking.outage import deliver_saved
     from ebbflow.tracking.parent_run import log_results
 
-    page, numbers = scratch("report.html", run), scratch("summary.json", run)
+    page, numbers = (node_output(run, "report", name) for name in ("report.html", "summary.json"))
     with node_run(run, "report"):
         shown = history if champion.version is None else [*history, champion.evaluated]
         trained = [(policy.record, policy.metrics) for policy in (evaluated.policy for evaluated in history)]

@@ -50,7 +50,7 @@ def atomic_write(
     """
     remove_stale_partials(path)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    _remove(partial)
+    remove(partial)
     try:
         with raise_if_disk_full(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def atomic_write(
                 yield partial
                 publish(partial, path)
     finally:
-        _remove(partial)
+        remove(partial)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -77,12 +77,13 @@ def remove_stale_partials(path: Path) -> None:
     for partial in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
         with suppress(OSError), try_lock(partial) as abandoned:  # OSError: another process removed it first
             if abandoned:
-                _remove(partial)
+                remove(partial)
                 logger.info("removed %s, which a killed process left behind", partial)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

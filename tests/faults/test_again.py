@@ -103,6 +103,15 @@ def test_every_policy_is_the_same_bytes(undisturbed: Path, disturbed: Path) -> N
     assert _policies(disturbed) == _policies(undisturbed)
 
 
+def test_killed_attempts_leave_no_files(undisturbed: Path, disturbed: Path) -> None:
+    def made(folder: Path) -> set[str]:
+        (run,) = (folder / "runs").glob("tiny-*")
+        return {str(path.relative_to(run)) for path in run.rglob("*")}
+
+    assert "nodes/1.1-online/policy/COMMIT" in made(undisturbed)
+    assert made(disturbed) == made(undisturbed)
+
+
 def test_metrics_are_the_same_and_none_is_there_twice(undisturbed: Path, disturbed: Path) -> None:
     expected = list(_series(undisturbed))
     assert ("1.1 online", "reward/mean") in {(name, key) for name, key, _ in expected}

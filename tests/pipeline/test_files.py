@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import pytest
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.stage import StageContext
-from ebbflow.storage.disk import PathError
-from tasks.files import delete_checkpoints, fetch_folder, fetch_once_per_machine, open_checkpoints
+from ebbflow.storage.disk import PathError, atomic_write, write_text
+from tasks.files import delete_checkpoints, fetch_folder, fetch_once_per_machine, node_output, open_checkpoints
 
 
 @pytest.fixture(params=["", "file://"])
@@ -100,6 +101,46 @@ def test_those_of_a_stage_that_is_over_are_removed(run, ctx, tmp_path):
     delete_checkpoints(run)
     delete_checkpoints(run)
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def kill_in(write) -> None:
+    """A process that dies by SIGKILL while it writes."""
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        return
+    try:
+        write()
+    finally:
+        os._exit(1)
+
+
+def test_attempts_at_a_node_leave_one_folder(run, tmp_path):
+    """A finished node keeps its files, which Flyte's cache points to, and nothing stays of what was killed."""
+
+    def in_the_middle(name: str, create) -> None:
+        path = node_output(run, "1.1 online", name)
+        with atomic_write(path, create=create) as partial:
+            (partial / "part" if partial.is_dir() else partial).write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def not_by_us() -> None:
+        path = node_output(run, "1.1 online", "policy")
+        path.mkdir()
+        (path / "left").write_text("by a stage of a user")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if "://" in run.folder:
+        assert node_output(run, "start", "policy") != node_output(run, "start", "policy")
+        assert not (tmp_path / "run").exists()
+        return
+    write_text(node_output(run, "start", "policy"), "finished")
+    kill_in(lambda: in_the_middle("policy", Path.mkdir))
+    kill_in(lambda: in_the_middle("metrics.json", Path.touch))
+    kill_in(not_by_us)
+    for name in ("policy", "metrics.json"):
+        write_text(node_output(run, "1.1 online", name), "whole")
+    found = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert found == {"nodes/start/policy", "nodes/1.1-online/policy", "nodes/1.1-online/metrics.json"}
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
