@@ -242,7 +242,7 @@ def _not_a_value(value: Any) -> str | None:
         return None if math.isfinite(value) else "Input should be a finite number"
     if not isinstance(value, str):
         return f"YAML reads this as a {type(value).__name__}; put it in quotes, or take it out"
-    return lone_surrogate(value)
+    return "holds a NUL character, which no name may have; take it out" if "\0" in value else lone_surrogate(value)
 
 
 def lone_surrogate(text: str) -> str | None:

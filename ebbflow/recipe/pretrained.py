@@ -7,6 +7,7 @@ import re
 from pydantic import Field, model_validator
 
 from ebbflow.recipe.base import Strict
+from ebbflow.recipe.paths import PathText
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -14,7 +15,7 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class PretrainedSourceConfig(Strict):
     """Where weights come from."""
 
-    path: str | None = None
+    path: PathText | None = None
     """A folder or a URI; with a revision, the id of a Hugging Face repository (``owner/name``)."""
     revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$")
     """The commit of the repository, 40 hexadecimal digits; nothing is fetched without one."""

@@ -17,12 +17,15 @@ from ebbflow.recipe.algorithms import EmaScheduleConfig
 from ebbflow.recipe.base import RecipeError, Strict, explain, iter_leaves, require_no_secrets, require_plain, sanitize
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.paths import OutputText, PathText, StoreText
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.registry import AnyRewardConfig, reward
 from ebbflow.recipe.rewards import CustomRewardConfig
 from ebbflow.recipe.secrets import redact
 from ebbflow.recipe.stages import AnyStageConfig, CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 
+NAME, MAX_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", 128
+"""Of names that become names of folders and in MLflow."""
 MAX_BYTES, MAX_KEYS = 2**16, 1000
 """Of a recipe file, and of one mapping in it; real ones have some thousand bytes and a few dozen keys."""
 
@@ -30,7 +33,7 @@ MAX_BYTES, MAX_KEYS = 2**16, 1000
 class PromptsConfig(Strict):
     """Where prompts come from and how they are split by id."""
 
-    source: str | None = None
+    source: PathText | None = None
     """A .txt, .jsonl, .csv or .parquet file; left out: random strings for the glyph model."""
     count: int = Field(2048, ge=3)
     """How many strings to make up when there is no source."""
@@ -90,7 +93,7 @@ class StopRuleConfig(Strict):
 class PromotionConfig(Strict):
     """When the best policy of the run becomes champion."""
 
-    model_name: str = Field("ebbflow-glyph", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    model_name: str = Field("ebbflow-glyph", pattern=NAME, max_length=MAX_LENGTH)
     guardrail_tolerance: float = Field(0.02, ge=0)
     """How far the mean of a guardrail may fall below the champion's."""
     approval: float | None = Field(None, gt=0, le=24 * 365)
@@ -101,16 +104,16 @@ class PromotionConfig(Strict):
 class TrackingConfig(Strict):
     """Where runs are tracked; ``MLFLOW_TRACKING_URI`` when ``uri`` is left out, a SQLite file in ``output`` without it."""
 
-    experiment: str = Field("ebbflow", min_length=1)
-    uri: str | None = None
+    experiment: str = Field("ebbflow", min_length=1, max_length=MAX_LENGTH)
+    uri: StoreText | None = None
 
 
 class Recipe(Strict):
     """One run, completely. The same recipe on the same machine gives the same bytes."""
 
-    name: str = Field("glyph", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: str = Field("glyph", pattern=NAME, max_length=MAX_LENGTH)
     seed: int = Field(0, ge=0, lt=2**31)
-    output: str = "runs"
+    output: OutputText = "runs"
     """Folder (or URI) that gets the report and the summary, one folder per run."""
     threads: int = Field(1, ge=1)
     """Torch threads per process: small models do not gain from more unless the cores are idle."""

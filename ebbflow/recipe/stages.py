@@ -22,6 +22,7 @@ from ebbflow.recipe.choices import (
 )
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.online import OnlineConfig
+from ebbflow.recipe.paths import PathText
 from ebbflow.recipe.plugins import name_or_path
 from ebbflow.recipe.registry import ALGORITHMS, AnyAlgorithmConfig, algorithm_named
 
@@ -237,7 +238,7 @@ class OfflineStageConfig(StageConfig):
 
     kind: Literal["offline"] = "offline"
     algorithm: AnyAlgorithmConfig = algorithm_named("diffusion_nft")
-    pairs: str | None = None
+    pairs: PathText | None = None
     """A .parquet or .jsonl file of preference pairs to train on, instead of generating and scoring (``datasets/README.md``)."""
     prompts: int = Field(64, ge=1)
     shards: int = Field(2, ge=1)

@@ -18,6 +18,8 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.base import sanitize
+from ebbflow.recipe.paths import require_store
 from ebbflow.recipe.secrets import redact
 from ebbflow.storage.disk import DiskFullError, atomic_write
 from ebbflow.storage.locks import wait_for_lock
@@ -40,7 +42,8 @@ def resolve_tracking_uri(recipe: Recipe) -> str:
     """The recipe's store, else ``MLFLOW_TRACKING_URI``, else a SQLite file in the output folder.
 
     Raises:
-        TrackingError: the URI contains a password or a token, which would leak; or there is none and ``output`` is not local.
+        TrackingError: the URI contains a password or a token, which would leak, or is of no SQLite file; or there is none and
+            ``output`` is not local.
     """
     if uri := recipe.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI"):
         if redact(uri) != uri:
@@ -49,13 +52,20 @@ def resolve_tracking_uri(recipe: Recipe) -> str:
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN, or what the database's driver "
                 "reads, such as PGPASSWORD"
             )
-        return uri
+        return _usable(uri, "set tracking.uri or MLFLOW_TRACKING_URI to it")
     if "://" in recipe.output:
         raise TrackingError(
             f"output {recipe.output} is no local folder, so it cannot hold a SQLite store; set tracking.uri or "
             "MLFLOW_TRACKING_URI to an MLflow server"
         )
-    return f"sqlite:///{Path(recipe.output).absolute() / 'mlflow.db'}"
+    return _usable(f"sqlite:///{Path(recipe.output).absolute() / 'mlflow.db'}", "or set 'output' to another folder")
+
+
+def _usable(uri: str, fix: str) -> str:
+    try:
+        return require_store(uri)
+    except ValueError as error:
+        raise TrackingError(f"tracking URI {sanitize(uri)} cannot be used: {error}; {fix}") from None
 
 
 def connect(uri: str) -> MlflowClient:

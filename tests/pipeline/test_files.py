@@ -18,10 +18,16 @@ from ebbflow.storage.disk import PathError, atomic_write, write_text
 from tasks.files import delete_checkpoints, fetch_folder, fetch_once_per_machine, node_output, open_checkpoints
 
 
-@pytest.fixture(params=["", "file://"])
-def run(request, tmp_path) -> TrackedRun:
+@pytest.fixture(params=["run", "#@:;&=+{x}' ü 100%", "at a URI"])
+def local(request, tmp_path) -> Path:
+    """The run's folder; odd names are names, too, except in URIs."""
+    return tmp_path / request.param
+
+
+@pytest.fixture
+def run(request, local) -> TrackedRun:
     """A run in a folder, or at a URI that only Flyte's own store reaches."""
-    folder = f"{request.param}{tmp_path / 'run'}"
+    folder = f"file://{local}" if local.name == "at a URI" else str(local)
     return TrackedRun(run_id="r", experiment_id="e", tracking_uri="", folder=folder, recipe_digest="d", started_at=0.0)
 
 
@@ -40,8 +46,8 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def test_the_next_attempt_finds_what_the_last_one_saved(run, ctx, tmp_path):
-    kept = tmp_path / "run" / "checkpoints" / "1.1-online"
+def test_the_next_attempt_finds_what_the_last_one_saved(run, ctx, local):
+    kept = local / "checkpoints" / "1.1-online"
     first = open_checkpoints(run, ctx)
     assert first.newest() is None
     save(first, 2, 4, 6)
@@ -59,9 +65,9 @@ def test_an_attempt_that_saved_nothing_hides_nothing(run, ctx):
     assert open_checkpoints(run, ctx).newest()[1] == {"done": 2}
 
 
-def test_a_half_uploaded_checkpoint_is_passed_over(run, ctx, tmp_path, caplog):
+def test_a_half_uploaded_checkpoint_is_passed_over(run, ctx, local, caplog):
     save(open_checkpoints(run, ctx), 2, 4)
-    (tmp_path / "run" / "checkpoints" / "1.1-online" / "step-00004" / "part").unlink()
+    (local / "checkpoints" / "1.1-online" / "step-00004" / "part").unlink()
     assert open_checkpoints(run, ctx).newest()[1] == {"done": 2}
     assert re.search("passed over.*step-00004.*part", caplog.text)
 
@@ -92,15 +98,15 @@ def test_what_another_user_made_first_is_not_used(tmp_path, monkeypatch):
     assert list(trap.iterdir()) == []
 
 
-def test_those_of_a_stage_that_is_over_are_removed(run, ctx, tmp_path):
+def test_those_of_a_stage_that_is_over_are_removed(run, ctx, local):
     save(open_checkpoints(run, ctx), 2)
     following = open_checkpoints(run, StageContext(ctx.recipe, 1, 0))
-    assert names(tmp_path / "run" / "checkpoints") == []
+    assert names(local / "checkpoints") == []
     save(following, 2)
-    assert names(tmp_path / "run" / "checkpoints") == ["2.1-online"]
+    assert names(local / "checkpoints") == ["2.1-online"]
     delete_checkpoints(run)
     delete_checkpoints(run)
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (local / "checkpoints").exists()
 
 
 def kill_in(write) -> None:
@@ -114,7 +120,7 @@ def kill_in(write) -> None:
         os._exit(1)
 
 
-def test_attempts_at_a_node_leave_one_folder(run, tmp_path):
+def test_attempts_at_a_node_leave_one_folder(run, local):
     """A finished node keeps its files, which Flyte's cache points to, and nothing stays of what was killed."""
 
     def in_the_middle(name: str, create) -> None:
@@ -131,7 +137,7 @@ def test_attempts_at_a_node_leave_one_folder(run, tmp_path):
 
     if "://" in run.folder:
         assert node_output(run, "start", "policy") != node_output(run, "start", "policy")
-        assert not (tmp_path / "run").exists()
+        assert not (local).exists()
         return
     write_text(node_output(run, "start", "policy"), "finished")
     kill_in(lambda: in_the_middle("policy", Path.mkdir))
@@ -139,7 +145,7 @@ def test_attempts_at_a_node_leave_one_folder(run, tmp_path):
     kill_in(not_by_us)
     for name in ("policy", "metrics.json"):
         write_text(node_output(run, "1.1 online", name), "whole")
-    found = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    found = {str(path.relative_to(local)) for path in (local).rglob("*") if path.is_file()}
     assert found == {"nodes/start/policy", "nodes/1.1-online/policy", "nodes/1.1-online/metrics.json"}
 
 

@@ -16,6 +16,7 @@ from sqlalchemy.engine import Engine
 
 from ebbflow.recipe import Recipe
 from ebbflow.storage.disk import DiskFullError
+from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.store import TrackingError, connect
 from tests.forked import CONTEXT
@@ -114,6 +115,16 @@ def test_an_empty_file_becomes_a_store_and_a_link_stays_a_link(tmp_path: Path) -
     start_run(Recipe(output=str(tmp_path)), None)
     assert (tmp_path / "mlflow.db").is_symlink()
     assert number_of_runs(tmp_path) == 1
+
+
+def test_a_folder_with_an_odd_name(tmp_path: Path) -> None:
+    output = tmp_path / "\u00a0ü #@:;&=+{x}' 100%"
+    tracked = start_run(Recipe(output=str(output)), None)
+    with node_run(tracked, "prompts") as run_logger:
+        run_logger.log_file("a/b.txt", b"content")
+    assert {path.name for path in tmp_path.iterdir()} == {output.name}
+    assert files(output) == {"mlflow.db", "mlartifacts"}
+    assert [path.read_bytes() for path in output.rglob("b.txt")] == [b"content"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, gaussian_kl
 from ebbflow.algorithms.policy_gradient import ratio_metrics
 from ebbflow.recipe.algorithms import TrajectoryConfig
+from ebbflow.recipe.paths import PathText
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,7 @@ class DistillationConfig(TrajectoryConfig):
     """On-policy distillation: the policy's own steps are pulled to a teacher's; no reward is learnt from."""
 
     name: Literal["distillation"] = "distillation"
-    teacher: str = Field(min_length=1)
+    teacher: PathText = Field(min_length=1)
     """Policy folder (or URI) of the teacher, trained from the same base model with the same ``policy``."""
 
 

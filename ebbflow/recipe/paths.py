@@ -1,0 +1,69 @@
+"""Texts of a recipe that name a file, a folder, a URI or a store: refused where they could not work, before anything runs."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+from urllib.parse import unquote
+
+from pydantic import AfterValidator
+
+MAX_NAME, MAX_PATH = 255, 4000
+"""Bytes of a name, and of a path, that Linux takes; below the second, to leave room for what a run puts into a folder."""
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+PATTERN, HTTP_PATTERN = re.compile(r"[*?[]"), re.compile(r"[*[]")
+"""What Flyte and fsspec take for the pattern of several files."""
+SQLITE = re.compile(r"sqlite(\+\w+)?:")
+
+
+def require_path(text: str) -> str:
+    """Check the text of a local path or a URI.
+
+    Raises:
+        ValueError: no file can have this name, or what reads it would take it for something else.
+    """
+    if CONTROL.search(text):
+        raise ValueError("it has a control character; take it out")
+    if (HTTP_PATTERN if re.match("https?://", text) else PATTERN).search(text):
+        raise ValueError("'*', '?' and '[' are patterns of several files; rename the file or folder")
+    if "://" in text:
+        return text
+    if text.startswith("~"):
+        raise ValueError("'~' is the home folder to a shell only; write the path out")
+    if len(text.encode(errors="replace")) > MAX_PATH:
+        raise ValueError(f"a path has at most {MAX_PATH} bytes; shorten it")
+    if any(len(name.encode(errors="replace")) > MAX_NAME for name in text.split("/")):
+        raise ValueError(f"a name in a path has at most {MAX_NAME} bytes; shorten it")
+    return text
+
+
+def require_output(text: str) -> str:
+    """Check the text of an output folder, whose path becomes part of URIs.
+
+    Raises:
+        ValueError: as ``require_path``, or it reads as the escape of another character.
+    """
+    if "://" not in text and unquote(text) != text:
+        raise ValueError("'%' with two digits is another character in a URI; rename the folder")
+    return require_path(text)
+
+
+def require_store(uri: str) -> str:
+    """Check the URI of an MLflow store. A SQLite store is a file, and its path means the same to everything that reads the URI.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if CONTROL.search(uri):
+        raise ValueError("it has a control character; take it out")
+    if SQLITE.match(uri):
+        path = uri.removeprefix("sqlite:///")
+        if path in (uri, "", ":memory:") or path.startswith("file:"):
+            raise ValueError("a SQLite store is a file that all nodes of a run open; write sqlite:/// and its path")
+        require_output(path)
+    return uri
+
+
+PathText = Annotated[str, AfterValidator(require_path)]
+OutputText = Annotated[str, AfterValidator(require_output)]
+StoreText = Annotated[str, AfterValidator(require_store)]
