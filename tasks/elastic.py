@@ -147,11 +147,11 @@ def _close_other_end(pipe: int) -> None:
 def _launcher(recipe: Recipe) -> Iterator[None]:
     """The launcher's settings that Flyte's plugin has no options for: the signals that it handles, and a start by forking.
 
-    It leaves SIGTERM to ``GracefulElasticTask``.
+    It leaves SIGTERM to ``GracefulElasticTask``, and SIGINT to Flyte (``start_run``).
     """
     from torch.distributed.launcher import api
 
-    settings, config = {"signals_to_handle": "SIGINT,SIGHUP,SIGQUIT"}, api.LaunchConfig
+    settings, config = {"signals_to_handle": "SIGHUP,SIGQUIT"}, api.LaunchConfig
     if preload(recipe):
         settings["start_method"] = "forkserver"
         rank = partial(_as_spawned, os.getcwd(), dict(os.environ))
@@ -214,6 +214,7 @@ def _one_node(parameters: RendezvousParameters) -> RendezvousHandler:
 def _as_spawned(directory: str, environment: dict[str, str], *arguments: Any) -> Any:
     """A rank's work, in the folder and environment of its launcher, not in those that the server had when it started."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher passes it on as a SIGTERM, for which ranks save
     os.chdir(directory)
     os.environ.update(environment)
     threading.Thread(target=_end_with_launcher, daemon=True).start()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 
-from flytekit import current_context, task
+from flytekit import FlyteContextManager, current_context, task
 
 import ebbflow
 from ebbflow.data.records import TrackedRun
@@ -67,7 +70,16 @@ def _start_or_resume(recipe: Recipe) -> TrackedRun:
     _RUN_LOCK.enter_context(
         exclusive_lock(Path(run.folder), f"wait until it ends, or set another 'output' than {recipe.output!r}")
     )
+    if _say_how_to_resume not in FlyteContextManager.signal_handlers:
+        FlyteContextManager.add_signal_handler(_say_how_to_resume)
     if stopped:
         logger.info("resuming the stopped run (MLflow run %s); to start over, delete %s", run.run_id, run.folder)
         parent_run.open_run(recipe, run)
     return run
+
+
+def _say_how_to_resume(number: int, frame: FrameType | None) -> None:
+    """Flyte's handler of SIGINT (Ctrl-C) calls it; it exits with status 1 otherwise. A second SIGINT kills the process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.write(sys.stderr.fileno(), b"\ninterrupted; the same command resumes\n")  # print may be in the middle of another line
+    sys.exit(128 + number)

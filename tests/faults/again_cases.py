@@ -2,7 +2,8 @@
 
 As a script it is ``pyflyte``, in which ``EBBFLOW_DIE_AT=module:function:n`` kills the whole process group with SIGKILL as the
 n-th call of the function (counted in its process) begins, and ``module:function:n:after`` as it ends. With
-``module:function:n:sigterm`` ``pyflyte`` alone gets a SIGTERM, as from Kubernetes. A function is named where it is
+``module:function:n:sigterm`` ``pyflyte`` alone gets a SIGTERM, as from Kubernetes, and with ``module:function:n:sigint`` the
+whole process group a SIGINT, as from a terminal. A function is named where it is
 looked up: ``ebbflow.online.loop:save_policy`` and not where it is defined; a method as ``module:Class.method:n``. Ranks of a
 training group import this script too, so that they die at their calls as well.
 """
@@ -25,6 +26,7 @@ from tests.forked import ForkedProgram
 
 ROOT = Path(__file__).parents[2]
 DIE_AT = "EBBFLOW_DIE_AT"
+EXIT_CODES = {"sigterm": 1, "sigint": 130}
 
 
 def start_pipeline(folder: Path, changes: dict[str, Any], die_at: str = "", recipe: str = "tiny") -> ForkedProgram:
@@ -57,7 +59,7 @@ def run_pipeline_until(folder: Path, changes: dict[str, Any], die_at: str = "", 
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     printed = (folder / "printed.txt").read_text()
-    expected = 1 if die_at.endswith(":sigterm") else -signal.SIGKILL if die_at else 0
+    expected = EXIT_CODES.get(die_at.rpartition(":")[2], -signal.SIGKILL if die_at else 0)
     assert ended == expected, f"{die_at or 'to the end'}: ended with {ended}\n{printed[-5000:]}"
     return printed
 
@@ -78,6 +80,8 @@ def _arm(die_at: str) -> None:
         last = next(calls) == int(number)
         if last and after == ["sigterm"] and os.environ.get("RANK", "0") == "0":
             os.kill(os.getpgrp(), signal.SIGTERM)
+        if last and after == ["sigint"] and os.environ.get("RANK", "0") == "0":
+            os.killpg(os.getpgrp(), signal.SIGINT)
         if last and not after:
             _die()
         result = function(*arguments, **named)
