@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import fsspec
 from mlflow.entities import Metric
 
-FOLDER = "waiting-for-mlflow"
+FOLDER, UNFINISHED = "waiting-for-mlflow", ".unfinished"
 MAX_METRICS = 100_000
 """Pending metrics of a node (about 30 MB); beyond that the oldest are dropped and counted."""
 
@@ -78,14 +78,16 @@ def save(folder: str, pending: PendingRecords) -> str:
     lines = [json.dumps(line, default=_encode_bytes) + "\n" for line in (header, *metrics, *pending.records)]
     store, path = _open_store(uri)
     store.makedirs(path.rpartition("/")[0], exist_ok=True)
-    store.pipe_file(f"{path}.unfinished", "".join(lines).encode())
-    store.mv(f"{path}.unfinished", path)
+    store.pipe_file(path + UNFINISHED, "".join(lines).encode())
+    store.mv(path + UNFINISHED, path)
     return uri
 
 
 def load(folder: str, node: str) -> PendingRecords | None:
-    """What an earlier attempt at the node saved, if anything."""
+    """What an earlier attempt at the node saved, if anything. The file of one that was killed while it saved is removed."""
     store, path = _open_store(_uri(folder, node))
+    if store.exists(path + UNFINISHED):
+        store.rm_file(path + UNFINISHED)
     return _parse(store.cat_file(path)) if store.exists(path) else None
 
 

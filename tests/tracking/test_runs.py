@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import yaml
+from fsspec.implementations.local import LocalFileSystem
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST
@@ -21,10 +22,12 @@ from PIL import Image
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
+from ebbflow.tracking import pending
 from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.delivery import MAX_PARAM_LENGTH, flatten
 from ebbflow.tracking.outage import deliver_saved
 from ebbflow.tracking.parent_run import finish_run, start_run
+from ebbflow.tracking.pending import PendingRecords
 from ebbflow.tracking.store import TrackingError, check_store, connect, resolve_tracking_uri, uploading
 
 
@@ -378,3 +381,15 @@ def test_params_are_flat_and_short_enough(tracked: TrackedRun, client: MlflowCli
     value = client.get_run(run_logger.run_id).data.params["text"]
     assert len(value) == MAX_PARAM_LENGTH
     assert value.endswith("(10000 characters)")
+
+
+def test_an_attempt_that_was_killed_while_it_saved_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalFileSystem, "mv", killed)
+    with pytest.raises(KeyboardInterrupt):
+        pending.save(str(tmp_path), PendingRecords("1.1 online"))
+    assert list(tmp_path.rglob("*.unfinished"))
+    assert pending.load(str(tmp_path), "1.1 online") is None
+    assert not list(tmp_path.rglob("*.unfinished"))
