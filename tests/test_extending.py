@@ -91,14 +91,11 @@ def test_the_links_of_the_page_lead_somewhere():
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 
-def check(*, python_path: str) -> subprocess.CompletedProcess[str]:
-    """``ebbflow check`` on the example recipe, as a user of a shell runs it."""
-    command = [str(Path(sys.executable).with_name("ebbflow")), "check", "examples/recipe.yaml"]
-    return run_forked(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path}, timeout=300)
+CHECK = [str(Path(sys.executable).with_name("ebbflow")), "check", "examples/recipe.yaml"]
 
 
 def test_check_accepts_a_recipe_that_uses_them_all(tmp_path):
-    done = check(python_path="examples")
+    done = run_forked(CHECK, cwd=ROOT, env=os.environ | {"PYTHONPATH": "examples"}, timeout=300)
     assert done.returncode == 0, done.stderr
     (tmp_path / "resolved.yaml").write_text(done.stdout)
     resolved = load_recipe(tmp_path / "resolved.yaml")
@@ -109,7 +106,8 @@ def test_check_accepts_a_recipe_that_uses_them_all(tmp_path):
 
 
 def test_check_says_what_to_do_when_the_package_is_not_on_the_path():
-    done = check(python_path="")
+    environment = os.environ | {"PYTHONPATH": ""}
+    done = subprocess.run(CHECK, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert done.stderr.splitlines()[1:] == [line for line in DOC.splitlines() if "No module named 'mine'" in line]
 
