@@ -106,6 +106,8 @@ def summary(inputs: ReportInputs) -> dict[str, Any]:
         "before": _finite(inputs.before.held_out),
         "after": _finite(inputs.after.held_out),
         "seconds": seconds | {"total": round(sum(seconds.values()), 3)},
+        "candidate": inputs.decision.candidate,
+        "champion": inputs.decision.champion,
         "promoted": inputs.promoted,
         "mlflow_run_id": inputs.tracked.run_id,
         "model_version": inputs.registration.version if inputs.registration else None,

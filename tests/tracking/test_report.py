@@ -276,7 +276,10 @@ def test_the_verdict_must_be_about_one_of_the_evaluations(inputs: ReportInputs) 
 def test_the_summary_has_the_promised_keys(inputs: ReportInputs, tmp_path: Path) -> None:
     write_summary(tmp_path / "summary.json", inputs)
     written = json.loads((tmp_path / "summary.json").read_text())
-    assert set(written) == {"before", "after", "seconds", "promoted", "mlflow_run_id", "model_version"}
+    assert set(written) == {
+        *("before", "after", "seconds", "candidate", "champion", "promoted", "mlflow_run_id", "model_version")
+    }
+    assert (written["candidate"], written["champion"]) == (inputs.decision.candidate, inputs.decision.champion)
     for side in ("before", "after"):
         assert set(written[side]) >= {"ocr", "exact_match", "tesseract", "similarity"}
     assert written["after"]["ocr"] == inputs.evaluations[2][0].held_out["ocr"]
