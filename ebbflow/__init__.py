@@ -21,6 +21,7 @@ list, and a test reads the list (tests/test_house.py).
 - offline: stages that train on a fixed batch of rollouts or pairs
 - online: stages that generate, score and train step by step
 - tracking: MLflow runs, the registry, the report
+- labeling: preferences of people, by a local page
 - estimate: the cost of a recipe
 - preflight: the checks before anything is paid for
 - cli: the command line

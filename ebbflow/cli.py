@@ -178,6 +178,56 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
         sys.exit(str(error))
 
 
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("sources", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--stage", help="Offline stage of the run, such as '1.2 offline': compare its rollouts.")
+@click.option("--prompts", type=click.Path(exists=True, path_type=Path), help="Prompt table of rollout shards that are named.")
+@click.option("--max-pairs", default=200, show_default=True, type=click.IntRange(min=1), help="Of more, so many are drawn.")
+@click.option(
+    "--error-rate",
+    default=0.05,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="Of the test that stops a comparison.",
+)
+@click.option("--all-pairs", is_flag=True, help="Ask about every pair, also after the test has decided.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the order and the sides.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535))
+def label(
+    folder: Path,
+    sources: tuple[Path, ...],
+    stage: str | None,
+    prompts: Path | None,
+    max_pairs: int,
+    error_rate: float,
+    all_pairs: bool,
+    seed: int,
+    host: str,
+    port: int,
+) -> None:
+    """Serve a page on which people compare pictures, and keep their answers in FOLDER (docs/label.md).
+
+    SOURCES: the folder of a run; or the samples.parquet of champion and candidate; or rollouts with --prompts.
+    """
+    from ebbflow.data.prompts import PromptError
+    from ebbflow.labeling.server import serve
+    from ebbflow.labeling.session import Settings, open_session
+    from ebbflow.labeling.sources import LabelError, load_task
+    from ebbflow.storage.disk import DiskFullError
+    from ebbflow.storage.locks import FolderInUseError
+    from ebbflow.storage.tables import TableError
+
+    try:
+        task = load_task(sources, stage, prompts, max_pairs, seed)
+        with open_session(task, folder, Settings(seed, max_pairs, error_rate), all_pairs) as session:
+            click.echo(f"{len(task.pairs)} pairs; the results go to {folder} when you stop this with Ctrl-C. For raters:")
+            serve(session, host, port, click.echo)
+    except (LabelError, TableError, PromptError, FolderInUseError, DiskFullError) as error:
+        sys.exit(str(error))
+
+
 def _table(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) -> None:
     """Print aligned lines: name, remarks, description."""
     click.secho(title, bold=True)

@@ -35,3 +35,12 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
     """A seed for one purpose of a run (a stage, the evaluation), 63 bits, the same on every machine."""
     digest = hashlib.sha256(json.dumps([seed, *purpose]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def permutation(count: int, seed: int) -> list[int]:
+    """The numbers below ``count`` in an order that depends on the seed alone.
+
+    Sorting raw random numbers: the bit stream of Philox is fixed for good, numpy's own permutation may change.
+    """
+    order: list[int] = np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable").tolist()
+    return order

@@ -74,7 +74,7 @@ def decode_png(pictures: Sequence[bytes]) -> np.ndarray:
 
 def _decode(picture: bytes) -> np.ndarray:
     with Image.open(io.BytesIO(picture)) as image:
-        if "loop" in image.info:  # only animations say how often they are played
+        if _is_animated(image):
             return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])
         return np.asarray(image.convert("RGB"))
 
@@ -92,6 +92,16 @@ def png_chunks(picture: bytes) -> Iterator[tuple[bytes, bytes]]:
         length, name = unpack_from(">I4s", picture, start)
         yield name, picture[start : start + 12 + length]
         start += 12 + length
+
+
+def is_animated(picture: bytes) -> bool:
+    """Whether PNG bytes are a video: an animated PNG."""
+    with Image.open(io.BytesIO(picture), formats=["PNG"]) as image:
+        return _is_animated(image)
+
+
+def _is_animated(image: Image.Image) -> bool:
+    return "loop" in image.info  # only animations say how often they are played
 
 
 def condition_image(value: str | bytes, folder: Path) -> bytes:

@@ -1,0 +1,112 @@
+"""Every answer of every rater: one file that only grows, a JSON object per line, on the disk before it is acknowledged."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from ebbflow.data.files import read_lines
+from ebbflow.labeling.sources import LabelError
+from ebbflow.recipe.base import Strict, short
+from ebbflow.storage.disk import raise_if_disk_full
+
+logger = logging.getLogger(__name__)
+
+
+class Answer(Strict):
+    """What a rater said about a pair, or that the rater's last answer, which was on this pair, is taken back (``undo``)."""
+
+    at: str
+    """Time in UTC, ISO 8601."""
+    rater: str
+    pair: str
+    answer: Literal["left", "right", "tie", "undo"]
+    left: Literal[0, 1]
+    """Which of the pair's pictures was on the left."""
+
+    @property
+    def preferred(self) -> int | None:
+        """Which of the pair's pictures the rater prefers; None for a tie."""
+        return {"left": self.left, "right": 1 - self.left}.get(self.answer)
+
+
+class AnswerFile:
+    """The file and what stands in it.
+
+    Args:
+        path: is made if need be. A last line without its end was never acknowledged, and is removed.
+
+    Raises:
+        LabelError: a line is no answer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _cut_torn_line(path)
+        self.standing: list[Answer] = []
+        """The answers that were not taken back, in the order in which they came."""
+        for answer in _read(path):
+            self._apply(answer)
+
+    def append(self, answer: Answer) -> None:
+        """Write an answer; when this returns it is on the disk.
+
+        Raises:
+            DiskFullError: no space was left; the file is as it was.
+        """
+        size = self.path.stat().st_size
+        with raise_if_disk_full(self.path), self.path.open("ab", buffering=0) as file:
+            try:
+                line = answer.model_dump_json().encode() + b"\n"
+                if file.write(line) < len(line):  # a disk that fills up takes a part first
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(size)
+                raise
+        self._apply(answer)
+
+    def of(self, rater: str) -> dict[str, Answer]:
+        """The standing answers of a rater by pair, the last one last."""
+        return {answer.pair: answer for answer in self.standing if answer.rater == rater}
+
+    def _apply(self, answer: Answer) -> None:
+        if answer.answer != "undo":
+            self.standing.append(answer)
+        else:
+            key = (answer.rater, answer.pair)
+            self.standing = [one for one in self.standing if (one.rater, one.pair) != key]
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        path.touch()
+        _sync_folder(path.parent)
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)
+        logger.warning("%s: removed the last line, which a killed process left without its end", path)
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that a new file's name is on the disk, too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> Iterator[Answer]:
+    for location, line in read_lines(path, LabelError):
+        try:
+            yield Answer.model_validate_json(line)
+        except ValidationError:
+            raise LabelError(f"{location}: {short(line)} is no answer; restore the file, or remove this line") from None

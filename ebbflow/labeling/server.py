@@ -1,0 +1,270 @@
+"""The page on which people compare pictures, over HTTP.
+
+Other pages of the same browser cannot use it: the address has a random token, a request must name this server as its host (a page
+whose name was rebound to this address does not), and one that changes something must come from this very page.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import jinja2
+import uvicorn
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from ebbflow.labeling.results import write_results
+from ebbflow.labeling.session import OutOfTurnError, Session, Side, rater_name
+from ebbflow.labeling.sources import LabelError
+from ebbflow.rewards.http import is_loopback
+from ebbflow.storage.disk import DiskFullError
+
+MAX_BYTES = 4096
+"""Of a request: an answer has a hundred."""
+MAX_CONNECTIONS = 256
+KEEP_IMAGES = "private, max-age=86400, immutable"
+"""The address of a picture has the token in it, and always leads to the same picture."""
+
+Rater = Annotated[str, AfterValidator(rater_name)]
+
+logger = logging.getLogger(__name__)
+
+
+class GivenAnswer(BaseModel):
+    """What the page sends after a key."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    rater: Rater
+    pair: str = Field(max_length=80)
+    answer: Literal["left", "right", "tie"]
+
+
+class TakenBack(BaseModel):
+    """What the page sends after the undo key."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    rater: Rater
+
+
+def serve(session: Session, host: str, port: int, announce: Callable[[str], object]) -> None:
+    """Serve the page until the process is stopped, and then write the results.
+
+    Args:
+        port: 0 takes a free one.
+        announce: gets the address for raters.
+
+    Raises:
+        LabelError: the address is not free, or not one of this machine.
+    """
+    token = secrets.token_urlsafe(24)
+    with _listener(host, port) as listener:
+        config = uvicorn.Config(
+            make_app(session, host, token), log_config=None, access_log=False, limit_concurrency=MAX_CONNECTIONS
+        )
+        shown = f"[{host}]" if ":" in host else host
+        announce(f"http://{shown}:{listener.getsockname()[1]}/{token}/")
+        with suppress(KeyboardInterrupt):  # uvicorn raises it again after it has shut down
+            uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LabelError(
+            f"host = {host!r}, port = {port}: cannot listen there ({reason}); choose another --port or --host"
+        ) from None
+
+
+def make_app(session: Session, host: str, token: str) -> FastAPI:
+    """The page as an ASGI application, below ``/<token>/``; as it shuts down it writes the results.
+
+    Args:
+        host: that it listens on: requests must name it, or localhost.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        _write_results(session)
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    nonce = secrets.token_urlsafe(16)
+    router = APIRouter(prefix=f"/{token}")
+    _add_page(router, nonce)
+    _add_answers(router, session)
+
+    @app.middleware("http")
+    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        refused = _refused(request, host, token)
+        response = PlainTextResponse(refused[1], refused[0]) if refused else await call_next(request)
+        for name, value in _headers(nonce).items():
+            response.headers.setdefault(name, value)
+        return response
+
+    app.include_router(router)
+    return app
+
+
+def _add_page(router: APIRouter, nonce: str) -> None:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    page = environment.get_template("page.html").render(nonce=nonce)
+
+    @router.get("/", response_class=HTMLResponse)
+    async def show_page() -> str:
+        return page
+
+
+def _add_answers(router: APIRouter, session: Session) -> None:
+    """What the page asks for and sends. One event loop runs all of it, so that answers come one after the other."""
+
+    @router.get("/state")
+    async def state(rater: Rater) -> dict[str, Any]:
+        return _state(session, rater)
+
+    @router.get("/picture/{pair}/{side}")
+    async def picture(pair: str, side: Side, rater: Rater) -> Response:
+        try:
+            png = session.picture(rater, pair, side)
+        except KeyError:
+            raise HTTPException(404, "there is no such pair") from None
+        return Response(png, media_type="image/png", headers={"Cache-Control": KEEP_IMAGES})
+
+    @router.post("/answer")
+    async def answer(given: GivenAnswer) -> dict[str, Any]:
+        with _as_http():
+            session.answer(given.rater, given.pair, given.answer)
+        return _after(session, given.rater)
+
+    @router.post("/undo")
+    async def undo(given: TakenBack) -> dict[str, Any]:
+        with _as_http():
+            session.undo(given.rater)
+        return _after(session, given.rater)
+
+
+@contextmanager
+def _as_http() -> Iterator[None]:
+    """The session's errors as statuses, so that the page can say what happened."""
+    try:
+        yield
+    except OutOfTurnError as error:
+        raise HTTPException(409, str(error)) from None
+    except DiskFullError as error:
+        logger.error("%s", error)
+        raise HTTPException(507, "The answer was not saved: the disk is full.") from None
+
+
+def _state(session: Session, rater: str) -> dict[str, Any]:
+    """What the page shows. Nothing in it depends on which picture is whose, and no result: an undo could steer it."""
+    upcoming, answered = session.upcoming(rater), session.answers.of(rater)
+    alpha = session.agreement()
+    return {
+        "rater": rater,
+        "total": len(session.pairs),
+        "answered": len(answered),
+        "left": len(upcoming),
+        "pair": {"key": upcoming[0].key, "prompt": upcoming[0].prompt} if upcoming else None,
+        "next": upcoming[1].key if len(upcoming) > 1 else None,
+        "finished": None if upcoming else "decided" if session.is_decided() else "all",
+        "raters": len({answer.rater for answer in session.answers.standing}),
+        "agreement": None if alpha is None else round(alpha, 3),
+    }
+
+
+def _after(session: Session, rater: str) -> dict[str, Any]:
+    state = _state(session, rater)
+    if state["finished"]:
+        _write_results(session)
+    return state
+
+
+def _write_results(session: Session) -> None:
+    try:
+        write_results(session)
+    except DiskFullError as error:  # the answers are safe, and the same command writes the results again as it ends
+        logger.error("%s", error)
+
+
+# Who may ask.
+
+
+def _refused(request: Request, host: str, token: str) -> tuple[int, str] | None:
+    """Status and reason, if the request does not come from this page or from somebody with its address."""
+    named = request.headers.get("Host", "")
+    if not _names_this_server(named, host):
+        return 403, "This server goes by another name. Open the address that the terminal shows."
+    given = request.url.path.split("/")[1]
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        return 404, "Open the address that the terminal shows."
+    is_page = request.method == "GET" and request.url.path == f"/{token}/"
+    if not is_page and request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
+        return 403, "Another page asked for this."
+    if request.method not in ("GET", "HEAD"):
+        if _netloc(request.headers.get("Origin", "")) != named.lower():
+            return 403, "Another page sent this."
+        if not _is_short(request.headers.get("Content-Length", "")):
+            return 413, f"A request has at most {MAX_BYTES} bytes and says how many."
+    return None
+
+
+def _names_this_server(named: str, host: str) -> bool:
+    """Whether a Host header has a name that no other page can lead to this address: an IP address, or one that we know."""
+    try:
+        name = urlsplit(f"//{named}").hostname or ""
+    except ValueError:
+        return False
+    return (
+        is_loopback(name) or not is_loopback(host) and (_is_address(name) or name in (host.lower(), socket.gethostname().lower()))
+    )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
+
+
+def _is_short(length: str) -> bool:
+    return length.isascii() and length.isdigit() and len(length) < 10 and int(length) <= MAX_BYTES
+
+
+def _headers(nonce: str) -> dict[str, str]:
+    """The browser loads nothing from elsewhere, runs no script but the page's own, and tells nobody the address."""
+    policy = (
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return {
+        "Content-Security-Policy": policy,
+        "Cache-Control": "no-store",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Referrer-Policy": "same-origin",
+        "X-Content-Type-Options": "nosniff",
+    }

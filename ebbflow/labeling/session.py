@@ -1,0 +1,206 @@
+"""What each rater sees next, and when there are enough answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from ebbflow.labeling.agreement import krippendorff_alpha
+from ebbflow.labeling.answers import Answer, AnswerFile
+from ebbflow.labeling.sequential import SequentialTest, sequential_test
+from ebbflow.labeling.sources import LabelError, LabelPair, LabelTask
+from ebbflow.recipe.base import sanitize
+from ebbflow.seeding import derive_seed, permutation
+from ebbflow.storage.disk import write_text
+from ebbflow.storage.locks import LOCK, exclusive_lock
+
+TASK, ANSWERS = "task.json", "answers.jsonl"
+RATER = re.compile(r"\w[\w .'@-]{0,39}")
+"""Names that are harmless in a page, a file and a table."""
+Side = Literal["left", "right"]
+
+
+class OutOfTurnError(Exception):
+    """An answer that is not about the pair that the rater sees: another window of the same rater was faster."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the pairs are drawn and tested; a folder of answers keeps them for good.
+
+    Attributes:
+        seed: of the pairs, their order and their sides.
+        max_pairs: more pairs than these are drawn from.
+        error_rate: of the sequential test.
+    """
+
+    seed: int = 0
+    max_pairs: int = 200
+    error_rate: float = 0.05
+
+
+class Session:
+    """The task, the answers so far and what follows from them.
+
+    Args:
+        folder: where the answers are. The caller has its lock (``open_session``).
+        all_pairs: ask every rater about every pair, also after the test has decided.
+    """
+
+    def __init__(self, task: LabelTask, folder: Path, settings: Settings, all_pairs: bool = False) -> None:
+        self.task, self.folder, self.settings, self.all_pairs = task, folder, settings, all_pairs
+        self.pairs = {pair.key: pair for pair in task.pairs}
+        self.answers = AnswerFile(folder / ANSWERS)
+        if strange := [answer for answer in self.answers.standing if answer.pair not in self.pairs]:
+            raise LabelError(f"{self.answers.path}: there is no pair {strange[0].pair!r}; restore the file")
+
+    def order(self, rater: str) -> list[str]:
+        """The keys of all pairs as the rater sees them."""
+        keys = list(self.pairs)
+        return [keys[index] for index in permutation(len(keys), derive_seed(self.settings.seed, "order", rater))]
+
+    def left(self, rater: str, pair: str) -> Literal[0, 1]:
+        """Which of the pair's pictures the rater sees on the left."""
+        return 1 if derive_seed(self.settings.seed, "left", rater, pair) & 1 else 0
+
+    def picture(self, rater: str, pair: str, side: Side) -> bytes:
+        """The PNG on a side.
+
+        Raises:
+            KeyError: there is no such pair.
+        """
+        left = self.left(rater, pair)
+        return self.pairs[pair].pictures[left if side == "left" else 1 - left].png
+
+    def upcoming(self, rater: str) -> list[LabelPair]:
+        """The pairs that the rater is still asked about, the next one first; none after the test has decided."""
+        if self.is_decided():
+            return []
+        answered = self.answers.of(rater)
+        return [self.pairs[key] for key in self.order(rater) if key not in answered]
+
+    def answer(self, rater: str, pair: str, given: Literal["left", "right", "tie"]) -> None:
+        """Keep an answer to the pair that the rater sees.
+
+        Raises:
+            OutOfTurnError: the rater sees another pair.
+            DiskFullError: it could not be written.
+        """
+        upcoming = self.upcoming(rater)
+        if not upcoming or upcoming[0].key != pair:
+            raise OutOfTurnError(f"{rater} does not see pair {pair} any more")
+        self._append(rater, pair, given)
+
+    def undo(self, rater: str) -> None:
+        """Take back the rater's last answer, so that its pair is the next one that the rater sees.
+
+        Raises:
+            OutOfTurnError: there is no answer, or the test has decided: a decision is final.
+            DiskFullError: it could not be written.
+        """
+        if self.is_decided():
+            raise OutOfTurnError("the test has decided")
+        if not (answered := self.answers.of(rater)):
+            raise OutOfTurnError(f"{rater} has no answer to take back")
+        self._append(rater, list(answered)[-1], "undo")
+
+    def _append(self, rater: str, pair: str, given: Literal["left", "right", "tie", "undo"]) -> None:
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self.answers.append(Answer(at=at, rater=rater, pair=pair, answer=given, left=self.left(rater, pair)))
+
+    def by_pair(self) -> dict[str, list[Answer]]:
+        """The standing answers of every pair that has one, in the order in which they came."""
+        found: dict[str, list[Answer]] = defaultdict(list)
+        for answer in self.answers.standing:
+            found[answer.pair].append(answer)
+        return dict(found)
+
+    def test(self) -> SequentialTest | None:
+        """The sequential test of a comparison. Answers on one pair are not independent: the first on each pair counts."""
+        if self.task.kind != "comparison":
+            return None
+        preferred = [answers[0].preferred for answers in self.by_pair().values()]
+        return sequential_test([side == 1 for side in preferred if side is not None], self.settings.error_rate)
+
+    def is_decided(self) -> bool:
+        """Whether nobody is asked any more because the test has decided."""
+        test = None if self.all_pairs else self.test()
+        return test is not None and test.decided_after is not None
+
+    def agreement(self) -> float | None:
+        """Krippendorff's alpha of preferences (first picture, second picture, tie) over all raters."""
+        return krippendorff_alpha([[answer.preferred for answer in answers] for answers in self.by_pair().values()])
+
+
+def rater_name(text: str) -> str:
+    """A rater's name in one spelling.
+
+    Raises:
+        ValueError: it is no name.
+    """
+    name = " ".join(unicodedata.normalize("NFC", text).split())
+    if not RATER.fullmatch(name):
+        raise ValueError("a name has 1 to 40 letters, digits, spaces or . ' @ -, and starts with a letter or digit")
+    return name
+
+
+@contextmanager
+def open_session(task: LabelTask, folder: Path, settings: Settings, all_pairs: bool = False) -> Iterator[Session]:
+    """The session of a folder, which is new or has answers to the same task; no other process has it meanwhile.
+
+    Raises:
+        LabelError: the folder has something else in it, or answers to another task.
+        FolderInUseError: another process has it.
+    """
+    _require_ours(folder)
+    with exclusive_lock(folder):
+        _check_same_task(folder / TASK, _described(task, settings))
+        yield Session(task, folder, settings, all_pairs)
+
+
+def _require_ours(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise LabelError(f"{folder} is a file; name a folder for the answers")
+    if folder.is_dir() and not (folder / TASK).exists() and any(map(_is_foreign, folder.iterdir())):
+        raise LabelError(f"{folder} has other files in it; name a new folder for the answers, or one that has some")
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether it is something else than what a process leaves that was killed as it began."""
+    return path.name != LOCK and not path.name.startswith(f".{TASK}.partial-")
+
+
+def _described(task: LabelTask, settings: Settings) -> dict[str, Any]:
+    return {
+        "kind": task.kind,
+        "policies": list(task.names),
+        **vars(settings),
+        "sha256": task.digests,
+        "pairs": [pair.key for pair in task.pairs],
+    }
+
+
+def _check_same_task(path: Path, described: dict[str, Any]) -> None:
+    """Write what the answers are about; if it stands there, compare: answers to other pictures would be mixed."""
+    if not path.exists():
+        write_text(path, json.dumps(described, indent=2) + "\n")
+        return
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise LabelError(f"{path} is damaged; name a new folder for the answers") from None
+    differ = [key for key, value in described.items() if before.get(key) != value]
+    if differ:
+        shown = ", ".join(f"{key} = {sanitize(str(before.get(key)), 80)}" for key in differ if key not in ("sha256", "pairs"))
+        raise LabelError(
+            f"{path.parent} has answers to something else ({shown or 'other pictures'}); repeat the command that made it, or "
+            "name a new folder"
+        )

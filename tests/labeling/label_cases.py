@@ -1,0 +1,127 @@
+"""Evaluations and rollouts whose pictures have a grey level each, so that a simulated rater can see which is brighter."""
+
+from __future__ import annotations
+
+import io
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import uvicorn
+from PIL import Image
+
+from ebbflow.data.images import encode_png
+from ebbflow.data.prompts import Prompt
+from ebbflow.data.schema import PROMPTS, evaluation_schema, rollout_schema
+from ebbflow.labeling import server
+from ebbflow.labeling.session import Session, Settings, open_session
+from ebbflow.labeling.sources import LabelTask, load_comparison
+from ebbflow.storage.tables import write_table
+
+LATENT = (1, 16, 32)
+"""Of the glyph model."""
+
+
+def grey(level: int, height: int = 16, width: int = 32) -> bytes:
+    return encode_png(np.full((1, height, width, 3), level, np.uint8))[0]
+
+
+def level(png: bytes) -> int:
+    with Image.open(io.BytesIO(png)) as image:
+        return image.getpixel((0, 0))[0]
+
+
+def write_evaluation(
+    path: Path, label: str, levels: Sequence[int], prompts: Sequence[str] | None = None, split: str = "held_out", **size: int
+) -> Path:
+    """One sample per prompt with these grey levels."""
+    rows = [
+        {"prompt_id": index, "sample": 0, "split": split, "prompt": prompts[index] if prompts else f"prompt {index}"}
+        | {"target": None, "image": grey(value, **size), "reward": 0.5, "failure": None}
+        for index, value in enumerate(levels)
+    ]
+    schema = evaluation_schema(["reward"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_table(path, schema, [pa.RecordBatch.from_pylist(rows, schema)], {"label": label, "recipe_digest": "d"})
+    return path
+
+
+def make_comparison(folder: Path, candidate_wins: Sequence[bool], prompts: Sequence[str] | None = None) -> LabelTask:
+    """A task in which the candidate's picture is the brighter one where it wins."""
+    bright = [200 if wins else 60 for wins in candidate_wins]
+    champion = write_evaluation(folder / "champion.parquet", "before", [120 + index % 9 for index in range(len(bright))], prompts)
+    candidate = write_evaluation(folder / "candidate.parquet", "1.1 online", bright, prompts)
+    return load_comparison(champion, candidate, max_pairs=1000, seed=0)
+
+
+def write_rollouts(
+    folder: Path, groups: int, group_size: int, shards: int = 2, stage: str = "1.2 offline"
+) -> tuple[list[Path], Path]:
+    """Shards whose pictures and latents have a different level each, and their prompt table."""
+    texts = [f'"WO{index}"' for index in range(groups)]
+    prompts = [Prompt(index, text, "", text.strip('"'), "test", "train", "{}") for index, text in enumerate(texts)]
+    write_table(folder / "prompts.parquet", PROMPTS, [pa.RecordBatch.from_pylist([vars(one) for one in prompts], PROMPTS)], {})
+    paths = []
+    for shard in range(shards):
+        keys = [(prompt, sample) for prompt in range(shard, groups, shards) for sample in range(group_size)]
+        levels = [20 + 7 * prompt + 3 * sample for prompt, sample in keys]
+        latents = np.stack([np.full(LATENT, value / 127.5 - 1, np.float32) for value in levels])
+        columns = [
+            pa.array([prompt for prompt, _ in keys], pa.int64()),
+            pa.array([sample for _, sample in keys], pa.int64()),
+            pa.array([4] * len(keys), pa.int64()),
+            pa.FixedShapeTensorArray.from_numpy_ndarray(latents),
+            pa.array([grey(value) for value in levels], pa.binary()),
+        ]
+        schema = rollout_schema(LATENT)
+        path = folder / f"rollouts-{shard}.parquet"
+        write_table(path, schema, [pa.record_batch(columns, schema=schema)], {"stage": stage, "shard": shard})
+        paths.append(path)
+    return paths, folder / "prompts.parquet"
+
+
+def brighter(session: Session, rater: str, pair: str) -> str:
+    """What a rater says who looks at the two sides and prefers the brighter one."""
+    left, right = (level(session.picture(rater, pair, side)) for side in ("left", "right"))
+    return "tie" if left == right else "left" if left > right else "right"
+
+
+def rate(session: Session, rater: str, count: int | None = None) -> int:
+    """Let a rater answer the next pairs; returns how many there were."""
+    done = 0
+    while (upcoming := session.upcoming(rater)) and done != count:
+        session.answer(rater, upcoming[0].key, brighter(session, rater, upcoming[0].key))
+        done += 1
+    return done
+
+
+@contextmanager
+def opened(task: LabelTask, folder: Path, all_pairs: bool = False, **settings: float) -> Iterator[Session]:
+    with open_session(task, folder, Settings(**settings), all_pairs) as session:
+        yield session
+
+
+@contextmanager
+def serving(session: Session) -> Iterator[str]:
+    """The server of ``ebbflow label`` in a thread: its address."""
+    made: list[uvicorn.Server] = []
+    addresses: queue.Queue[str] = queue.Queue()
+
+    def remember(config: uvicorn.Config) -> uvicorn.Server:
+        made.append(uvicorn.Server(config))
+        return made[0]
+
+    with mock.patch.object(server, "uvicorn", SimpleNamespace(Config=uvicorn.Config, Server=remember)):
+        thread = threading.Thread(target=server.serve, args=(session, "127.0.0.1", 0, addresses.put), daemon=True)
+        thread.start()
+        try:
+            yield addresses.get(timeout=30)
+        finally:
+            made[0].should_exit = True
+            thread.join(30)
