@@ -73,8 +73,7 @@ def serve(session: Session, host: str, port: int, announce: Callable[[str], obje
         config = uvicorn.Config(
             make_app(session, host, token), log_config=None, access_log=False, limit_concurrency=MAX_CONNECTIONS
         )
-        shown = f"[{host}]" if ":" in host else host
-        announce(f"http://{shown}:{listener.getsockname()[1]}/{token}/")
+        announce(f"http://{_shown(host)}:{listener.getsockname()[1]}/{token}/")
         with suppress(KeyboardInterrupt):  # uvicorn raises it again after it has shut down
             uvicorn.Server(config).run(sockets=[listener])
 
@@ -88,6 +87,13 @@ def _listener(host: str, port: int) -> socket.socket:
         raise LabelError(
             f"host = {host!r}, port = {port}: cannot listen there ({reason}); choose another --port or --host"
         ) from None
+
+
+def _shown(host: str) -> str:
+    """The host in an address for raters: the name of this machine if it listens on all of its addresses."""
+    if _is_address(host) and ip_address(host).is_unspecified:
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host
 
 
 def make_app(session: Session, host: str, token: str) -> FastAPI:

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 import pytest
 from click.testing import CliRunner
@@ -147,8 +147,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_runs_only_its_own_script(clie
 )
 def test_without_the_token_there_is_nothing(client, path):
     found = client.get(path)
-    assert found.status_code == 404
-    assert TOKEN not in found.text
+    assert (found.status_code, found.text) == (404, "Open the address that the terminal shows.")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +277,20 @@ def test_the_address_has_a_new_token_each_time_and_is_announced(session, monkeyp
     assert tokens[0][2] != tokens[1][2]
     assert [(at[0], at[1]) for _, at in started] == [("127.0.0.1", int(token[1])) for token in tokens]
     assert not any(config.access_log for config, _ in started)
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("0.0.0.0", socket.gethostname()), ("::1", "[::1]"), ("localhost", "localhost"), ("127.0.0.1", "127.0.0.1")],
+)
+def test_the_address_has_a_name_that_the_server_goes_by(session, monkeypatch, host, name):
+    addresses = []
+    monkeypatch.setattr(server.uvicorn.Server, "run", lambda self, sockets: None)
+    serve(session, host, 0, addresses.append)
+    named = urlsplit(addresses[0]).netloc
+    assert named.rpartition(":")[0] == name
+    with TestClient(make_app(session, host, TOKEN), base_url=BASE) as client:
+        assert client.get(f"/{TOKEN}/", headers={"Host": named}).status_code == 200
 
 
 def test_results_are_written_as_the_server_ends(session):
