@@ -120,6 +120,37 @@ def rollback(recipe: Path, to: int | None) -> None:
     click.echo(f"The next run is compared with version {done.version}; another rollback restores version {done.previous}.")
 
 
+STORE = click.option(
+    "--recipe",
+    type=click.Path(path_type=Path),
+    help="The recipe whose MLflow store it is; left out, MLFLOW_TRACKING_URI or runs/mlflow.db.",
+)
+
+
+@main.command()
+@click.argument("model", metavar="MODEL[@ALIAS]")
+@click.option("--again", is_flag=True, help="Also generate the held-out samples again, and compare pictures and scores.")
+@STORE
+def verify(model: str, again: bool, recipe: Path | None) -> None:
+    """Verify a registered version: its digests, and the gate's decision, made again from the stored scores.
+
+    MODEL alone means its champion; MODEL/3 is version 3. Exits with status 1 if a check failed.
+    """
+    from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
+    from ebbflow.tracking.verification import verify_version
+
+    try:
+        uri = resolve_tracking_uri(load_recipe(recipe) if recipe else Recipe())
+        version, checks = verify_version(uri, model, again)
+    except (RecipeError, TrackingError) as error:
+        sys.exit(str(error))
+    click.secho(f"{version.name} version {version.version}", bold=True)
+    for check in checks:
+        click.echo(str(check))
+    if failed := [check.name for check in checks if check.status == "FAILED"]:
+        sys.exit(f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}")
+
+
 @main.command()
 @click.argument("family")
 @click.argument("folder", type=click.Path(path_type=Path))

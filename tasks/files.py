@@ -12,6 +12,7 @@ from flytekit import FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+import ebbflow
 from ebbflow.data.records import TrackedRun
 from ebbflow.storage.disk import private_folder, remove, remove_stale_partials
 from ebbflow.storage.locks import wait_for_lock
@@ -20,6 +21,9 @@ from tasks.types import GONE
 if TYPE_CHECKING:
     from ebbflow.stage import StageContext
     from ebbflow.training.checkpoint import Checkpoints
+
+CODE = (Path(ebbflow.__file__).parent, Path(__file__).parent, Path(__file__).parents[1] / "workflows")
+"""The sources that decide what a run does."""
 
 
 def scratch(name: str) -> Path:

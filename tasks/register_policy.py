@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 from flytekit import current_context, task
+from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch
+from tasks.files import CODE, fetch
 from tasks.resources import light
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
 
@@ -17,13 +21,16 @@ def register_policy(
     recipe: Recipe,
     run: TrackedRun,
     base: BaseModelArtifact,
+    prompts: FlyteFile,
     candidate: EvaluatedPolicy,
     champion: ChampionPolicy,
     decision: GateDecision,
 ) -> Registration:
-    """Idempotent: one version per run."""
+    """Idempotent: one version per run, with what the gate decided from."""
     from ebbflow.storage.artifacts import verify
+    from ebbflow.storage.identity import code_listing
     from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.evidence import GateInputs, write_evidence
     from ebbflow.tracking.registry import register
 
     execution = current_context().execution_id
@@ -34,7 +41,18 @@ def register_policy(
         "candidate": candidate.evaluation.label,
         "policy_version": str(candidate.evaluation.policy_version),
     }
-    with node_run(run, "registry") as run_logger:
+    sides = {"candidate": candidate, "champion": champion.evaluated}
+    inputs = GateInputs(
+        recipe=recipe,
+        decision=decision,
+        evaluations={side: evaluated.evaluation for side, evaluated in sides.items()},
+        samples={side: fetch(evaluated.samples) for side, evaluated in sides.items()},
+        prompts=fetch(prompts),
+        code=code_listing(*CODE),
+    )
+    with node_run(run, "registry") as run_logger, tempfile.TemporaryDirectory() as folder:
+        evidence = Path(folder) / "evidence"
+        lineage |= write_evidence(evidence, inputs)
         registration = register(
             run,
             fetch(candidate.policy.folder),
@@ -43,6 +61,7 @@ def register_policy(
             lineage,
             model_name=recipe.promotion.model_name,
             expected_champion=champion.version,
+            evidence=evidence,
         )
         run_logger.log_params(registration.model_dump())
     return registration

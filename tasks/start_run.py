@@ -12,11 +12,11 @@ from types import FrameType
 
 from flytekit import FlyteContextManager, current_context, task
 
-import ebbflow
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.storage.disk import private_folder
 from tasks.elastic import preload
+from tasks.files import CODE
 from tasks.resources import light
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,7 @@ def _start_or_resume(recipe: Recipe) -> TrackedRun:
     from ebbflow.storage.locks import exclusive_lock
     from ebbflow.tracking import parent_run
 
-    here = Path(__file__).parent
-    code = code_digest(Path(ebbflow.__file__).parent, here, here.parent / "workflows")
-    tags = {"ebbflow.code_digest": code, "ebbflow.inputs_digest": inputs_digest(recipe)}
+    tags = {"ebbflow.code_digest": code_digest(*CODE), "ebbflow.inputs_digest": inputs_digest(recipe)}
     stopped = parent_run.stopped_run(recipe, tags)
     run = stopped or parent_run.start_run(recipe, None, tags)
     if "://" in run.folder:

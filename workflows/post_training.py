@@ -76,7 +76,14 @@ def post_train(recipe: Recipe = Recipe()) -> PostTraining:
     candidate = choose_candidate(run=run, history=history)
     decision = decide_promotion(recipe=recipe, run=run, candidate=candidate, champion=champion)
     report, summary, registration = conclude(
-        recipe=recipe, run=run, base=base, history=history, candidate=candidate, champion=champion, decision=decision
+        recipe=recipe,
+        run=run,
+        base=base,
+        prompts=prompts,
+        history=history,
+        candidate=candidate,
+        champion=champion,
+        decision=decision,
     )
     return PostTraining(report, summary, candidate, decision, registration, run)
 
@@ -133,6 +140,7 @@ def conclude(
     recipe: Recipe,
     run: TrackedRun,
     base: BaseModelArtifact,
+    prompts: FlyteFile,
     history: list[EvaluatedPolicy],
     candidate: EvaluatedPolicy,
     champion: ChampionPolicy,
@@ -145,7 +153,7 @@ def conclude(
     """
     inputs: dict[str, Any] = {"recipe": recipe, "run": run, "decision": decision}
     write = partial(write_report, **inputs, base=base, history=history, champion=champion)
-    registration = register_policy(**inputs, base=base, candidate=candidate, champion=champion)
+    registration = register_policy(**inputs, base=base, prompts=prompts, candidate=candidate, champion=champion)
     if not decision.promote:
         report, summary = write(registration=registration)
         return Conclusion(report, summary, registration)

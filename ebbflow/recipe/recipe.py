@@ -198,10 +198,14 @@ class Recipe(Strict):
         return [path for path in (*rewards, self.model.family, *engines, *kinds) if ":" in path]
 
     @property
+    def canonical(self) -> str:
+        """The resolved recipe as JSON, independent of key order and of what the YAML left out."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    @property
     def digest(self) -> str:
-        """sha256 of the resolved recipe, independent of key order and of what the YAML left out."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        """sha256 of ``canonical``."""
+        return hashlib.sha256(self.canonical.encode()).hexdigest()
 
     def stage_label(self, round_index: int, stage_index: int) -> str:
         """How a stage is called everywhere, counted from one: ``"2.1 online"``."""

@@ -28,7 +28,12 @@ def code_digest(*roots: Path) -> str:
 
     It is the same wherever the same code is installed, and takes milliseconds.
     """
-    return _digest({"sources": [_sources(root) for root in roots], "versions": _versions()})
+    return hashlib.sha256(code_listing(*roots).encode()).hexdigest()
+
+
+def code_listing(*roots: Path) -> str:
+    """What ``code_digest`` is the sha256 of, as JSON: ``sources``, a list of [path, sha256] for each root, and ``versions``."""
+    return json.dumps({"sources": [_sources(root) for root in roots], "versions": _versions()}, sort_keys=True)
 
 
 def inputs_digest(recipe: Recipe) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,9 +20,16 @@ from mlflow.types import ColSpec, Schema
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder
+from ebbflow.storage.disk import sha256_of
 from ebbflow.tracking.store import RUN, TrackingError, uploading
 from ebbflow.training.policy_metadata import METADATA, STATISTICS, read_policy_metadata
 
+EVIDENCE = "evidence"
+"""The folder of a version that holds what the gate decided from (``ebbflow.tracking.evidence``)."""
+POLICY_DIGEST, MODEL_FILES_DIGEST, BASE_STORED = "ebbflow.policy_digest", "ebbflow.model_files_digest", "ebbflow.base_stored"
+"""Tags: the digests of the version's policy folder and of MLflow's own files, and whether the base model is stored with it."""
+REGISTERED_MODEL_META = "registered_model_meta"
+"""The file that MLflow may add when it downloads a version."""
 MAX_STORED_BASE = 2**30
 """Bytes up to which a base model is stored with its version; larger ones are only referenced, or they would fill the store."""
 REQUIREMENTS = ("diffusers", "peft", "pillow", "safetensors", "torch", "transformers")
@@ -50,13 +58,19 @@ def find_version(client: MlflowClient, name: str, run_id: str) -> ModelVersion |
 
 
 def create_version(
-    client: MlflowClient, tracked: TrackedRun, policy: Path, base: Path | None, name: str, tags: dict[str, str]
+    client: MlflowClient,
+    tracked: TrackedRun,
+    policy: Path,
+    base: Path | None,
+    name: str,
+    tags: dict[str, str],
+    evidence: Path | None = None,
 ) -> ModelVersion:
     """Log the folders as an MLflow model of the parent run and register that. Uses neither pickle nor MLflow's active run."""
     if not (policy / METADATA).is_file():
         raise RegistryError(f"{policy} is no policy folder (it has no {METADATA}); pass one that a training stage committed")
     model = find_logged_model(client, tracked) or _create_logged_model(client, tracked, name, tags)
-    _upload(client, tracked, model, policy, base)
+    tags = tags | _upload(client, tracked, model, policy, base, evidence)
     client.finalize_logged_model(model.model_id, "READY")
     outputs = client.get_run(tracked.run_id).outputs
     if outputs is None or model.model_id not in [output.model_id for output in outputs.model_outputs]:
@@ -105,6 +119,12 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def model_files_digest(model: Path) -> str:
+    """sha256 over MLflow's own files of a model, which name the module that loads it and the packages to install."""
+    files = {path.name: sha256_of(path) for path in model.iterdir() if path.is_file() and path.name != REGISTERED_MODEL_META}
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
 def _create_logged_model(client: MlflowClient, tracked: TrackedRun, name: str, tags: dict[str, str]) -> LoggedModel:
     created = client.create_logged_model(
         tracked.experiment_id, name=name, source_run_id=tracked.run_id, tags=tags, model_type="diffusion policy"
@@ -115,21 +135,33 @@ def _create_logged_model(client: MlflowClient, tracked: TrackedRun, name: str, t
     return oldest
 
 
-def _upload(client: MlflowClient, tracked: TrackedRun, model: LoggedModel, policy: Path, base: Path | None) -> None:
+def _upload(
+    client: MlflowClient, tracked: TrackedRun, model: LoggedModel, policy: Path, base: Path | None, evidence: Path | None
+) -> dict[str, str]:
+    """Upload what a version contains; the tags that say what that was."""
     location, model_id = model.artifact_location, model.model_id
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "model"
+        data = _collect_data(Path(folder) / "ebbflow", policy, base)
         mlflow.pyfunc.save_model(
             str(saved),
             loader_module="ebbflow.tracking.serving",
-            data_path=str(_collect_data(Path(folder) / "ebbflow", policy, base)),
+            data_path=str(data),
             mlflow_model=Model(artifact_path=location, run_id=tracked.run_id, model_uuid=model_id, model_id=model_id),
             signature=SIGNATURE,
             input_example=pd.DataFrame({"prompt": ['"EBBS"'], "seed": [0]}),
             pip_requirements=[f"{package}=={installed(package)}" for package in REQUIREMENTS],
         )
+        if evidence:
+            shutil.copytree(evidence, saved / EVIDENCE)
         with uploading():
             client.log_model_artifacts(model_id, str(saved))
+        base_stored = str((data / "base").is_dir()).lower()
+        return {
+            POLICY_DIGEST: (data / "policy" / COMMIT).read_text().strip(),  # of links to files that were verified
+            MODEL_FILES_DIGEST: model_files_digest(saved),
+            BASE_STORED: base_stored,
+        }
 
 
 def _collect_data(data: Path, policy: Path, base: Path | None) -> Path:

@@ -26,11 +26,12 @@ from ebbflow.storage.artifacts import verify
 from ebbflow.storage.disk import safe_join
 from ebbflow.tracking.model_version import RegistryError, create_version, find_version, link_to_run
 from ebbflow.tracking.registry_lock import CHAMPION, registry_lock, version_by_alias
-from ebbflow.tracking.store import DIGEST, EXECUTION, RUN, TrackingError, connect
+from ebbflow.tracking.store import DIGEST, EXECUTION, RUN, TrackingError, connect, sqlite_file
 from ebbflow.training.policy_metadata import METADATA
 
 CHALLENGER, PREVIOUS = "challenger", "previous"
 REPLACES, ROLLED_BACK = "ebbflow.replaces", "ebbflow.rolled_back"
+COMPARED_WITH, NO_CHAMPION, DECISION = "ebbflow.compared_with", "no champion", "ebbflow.decision"
 MAX_TAG_LENGTH = 5000
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def register(
     *,
     model_name: str,
     expected_champion: str | None,
+    evidence: Path | None = None,
 ) -> Registration:
     """Register a run's policy as challenger. Idempotent.
 
@@ -55,6 +57,7 @@ def register(
         lineage: further tags, such as ``execution_id`` and ``base_digest``; they get the prefix ``ebbflow.`` unless dotted.
         model_name: the registered model.
         expected_champion: the version that the gate compared with; None if there was no champion.
+        evidence: the folder that ``evidence.write_evidence`` filled, stored with the version; its tags belong into ``lineage``.
 
     Raises:
         RegistryError: a write failed.
@@ -65,7 +68,7 @@ def register(
         version = find_version(client, model_name, tracked.run_id)
         if version is None:
             tags = _tags(client, tracked, decision, lineage, expected_champion)
-            version = create_version(client, tracked, policy, base, model_name, tags)
+            version = create_version(client, tracked, policy, base, model_name, tags, evidence)
             logger.info("registered %r version %s", model_name, version.version)
         link_to_run(client, tracked, version)
         _make_challenger(client, model_name, version)
@@ -119,8 +122,7 @@ def rollback(tracking_uri: str, model_name: str, to: str | None = None) -> Regis
             meantime, or a write failed.
         RegistryLockError: a promotion of the model did not end.
     """
-    if tracking_uri.startswith("sqlite:///") and not Path(tracking_uri.removeprefix("sqlite:///")).is_file():
-        raise RegistryError(f"no MLflow store at {tracking_uri}; run this where the pipeline ran, or set tracking.uri")
+    require_store(tracking_uri)
     client = connect(tracking_uri)
     with _registry_errors(f"roll {model_name!r} back", tracking_uri, "Run the command again"):
         champion, version = _rollback_versions(client, model_name, to)
@@ -152,15 +154,51 @@ def find_champion(tracking_uri: str, model_name: str) -> Champion | None:
     )
 
 
+def named_version(tracking_uri: str, named: str) -> ModelVersion:
+    """The version that ``MODEL``, ``MODEL@alias`` or ``MODEL/version`` names; a model alone means its champion.
+
+    Raises:
+        RegistryError: there is no such version, or no such store.
+    """
+    require_store(tracking_uri)
+    client = connect(tracking_uri)
+    name, _, number = named.partition("/")
+    name, _, alias = name.partition("@")
+    with _registry_errors(f"look up {named!r}", tracking_uri, "Run the command again"):
+        if number and alias:
+            raise RegistryError(f"{named!r} names a version in two ways; give MODEL@alias or MODEL/version")
+        if not number:
+            version = version_by_alias(client, name, alias or CHAMPION)
+            if version is None:
+                wanted = alias or CHAMPION
+                raise RegistryError(f"no version of {name!r} has the alias {wanted!r}; give MODEL@alias or MODEL/version")
+            return version
+        try:
+            return client.get_model_version(name, number)
+        except MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+            raise RegistryError(f"there is no version {number!r} of {name!r}; give MODEL@alias or MODEL/version") from error
+
+
+def download_version(tracking_uri: str, name: str, version: str, into: Path) -> Path:
+    """Download a version as MLflow stored it. Returns the folder that has the file ``MLmodel``."""
+    client = connect(tracking_uri)
+    with _registry_errors(f"download {name!r} version {version}", tracking_uri):
+        # not "models:/<name>/<version>", which MLflow resolves in the process-wide registry
+        uri = client.get_model_version_download_uri(name, version)
+        return Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(into), tracking_uri=tracking_uri))
+
+
+def data_folder(model: Path) -> Path:
+    """The folder of a downloaded version that has ``policy/`` and, where it was stored, ``base/``."""
+    flavor = Model.load(str(model)).flavors.get(mlflow.pyfunc.FLAVOR_NAME, {})
+    return safe_join(model, flavor.get(mlflow.pyfunc.DATA, "data"))
+
+
 def download_champion(champion: Champion, into: Path) -> Path:
     """Download this very version, even if another has become champion since. Returns the folder that has ``policy/``."""
-    client = connect(champion.tracking_uri)
-    with _registry_errors(f"download {champion.model_name!r} version {champion.version}", champion.tracking_uri):
-        # not "models:/<name>/<version>", which MLflow resolves in the process-wide registry
-        uri = client.get_model_version_download_uri(champion.model_name, champion.version)
-        model = mlflow.artifacts.download_artifacts(uri, dst_path=str(into), tracking_uri=champion.tracking_uri)
-    flavor = Model.load(model).flavors.get(mlflow.pyfunc.FLAVOR_NAME, {})
-    data = safe_join(Path(model), flavor.get(mlflow.pyfunc.DATA, "data"))
+    data = data_folder(download_version(champion.tracking_uri, champion.model_name, champion.version, into))
     if not (data / "policy" / METADATA).is_file():
         raise RegistryError(
             f"{champion.model_name!r} version {champion.version} has no policy/{METADATA}, so Ebbflow did not register it; move "
@@ -184,6 +222,16 @@ def champion_folders(champion: Champion, into: Path, base: Path) -> tuple[Path, 
             f"{champion.base_digest[:12] or '(unknown)'}, this run from {digest[:12]}; set another promotion.model_name"
         )
     return base, data / "policy"
+
+
+def require_store(tracking_uri: str) -> None:
+    """Check that a SQLite store exists: a client would make an empty one.
+
+    Raises:
+        RegistryError: it does not.
+    """
+    if (database := sqlite_file(tracking_uri)) and not database.is_file():
+        raise RegistryError(f"no MLflow store at {tracking_uri}; run this where the pipeline ran, or set tracking.uri")
 
 
 @contextmanager
@@ -210,7 +258,7 @@ def _tags(
 ) -> dict[str, str]:
     run_tags = client.get_run(tracked.run_id).data.tags
     execution = {EXECUTION: run_tags[EXECUTION]} if EXECUTION in run_tags else {}
-    gate = {"ebbflow.compared_with": expected_champion or "no champion", "ebbflow.decision": _as_tag(decision)}
+    gate = {COMPARED_WITH: expected_champion or NO_CHAMPION, DECISION: decision_tag(decision)}
     return {**_with_prefix(lineage), **execution, **gate, RUN: tracked.run_id, DIGEST: tracked.recipe_digest}
 
 
@@ -218,7 +266,8 @@ def _with_prefix(tags: dict[str, str]) -> dict[str, str]:
     return {key if "." in key else f"ebbflow.{key}": value for key, value in tags.items()}
 
 
-def _as_tag(decision: GateDecision) -> str:
+def decision_tag(decision: GateDecision) -> str:
+    """The decision as the value of a tag, which is cut off where it is too long for one."""
     text = decision.model_dump_json()
     # reasons repeat the numbers, so they are dropped first if there are too many guardrails for a tag
     return text if len(text) <= MAX_TAG_LENGTH else decision.model_dump_json(exclude={"reasons"})[:MAX_TAG_LENGTH]

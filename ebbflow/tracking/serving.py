@@ -40,23 +40,24 @@ def _prompt(row: dict[Hashable, Any]) -> Prompt:
 
 def _load_pyfunc(data_path: str) -> ServedPolicy:
     """MLflow's entry point."""
-    base, policy = Path(data_path) / "base", Path(data_path) / "policy"
-    return ServedPolicy(base if base.is_dir() else _referenced_base(data_path, policy), policy)
+    return ServedPolicy(base_folder(Path(data_path)), Path(data_path) / "policy")
 
 
-def _referenced_base(data_path: str, policy: Path) -> Path:
-    """The base model that a version only references, from the hub or its cache.
+def base_folder(data: Path) -> Path:
+    """The base model of a version: stored in its data folder, or only referenced, then from the hub or its cache.
 
     Raises:
-        TrackingError: it is not on the hub.
+        TrackingError: it was not stored and is not on the hub.
     """
+    base, policy = data / "base", data / "policy"
+    if base.is_dir():
+        return base
     from ebbflow.models.prepare import cached_base
     from ebbflow.training.policy_metadata import read_policy_metadata
 
     model = read_policy_metadata(policy).model
     if not model.on_hub:
         raise TrackingError(
-            f"{data_path} was registered without its base model; put the one that {policy / 'policy.json'} names into "
-            f"{Path(data_path) / 'base'}"
+            f"{data} was registered without its base model; put the one that {policy / 'policy.json'} names into {base}"
         )
     return cached_base(model)

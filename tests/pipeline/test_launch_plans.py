@@ -132,6 +132,7 @@ def inputs(tmp_path: Path) -> dict[str, Any]:
             run_id="r", experiment_id="0", tracking_uri=store, folder=str(tmp_path), recipe_digest="d", started_at=0.0
         ),
         "base": BaseModelArtifact(folder=folder, seconds=0.0, finished_at=0.0),
+        "prompts": FlyteFile(str(tmp_path / "samples.parquet")),
         "history": [evaluated],
         "candidate": evaluated,
         "champion": ChampionPolicy(version="1", evaluated=evaluated),

@@ -20,6 +20,7 @@ from mlflow.exceptions import MlflowException
 
 from ebbflow.data.records import Comparison, GateDecision, Registration, TrackedRun
 from ebbflow.tracking import registry, registry_lock
+from ebbflow.tracking.model_version import MODEL_FILES_DIGEST, model_files_digest
 from ebbflow.tracking.registry import RegistryError
 from ebbflow.tracking.registry_lock import LOCK, RegistryLockError
 
@@ -172,7 +173,7 @@ def state(client: MlflowClient, run: TrackedRun, name: str) -> dict[str, Any]:
     """All that the registry and the run know of a promotion, without what differs between two runs."""
     versions = sorted(client.search_model_versions(f"name = '{name}'"), key=lambda version: int(version.version))
     models = client.search_logged_models([run.experiment_id], f"tags.`ebbflow.run_id` = '{run.run_id}'")
-    own = {"ebbflow.run_id", "flyte.execution_id", "mlflow.modelVersions"}
+    own = {"ebbflow.run_id", "flyte.execution_id", "mlflow.modelVersions", MODEL_FILES_DIGEST}
     outputs = client.get_run(run.run_id).outputs
     linked = [model.tags.get("mlflow.modelVersions", "").replace(name, "NAME") for model in models]
     folders = [Path(mlflow.artifacts.download_artifacts(model.artifact_location)) for model in models]
@@ -183,6 +184,7 @@ def state(client: MlflowClient, run: TrackedRun, name: str) -> dict[str, Any]:
         "linked": linked,
         "outputs": len(outputs.model_outputs) if outputs else 0,
         "files": [_files(folder) for folder in folders],
+        "own files": [version.tags.get(MODEL_FILES_DIGEST) in map(model_files_digest, folders) for version in versions],
     }
 
 

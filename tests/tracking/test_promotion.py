@@ -206,6 +206,7 @@ def test_killed_before_any_write_a_registration_is_completed_by_its_retry(
     undisturbed = cases.state(client, run, name)
     assert undisturbed["aliases"] == {"champion": "2", "challenger": "2", "previous": "1"}
     assert (len(undisturbed["models"]), undisturbed["outputs"]) == (1, 1)
+    assert undisturbed["own files"] == [False, True], "version 1 is a name without files"
     for write in itertools.count(2):  # the first is the one that finds the model there already
         run, name = first_champion(client, recipe, model)
         killed = dies(cases.killed_registration, run, policy, name, write)

@@ -1,0 +1,111 @@
+"""What the gate decided from, stored with a registered version, so that anybody can decide again (``verification``).
+
+A version's folder ``evidence`` holds one file per item, and a tag of the version holds the sha256 of each file. Without the
+tables of scores and pictures it has some kilobytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbflow.data.prompts import write_prompts
+from ebbflow.data.records import Evaluation, GateDecision
+from ebbflow.data.schema import PROMPTS
+from ebbflow.recipe import Recipe
+from ebbflow.storage.disk import sha256_of
+from ebbflow.storage.tables import read_table, write_table
+from ebbflow.tracking.store import DIGEST
+
+SIDES = ("candidate", "champion")
+RECIPE, CODE, PROMPT_TABLE, GATE, PICTURES = "recipe.json", "code.json", "prompts.parquet", "gate.json", "pictures.parquet"
+SCORES = {side: f"{side}.parquet" for side in SIDES}
+TAGS = {
+    RECIPE: DIGEST,
+    CODE: "ebbflow.code_digest",
+    PROMPT_TABLE: "ebbflow.prompts_digest",
+    SCORES["candidate"]: "ebbflow.candidate_scores_digest",
+    SCORES["champion"]: "ebbflow.champion_scores_digest",
+    GATE: "ebbflow.gate_digest",
+    PICTURES: "ebbflow.pictures_digest",
+}
+"""The tag with the sha256 of each file."""
+REWARDS_DIGEST = "ebbflow.rewards_digest"
+REWARD_KEYS = ("rewards", "guardrails", "max_failed_share")
+"""Sections of the recipe that say how samples are scored; they have a digest of their own."""
+PICTURE_DIGEST = "image_sha256"
+"""The column of a table of scores that stands for the pictures."""
+PICTURE_TABLE = pa.schema([pa.field("prompt_id", pa.int64(), nullable=False), pa.field("image", pa.binary(), nullable=False)])
+MAX_STORED_PICTURES = 2**26
+"""Bytes up to which the candidate's held-out pictures are stored; of more, only their sha256 is."""
+
+
+@dataclass(frozen=True)
+class GateInputs:
+    """What a decision of the gate depends on.
+
+    Attributes:
+        evaluations, samples: of the candidate and of the champion that it was compared with, by ``SIDES``.
+        prompts: the prompt table of the run.
+        code: the code that decided (``ebbflow.storage.identity.code_listing``).
+    """
+
+    recipe: Recipe
+    decision: GateDecision
+    evaluations: Mapping[str, Evaluation]
+    samples: Mapping[str, Path]
+    prompts: Path
+    code: str
+
+
+def write_evidence(folder: Path, inputs: GateInputs) -> dict[str, str]:
+    """Write the files of the evidence into a new folder; returns the tags of the version that belong to them."""
+    folder.mkdir(parents=True)
+    (folder / RECIPE).write_text(inputs.recipe.canonical)
+    (folder / CODE).write_text(inputs.code)
+    prompts = read_table(inputs.prompts, PROMPTS)
+    write_prompts(prompts.filter(pc.not_equal(prompts["split"], "train")), folder / PROMPT_TABLE)
+    for side, path in inputs.samples.items():
+        _write_scores(folder / SCORES[side], read_table(path))
+    _write_pictures(folder / PICTURES, read_table(inputs.samples["candidate"]))
+    records = {side: evaluation.model_dump() for side, evaluation in inputs.evaluations.items()}
+    gate = records | {"decision": inputs.decision.model_dump()}
+    (folder / GATE).write_text(json.dumps(gate, sort_keys=True))
+    tags = {tag: sha256_of(folder / file) for file, tag in TAGS.items() if (folder / file).exists()}
+    return tags | {REWARDS_DIGEST: rewards_digest(json.loads(inputs.recipe.canonical))}
+
+
+def rewards_digest(recipe: Mapping[str, Any]) -> str:
+    """sha256 of how a resolved recipe scores samples."""
+    config = {key: recipe[key] for key in REWARD_KEYS}
+    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def picture_digests(samples: pa.Table) -> list[str]:
+    """sha256 of every picture of an evaluation."""
+    return [hashlib.sha256(picture).hexdigest() for picture in samples["image"].to_pylist()]
+
+
+def held_out(samples: pa.Table) -> pa.Table:
+    """The rows of an evaluation that the gate decides from."""
+    return samples.filter(pc.equal(samples["split"], "held_out"))
+
+
+def _write_scores(path: Path, samples: pa.Table) -> None:
+    rows = held_out(samples)
+    scores = rows.drop_columns(["image"]).append_column(PICTURE_DIGEST, pa.array(picture_digests(rows), pa.string()))
+    scores = scores.replace_schema_metadata(None)  # of the file that the rows come from
+    write_table(path, scores.schema, scores.to_batches(), {})
+
+
+def _write_pictures(path: Path, samples: pa.Table) -> None:
+    pictures = held_out(samples).select(PICTURE_TABLE.names)
+    if pc.sum(pc.binary_length(pictures["image"])).as_py() <= MAX_STORED_PICTURES:
+        write_table(path, PICTURE_TABLE, pictures.to_batches(), {})

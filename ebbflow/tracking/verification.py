@@ -1,0 +1,387 @@
+"""Whether a registered version is what the gate decided on: every digest, and the decision made again from the stored scores.
+
+Digests are tags of the version; the files are artifacts of it. Who can change both, consistently, is not found out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from mlflow.entities.model_registry import ModelVersion
+
+from ebbflow.data.images import decode_png
+from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.data.records import Evaluation, GateDecision
+from ebbflow.evaluation.gate import decide
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.base import iter_leaves, sanitize
+from ebbflow.storage.artifacts import verify
+from ebbflow.storage.disk import sha256_of
+from ebbflow.storage.identity import code_listing
+from ebbflow.storage.tables import read_table
+from ebbflow.tracking import evidence as stored
+from ebbflow.tracking.model_version import BASE_STORED, EVIDENCE, MODEL_FILES_DIGEST, POLICY_DIGEST, model_files_digest
+from ebbflow.tracking.registry import (
+    COMPARED_WITH,
+    DECISION,
+    NO_CHAMPION,
+    REPLACES,
+    data_folder,
+    decision_tag,
+    download_version,
+    named_version,
+)
+from ebbflow.tracking.registry_lock import CHAMPION, version_by_alias
+from ebbflow.tracking.serving import base_folder
+from ebbflow.tracking.store import connect
+from ebbflow.training.policy_metadata import read_policy_metadata
+
+BASE_DIGEST = "ebbflow.base_digest"
+LIBRARY = Path(__file__).parents[1]
+OLDER = "the version was registered before Ebbflow stored it"
+ROUNDING = 1e-9
+"""Relative difference that sums of the same scores may have on another machine."""
+
+Status = Literal["ok", "FAILED", "not stored"]
+
+
+class Check(NamedTuple):
+    """The outcome of one check, a line for a person."""
+
+    name: str
+    status: Status
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.status:<10}  {self.name:<16}  {self.detail}"
+
+
+class _Failed(Exception):
+    """A check failed: says what differs."""
+
+
+class _NotStored(Exception):
+    """What a check needs was not stored with the version: says why."""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A downloaded version.
+
+    Attributes:
+        model: the folder of MLflow's model.
+        champion: whether it holds the alias ``champion``.
+    """
+
+    version: ModelVersion
+    model: Path
+    champion: bool
+
+    @property
+    def tags(self) -> dict[str, str]:
+        return self.version.tags
+
+    @property
+    def evidence(self) -> Path:
+        return self.model / EVIDENCE
+
+    @cached_property
+    def data(self) -> Path:
+        return data_folder(self.model)
+
+    @property
+    def has_evidence(self) -> bool:
+        """Whether it was registered with evidence. Then nothing of it may be missing."""
+        own = [tag for file, tag in stored.TAGS.items() if file != stored.RECIPE]
+        return self.evidence.exists() or any(tag in self.tags for tag in own)
+
+    def file(self, name: str) -> Path:
+        """A file of the evidence."""
+        path = self.evidence / name
+        if path.is_file() and not path.is_symlink():
+            return path
+        raise _Failed(f"{EVIDENCE}/{name} is missing") if self.has_evidence else _NotStored(OLDER)
+
+    def tag(self, name: str) -> str:
+        """A tag that was set when the version was registered with evidence."""
+        if value := self.tags.get(name):
+            return value
+        raise _Failed(f"the tag {name} is missing") if self.has_evidence else _NotStored(OLDER)
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON object of the evidence."""
+        values = json.loads(self.file(name).read_bytes())
+        if not isinstance(values, dict):
+            raise _Failed(f"{EVIDENCE}/{name} is no JSON object")
+        return values
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe as far as evaluation, gate and registry need it: without its stages, whose code need not be here."""
+        return Recipe.model_validate({key: value for key, value in self.json(stored.RECIPE).items() if key != "stages"})
+
+    def scores(self, side: str) -> pa.Table:
+        return read_table(self.file(stored.SCORES[side]))
+
+    def evaluation(self, side: str) -> Evaluation:
+        return Evaluation.model_validate(self.json(stored.GATE)[side])
+
+    @property
+    def decision(self) -> GateDecision:
+        return GateDecision.model_validate(self.json(stored.GATE)["decision"])
+
+
+def verify_version(tracking_uri: str, named: str, again: bool = False) -> tuple[ModelVersion, list[Check]]:
+    """Check a registered version.
+
+    Args:
+        named: ``MODEL``, ``MODEL@alias`` or ``MODEL/version``.
+        again: also generate the held-out samples again, and compare pictures and scores with the stored ones.
+
+    Raises:
+        RegistryError: there is no such version, or it cannot be downloaded.
+    """
+    version = named_version(tracking_uri, named)
+    champion = version_by_alias(connect(tracking_uri), version.name, CHAMPION)
+    is_champion = champion is not None and str(champion.version) == str(version.version)
+    with tempfile.TemporaryDirectory(prefix="ebbflow-verify-") as folder:
+        model = download_version(tracking_uri, version.name, str(version.version), Path(folder))
+        found = Registered(version, model, is_champion)
+        checks = list(_run(CHECKS, found))
+        if again:
+            checks += _again(found, checks, Path(folder) / "again.parquet")
+    return version, checks
+
+
+def _run(checks: Mapping[str, Callable[[Registered], str]], found: Registered) -> Iterator[Check]:
+    for name, check in checks.items():
+        try:
+            yield Check(name, "ok", check(found))
+        except _NotStored as reason:
+            yield Check(name, "not stored", str(reason))
+        except _Failed as reason:
+            yield Check(name, "FAILED", str(reason))
+        except Exception as error:  # files that somebody changed can fail anywhere, and that is what is looked for
+            yield Check(name, "FAILED", sanitize(f"{type(error).__name__}: {error}", 300))
+
+
+def _policy(found: Registered) -> str:
+    folder = found.data / "policy"
+    digest, metadata = verify(folder), read_policy_metadata(folder)
+    if (base := found.tags.get(BASE_DIGEST)) and metadata.base_digest != base:
+        raise _Failed(f"policy.json names the base model {_short(metadata.base_digest)}, the version's tag {_short(base)}")
+    if POLICY_DIGEST not in found.tags and not found.has_evidence:
+        raise _NotStored(f"the files match their own manifest, but the version has no digest of it: {OLDER}")
+    return _same(digest, found.tag(POLICY_DIGEST))
+
+
+def _model_files(found: Registered) -> str:
+    return _same(model_files_digest(found.model), found.tag(MODEL_FILES_DIGEST))
+
+
+def _base(found: Registered) -> str:
+    folder = found.data / "base"
+    if not folder.is_dir():
+        if found.tags.get(BASE_STORED) == "true":
+            raise _Failed("it was stored with the version and is missing")
+        raise _NotStored("the version references its base model, which was too large to be stored with it")
+    return _same(verify(folder), found.tag(BASE_DIGEST))
+
+
+def _file(name: str) -> Callable[[Registered], str]:
+    def check(found: Registered) -> str:
+        return _same(sha256_of(found.file(name)), found.tag(stored.TAGS[name]))
+
+    return check
+
+
+def _rewards(found: Registered) -> str:
+    found.file(stored.RECIPE)
+    detail = _same(stored.rewards_digest(found.json(stored.RECIPE)), found.tag(stored.REWARDS_DIGEST))
+    weights = {config.column: config.weight for config in found.recipe.rewards}
+    for side in stored.SIDES:
+        table = found.scores(side)
+        total = np.sum([weight * _values(table, column) for column, weight in weights.items()], axis=0)
+        if wrong := int((~np.isclose(total, _values(table, "reward"), ROUNDING, ROUNDING, equal_nan=True)).sum()):
+            raise _Failed(f"{wrong} rewards of the {side} are not the weighted sum of their scores")
+    return detail
+
+
+def _prompts(found: Registered) -> str:
+    detail = _file(stored.PROMPT_TABLE)(found)
+    prompts = {prompt.prompt_id: prompt for prompt in read_prompts(found.file(stored.PROMPT_TABLE), "held_out")}
+    for side in stored.SIDES:
+        rows = found.scores(side).select(["prompt_id", "prompt", "target"]).to_pylist()
+        if {row["prompt_id"] for row in rows} != prompts.keys():
+            raise _Failed(f"the {side} was scored on other prompts")
+        if wrong := [row["prompt_id"] for row in rows if not _is_of(row, prompts[row["prompt_id"]])]:
+            raise _Failed(f"the {side} was scored on another text for prompt {wrong[0]}")
+    return f"{detail}, {len(prompts)} held out"
+
+
+def _is_of(row: Mapping[str, Any], prompt: Prompt) -> bool:
+    return (row["prompt"], row["target"]) == (prompt.prompt, prompt.target)
+
+
+def _code(found: Registered) -> str:
+    detail = _file(stored.CODE)(found)
+    then, now = found.json(stored.CODE), json.loads(code_listing(LIBRARY))
+    files = {name for name, _ in _difference(then["sources"][0], now["sources"][0])}
+    packages = {name for name, _ in _difference(then["versions"].items(), now["versions"].items())}
+    if not files and not packages:
+        return f"{detail}, as installed here"
+    return f"{detail}; installed here are {len(files)} other files of Ebbflow and other versions of {len(packages)} packages"
+
+
+def _difference(then: Any, now: Any) -> set[tuple[str, str]]:
+    return set(map(tuple, then)) ^ set(map(tuple, now))
+
+
+def _scores(side: str) -> Callable[[Registered], str]:
+    def check(found: Registered) -> str:
+        detail = _file(stored.SCORES[side])(found)
+        table, evaluation = found.scores(side), found.evaluation(side)
+        for name, mean in evaluation.held_out.items():
+            values = _values(table, name)
+            if not math.isclose(float(np.nanmean(values)), mean, rel_tol=ROUNDING, abs_tol=ROUNDING):
+                raise _Failed(f"the mean of {name} is {np.nanmean(values):.6f}, the evaluation says {mean:.6f}")
+        return f"{detail}, {table.num_rows} samples"
+
+    return check
+
+
+def _gate(found: Registered) -> str:
+    detail = _file(stored.GATE)(found)
+    decision, sides = found.decision, {side: found.evaluation(side) for side in stored.SIDES}
+    if found.tag(DECISION) != decision_tag(decision):
+        raise _Failed(f"the tag {DECISION} is not the stored decision")
+    compared = found.tag(COMPARED_WITH)
+    if compared != NO_CHAMPION and decision.champion != f"champion v{compared}":
+        raise _Failed(f"the decision is about {decision.champion!r}, the tag {COMPARED_WITH} says {compared!r}")
+    made = decide(found.recipe, sides["candidate"], sides["champion"], found.scores("candidate"), found.scores("champion"))
+    if differ := _differ(decision.model_dump(), made.model_dump()):
+        raise _Failed(f"decided again from the stored scores, {', '.join(differ[:3])} differ: promote = {made.promote}")
+    return f"{detail}: {'promote' if made.promote else 'do not promote'}, as decided again from the stored scores"
+
+
+def _differ(was: Any, now: Any) -> list[str]:
+    """Dotted names of the values that differ by more than rounding."""
+    before, after = ({".".join(map(str, path)): value for path, value in iter_leaves(part)} for part in (was, now))
+    leaves = {name for name in before.keys() | after.keys() if not isinstance(before.get(name), (dict, list))}
+    return sorted(name for name in leaves if not _equal(before.get(name), after.get(name)))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=ROUNDING, abs_tol=ROUNDING) or (math.isnan(one) and math.isnan(other))
+    return bool(one == other)
+
+
+def _alias(found: Registered) -> str:
+    """The champion must be a version that the gate let through and that a promotion or a rollback moved the alias to."""
+    if not found.champion:
+        return f"the version is not {CHAMPION}"
+    text = found.tag(DECISION)
+    if not text.startswith('{"promote":true,'):
+        raise _Failed(f"the alias {CHAMPION} points to this version, which the gate refused")
+    if REPLACES not in found.tags:
+        raise _Failed(f"neither a promotion nor a rollback moved the alias {CHAMPION} to this version")
+    return f"{CHAMPION}, and the gate let it through"
+
+
+CHECKS: dict[str, Callable[[Registered], str]] = {
+    "model files": _model_files,
+    "policy": _policy,
+    "base model": _base,
+    "recipe": _file(stored.RECIPE),
+    "rewards": _rewards,
+    "prompts": _prompts,
+    "code": _code,
+    "candidate scores": _scores("candidate"),
+    "champion scores": _scores("champion"),
+    "gate": _gate,
+    "alias": _alias,
+}
+"""What is checked without generating anything: each gives the detail of its line, or raises."""
+
+
+def _again(found: Registered, checks: list[Check], path: Path) -> Iterator[Check]:
+    """Checks of the held-out samples, generated again with the stored policy. What did not verify is not loaded."""
+    inputs = ("model files", "policy", "base model", "recipe", "rewards", "prompts")
+    if failed := [check.name for check in checks if check.name in inputs and check.status == "FAILED"]:
+        yield Check("samples again", "FAILED", f"not generated, because of {', '.join(failed)}")
+        return
+
+    def generate(found: Registered) -> str:
+        from ebbflow.evaluation.evaluate import evaluate_folder
+
+        prompts = found.file(stored.PROMPT_TABLE)
+        evaluation = evaluate_folder(found.recipe, base_folder(found.data), found.data / "policy", prompts, "again", path)
+        return f"generated and scored in {sum(evaluation.seconds.values()):.1f} s"
+
+    compared = {"pictures again": lambda found: _pictures_again(found, path), "scores again": lambda f: _scores_again(f, path)}
+    (generated,) = _run({"samples again": generate}, found)
+    yield generated
+    if generated.status == "ok":
+        yield from _run(compared, found)
+
+
+def _pictures_again(found: Registered, path: Path) -> str:
+    rows = stored.held_out(read_table(path))
+    was = dict(zip(*found.scores("candidate").select(["prompt_id", stored.PICTURE_DIGEST]).to_pydict().values(), strict=True))
+    now = dict(zip(rows["prompt_id"].to_pylist(), stored.picture_digests(rows), strict=True))
+    differ = [prompt_id for prompt_id in now if now[prompt_id] != was.get(prompt_id)]
+    if not differ:
+        return f"all {len(now)} have the same bytes"
+    raise _Failed(f"{len(differ)} of {len(now)} differ{_by_how_much(found, rows, differ)}")
+
+
+def _by_how_much(found: Registered, rows: pa.Table, differ: list[int]) -> str:
+    if stored.TAGS[stored.PICTURES] not in found.tags:
+        return "; by how much is not known: the stored pictures were too large to be kept"
+    detail = _file(stored.PICTURES)(found)
+    assert detail
+    columns = (read_table(found.file(stored.PICTURES), stored.PICTURE_TABLE), rows)
+    was, now = (dict(zip(t["prompt_id"].to_pylist(), t["image"].to_pylist(), strict=True)) for t in columns)
+    pairs = [decode_png([was[prompt_id], now[prompt_id]]).astype(int) for prompt_id in differ]
+    distances = np.array([np.abs(before - after).mean() for before, after in pairs])
+    largest = max(int(np.abs(before - after).max()) for before, after in pairs)
+    return f": by up to {largest} of 255 in a pixel, by {distances.mean():.3g} on average"
+
+
+def _scores_again(found: Registered, path: Path) -> str:
+    was, now = found.scores("candidate").sort_by("prompt_id"), stored.held_out(read_table(path)).sort_by("prompt_id")
+    names = [field.name for field in was.schema if pa.types.is_floating(field.type)]
+    if absent := [name for name in names if name not in now.column_names]:
+        raise _Failed(f"{', '.join(absent)} cannot be measured here")
+    before, after = (np.stack([_values(table, name) for name in names]) for table in (was, now))
+    equal = (before == after) | (np.isnan(before) & np.isnan(after))
+    if equal.all():
+        return f"all {equal.size} are equal"
+    raise _Failed(f"{(~equal).sum()} of {equal.size} differ, by up to {np.nanmax(np.abs(before - after)):.3g}")
+
+
+def _values(table: pa.Table, name: str) -> np.ndarray:
+    """A column as float64; NaN where there is no value."""
+    if name not in table.column_names:
+        raise _Failed(f"the table of scores has no column {name!r}")
+    return np.asarray(table[name].to_numpy(zero_copy_only=False), np.float64)
+
+
+def _same(found: str, expected: str) -> str:
+    if found != expected:
+        raise _Failed(f"sha256 {_short(found)}, registered was {_short(expected)}")
+    return _short(found)
+
+
+def _short(digest: str) -> str:
+    return sanitize(digest[:12], 40)
