@@ -152,6 +152,42 @@ def verify(model: str, again: bool, recipe: Path | None) -> None:
 
 
 @main.command()
+@click.argument("run")
+@click.option("--stage", required=True, help="As the report calls it: 1.1 is the first stage of the first round.")
+@click.option("--step", required=True, type=click.IntRange(min=0), help="Training step, from zero, as its metrics are logged.")
+@click.option("--output", type=click.Path(path_type=Path), help="A new or empty folder; left out, replay-STAGE-STEP.")
+@click.option("--base", type=click.Path(path_type=Path), help="Folder of the base model, where the run no longer has it.")
+@click.option(
+    "--processes",
+    default=2,
+    show_default=True,
+    envvar="EBBFLOW_TRAIN_PROCESSES",
+    type=click.IntRange(min=1),
+    help="Training processes of an offline stage.",
+)
+@STORE
+def replay(run: str, stage: str, step: int, output: Path | None, base: Path | None, processes: int, recipe: Path | None) -> None:
+    """Replay a training step of RUN: generate its samples again, and show them with their scores and advantages.
+
+    RUN is the folder of a local run or the id of its MLflow run. The policy is trained again up to the step.
+    """
+    from ebbflow.models import ModelError  # imports torch
+    from ebbflow.rewards.base import RewardError
+    from ebbflow.storage.artifacts import ArtifactError
+    from ebbflow.tracking import replay as replays
+    from ebbflow.tracking.store import TrackingError
+    from ebbflow.training.policy_metadata import PolicyError
+    from ebbflow.training.replay import ReplayError
+
+    target = output or Path(f"replay-{stage.partition(' ')[0]}-{step}")
+    try:
+        done = replays.replay(run, stage, step, target, load_recipe(recipe) if recipe else None, base, processes)
+    except (RecipeError, TrackingError, ReplayError, ArtifactError, ModelError, PolicyError, RewardError) as error:
+        sys.exit(str(error))
+    click.echo(f"{target / replays.PAGE}: {done}")
+
+
+@main.command()
 @click.argument("family")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--seed", default=0, show_default=True, help="Of the random weights.")

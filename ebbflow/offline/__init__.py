@@ -10,7 +10,8 @@ Why
 
 How
     ``train_epochs`` walks through a seeded order of shards and batches, one shard in memory at a time. ``training.stage_loop`` is
-    the frame of its loop: progress, checkpoints, budget and preemption, the same as online.
+    the frame of its loop: progress, checkpoints, budget and preemption, the same as online. ``replay`` gives the samples of one
+    optimiser step again.
 
 Gotchas
     - The order of batches depends on the number of processes, so a checkpoint resumes only with as many as before.

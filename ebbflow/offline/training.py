@@ -121,6 +121,25 @@ def train_epochs(
     )
 
 
+def samples_of_step(
+    ctx: StageContext, rollouts: list[Path], advantages: Path, step: int, processes: int
+) -> tuple[Path, np.ndarray, np.ndarray] | None:
+    """What an optimiser step trains on, over all processes: (shard, row numbers [N], advantages [N]); None after the last step.
+
+    Args:
+        step: from zero.
+        processes: that train together. They decide how the samples are divided into batches.
+    """
+    table = read_table(advantages, ADVANTAGES)
+    shards = [shard for path in rollouts if len((shard := _trainable_rows(ctx, path, table)).groups) >= processes]
+    visit = next(islice(_schedule(ctx, shards, Ranks(0, processes)), step, None), None)
+    if visit is None:
+        return None
+    _, index, batch = visit
+    rows = np.concatenate(batch)
+    return shards[index].path, shards[index].rows[rows], shards[index].advantage[rows]
+
+
 def train_offline_folder(
     ctx: StageContext,
     base: Path,

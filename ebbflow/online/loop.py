@@ -73,7 +73,7 @@ def train_online_folder(
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
     validation, training = validation_prompts(ctx, prompts), read_prompts(prompts, "train")
-    with handle_sigterm(), closing(_open_workers(ctx, base, folder, teacher, actors)) as workers:
+    with handle_sigterm(), closing(open_workers(ctx, base, folder, teacher, actors)) as workers:
         state = StageState(read_history(ctx, read_policy_metadata(folder), folder))
         loop = OnlineLoop(ctx, workers, training, recorder, state, validation, checkpoints)
 
@@ -85,7 +85,7 @@ def train_online_folder(
         return asyncio.run(run_and_save())
 
 
-def _open_workers(ctx: StageContext, base: Path, folder: Path, teacher: Path | None, actors: Folders | None) -> StageWorkers:
+def open_workers(ctx: StageContext, base: Path, folder: Path, teacher: Path | None, actors: Folders | None) -> StageWorkers:
     """The stage's workers, on the policy of ``folder``."""
     if ctx.online.placement == "ray":
         from ebbflow.online.ray_actor import Folders
@@ -228,7 +228,7 @@ class OnlineLoop:
     ) -> dict[str, float]:
         """Scores, speed and utilisation of a step that began at ``start``; also what the monitor shows of it."""
         end, replaced = time.time(), self.workers.rollout.num_replaced + self.workers.reward.num_replaced
-        metrics = _score_means(batch.scores) | {"workers/replaced": replaced}
+        metrics = score_means(batch.scores) | {"workers/replaced": replaced}
         metrics |= _speed([*batch.spans, *report.spans], len(advantages.values), end - start)
         self.queue.spans += report.spans
         metrics |= await self.monitor.after_step(batch, advantages.values, step, start, end)
@@ -296,7 +296,8 @@ def _freshness(batch: RolloutBatch, version: int) -> dict[str, float]:
     }
 
 
-def _score_means(scores: ScoreTable) -> dict[str, float]:
+def score_means(scores: ScoreTable) -> dict[str, float]:
+    """The mean of every metric that scored something, as it is logged."""
     return {f"score/{name}": float(np.nanmean(values)) for name, values in scores.metrics.items() if np.isfinite(values).any()}
 
 

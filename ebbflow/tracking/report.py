@@ -234,10 +234,11 @@ def _cell(sample: dict[str, Any]) -> Cell:
     sharp = image.width <= MAX_SHARP_WIDTH
     exact = sample.get("exact_match")
     score = sample.get("ocr", sample.get("reward"))
-    return Cell(_data_uri(image, sharp), sharp, None if exact is None else exact >= 1, _number(score))
+    return Cell(data_uri(image, sharp), sharp, None if exact is None else exact >= 1, _number(score))
 
 
-def _data_uri(image: Image.Image, sharp: bool) -> str:
+def data_uri(image: Image.Image, sharp: bool) -> str:
+    """An image inside a page: pixel by pixel, or as a small JPEG."""
     buffer = io.BytesIO()
     if sharp:
         image.save(buffer, "PNG", optimize=True)

@@ -12,6 +12,7 @@ How
     - ``rollout_correction``: log-probs of stale or rough rollouts, predicted again by the training policy.
     - ``policy_io`` and ``policy_metadata``: policy folders between stages; ``start`` and ``export``: LoRAs from and for others.
     - ``checkpoint`` and ``limits``: resume after preemption, and budgets; ``distributed``: the process group.
+    - ``replay``: what the stages give of a training step that is replayed.
 
 Gotchas
     - A step whose loss or gradient is not finite is not taken: ``TrainingError`` names the row.

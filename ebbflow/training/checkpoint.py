@@ -16,7 +16,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -206,6 +206,13 @@ class Checkpoints:
     def _scored(self) -> list[Best]:
         states = ((path, _committed_state(path)) for path in self._there())
         return [Best(path, step_of(path), state["score"]) for path, state in states if _is_score(state.get("score"))]
+
+    def copied(self, folder: Path, step: int) -> Checkpoints:
+        """Copies in another folder, of the checkpoints up to a step. One that the stage deletes meanwhile may be left out."""
+        for path in [path for path in self._there() if step_of(path) <= step]:
+            with suppress(OSError):  # a copy that is not whole is passed over
+                shutil.copytree(path, folder / path.name)
+        return Checkpoints(self.ctx, folder)
 
     def state(self, folder: Path) -> dict[str, Any]:
         """What the stage wanted to find again in a checkpoint.

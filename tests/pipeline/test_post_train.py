@@ -16,6 +16,8 @@ import pandas as pd
 import pytest
 from mlflow import MlflowClient
 
+from ebbflow.tracking.replay import replay
+from ebbflow.tracking.verification import verify_version
 from tests.pipeline.conftest import run_pipeline
 
 
@@ -145,6 +147,22 @@ def test_the_policy_is_a_model_that_draws(workplace: Path, first: dict[str, Any]
     images = model.predict(pd.DataFrame({"prompt": ["WXYZ", "WXYZ", "WXYZ"], "seed": [1, 2, 1]}))["image"]
     assert images[0].startswith(b"\x89PNG")
     assert images[0] == images[2] != images[1]
+
+
+def test_the_version_verifies_itself(workplace: Path, first: dict[str, Any]) -> None:
+    uri = f"sqlite:///{workplace}/runs/mlflow.db"
+    _, checks = verify_version(uri, f"ebbflow-tiny/{first['model_version']}", again=True)
+    found = {check.name: check.status for check in checks}
+    del found["alias"]  # another test may have moved it by hand
+    assert set(found.values()) == {"ok"}
+    assert found.keys() >= {"gate", "pictures again", "scores again"}
+
+
+@pytest.mark.parametrize("stage", ["1.1 online", "1.2 offline"])
+def test_a_training_step_is_replayed_as_it_was_logged(first: dict[str, Any], tmp_path: Path, stage: str) -> None:
+    done = replay(str(first["folder"]), stage, 1, tmp_path / "replayed")
+    assert done.logged["reward/mean"] == done.samples.metrics["reward/mean"]
+    assert done.differing == []
 
 
 def test_again_gives_the_same_bytes_from_a_cached_base(workplace: Path, first: dict[str, Any], second: dict[str, Any]) -> None:

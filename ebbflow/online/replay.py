@@ -1,0 +1,115 @@
+"""A training step of an online stage again: its samples, scores and advantages.
+
+A sample is a function of the weights at its step and of (seed, prompt, sample, denoising step). So the stage trains again, from
+its start or from a checkpoint before the step, as far as the step's rollouts. On CPUs that gives the same bytes, in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Never
+
+from ebbflow.algorithms.advantages import AdvantageResult
+from ebbflow.data.images import encode_png
+from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.online.loop import OnlineLoop, open_workers, score_means
+from ebbflow.online.messages import RolloutBatch, TrainingReport
+from ebbflow.online.monitor import sample_rows
+from ebbflow.online.workers import StageWorkers
+from ebbflow.recipe.online import ResourcesConfig
+from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.training.checkpoint import Checkpoints
+from ebbflow.training.policy_io import read_history
+from ebbflow.training.policy_metadata import read_policy_metadata
+from ebbflow.training.replay import ReplayedStep, ReplayError
+from ebbflow.training.stage_loop import StageState
+
+
+def replay_online_step(
+    ctx: StageContext,
+    base: Path,
+    folder: Path,
+    prompts: Path,
+    step: int,
+    teacher: Path | None = None,
+    checkpoints: Checkpoints | None = None,
+) -> ReplayedStep:
+    """Generate, score and compare the samples of a step again. Nothing is tracked, and no checkpoint is written.
+
+    Args:
+        folder: the policy folder that the stage started from.
+        step: from zero.
+        checkpoints: of the stage, none of them of a later step than this one.
+
+    Raises:
+        ReplayError: the stage has no such step, or does not repeat.
+    """
+    if not 0 <= step < ctx.online.steps:
+        raise ReplayError(f"{ctx.label} has the steps 0 to {ctx.online.steps - 1}, not {step}")
+    if ctx.online.placement == "ray" and ctx.online.mode == "async":
+        raise ReplayError(
+            f"{ctx.label} ran in mode 'async' with placement 'ray': which weights generated a sample depended on when a worker "
+            "was free, so it does not repeat; see the dumps that it logged"
+        )
+    ctx = _in_this_process(ctx)
+    state = StageState(read_history(ctx, read_policy_metadata(folder), folder))
+    with closing(open_workers(ctx, base, folder, teacher, None)) as workers:
+        loop = _ReplayLoop(ctx, workers, read_prompts(prompts, "train"), step, state, checkpoints)
+        try:
+            asyncio.run(loop.run())
+        except _ReachedError as reached:
+            return reached.replayed
+    raise ReplayError(f"{ctx.label} ended before its step {step}")
+
+
+def _in_this_process(ctx: StageContext) -> StageContext:
+    """The stage in one process, without what does not change its training and without limits on its time."""
+    changes = {"placement": "in_process", "resources": ResourcesConfig(), "max_hours": None, "max_gpu_hours": None}
+    alone = ctx.online.model_copy(update=changes | dict.fromkeys(("validation", "dumps", "profile")))
+    stages = [alone if index == ctx.stage else stage for index, stage in enumerate(ctx.recipe.stages)]
+    return replace(ctx, recipe=ctx.recipe.model_copy(update={"stages": stages}))
+
+
+class _ReachedError(Exception):
+    """Ends the loop at the step that is replayed."""
+
+    def __init__(self, replayed: ReplayedStep) -> None:
+        super().__init__("the step is reached")
+        self.replayed = replayed
+
+
+class _ReplayLoop(OnlineLoop):
+    """The loop of the stage, as far as the samples of one step."""
+
+    def __init__(
+        self,
+        ctx: StageContext,
+        workers: StageWorkers,
+        prompts: Sequence[Prompt],
+        wanted: int,
+        state: StageState,
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        super().__init__(ctx, workers, prompts, MetricsRecorder(), state, checkpoints=checkpoints)
+        self.wanted = wanted
+
+    async def _train_on(self, batch: RolloutBatch, advantages: AdvantageResult) -> TrainingReport:
+        if batch.step == self.wanted:
+            await self._end_with(batch, advantages)
+        return await super()._train_on(batch, advantages)
+
+    async def _save_due_checkpoint(self, step: int) -> float:
+        return 0.0
+
+    async def _end_with(self, batch: RolloutBatch, advantages: AdvantageResult) -> Never:
+        learnt = zip(advantages.values.tolist(), advantages.keep.tolist(), strict=True)
+        rows = [
+            row | {"advantage": value, "trained": kept}
+            for row, (value, kept) in zip(sample_rows(batch.parts), learnt, strict=True)
+        ]
+        pngs = [png for part in batch.parts for image in await self.workers.fetch(part.images) for png in encode_png(image[None])]
+        raise _ReachedError(ReplayedStep(rows, pngs, advantages.metrics | score_means(batch.scores)))

@@ -1,0 +1,367 @@
+"""``ebbflow replay``: a training step of a tracked run again, as a page with the pictures and as a table.
+
+What the step needs is found in the run's own folder and in its MLflow run; every folder is verified.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import jinja2
+import mlflow.artifacts
+import pyarrow as pa
+import yaml
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
+
+from ebbflow.data.schema import SAMPLE_KEY
+from ebbflow.models.prepare import download_base
+from ebbflow.offline.replay import replay_offline_step
+from ebbflow.online.replay import replay_online_step
+from ebbflow.plots.images import open_rgb
+from ebbflow.recipe import Recipe
+from ebbflow.stage import StageContext
+from ebbflow.storage.artifacts import COMMIT, ArtifactError, verify
+from ebbflow.storage.disk import write_text
+from ebbflow.storage.tables import write_table
+from ebbflow.tracking.model_version import find_version
+from ebbflow.tracking.registry import data_folder, download_version, require_store
+from ebbflow.tracking.report import MAX_SHARP_WIDTH, data_uri
+from ebbflow.tracking.store import DIGEST, NODE, PARENT, ROLE, connect, find, resolve_tracking_uri
+from ebbflow.training.checkpoint import Checkpoints
+from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, read_policy_metadata
+from ebbflow.training.replay import ReplayedStep, ReplayError
+
+PAGE, TABLE = "index.html", "samples.parquet"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrackedFolder:
+    """A run: its MLflow run, its recipe, and the local folder with what its nodes made."""
+
+    run: Run
+    client: MlflowClient
+    tracking_uri: str
+    recipe: Recipe
+    folder: Path
+
+
+class Statistic(NamedTuple):
+    """A metric of the step: None where it was not replayed, or not logged."""
+
+    name: str
+    replayed: float | None
+    logged: float | None
+
+
+class Group(NamedTuple):
+    """The samples of a prompt, best first, each with its picture as a URI."""
+
+    prompt: str
+    target: str | None
+    mean: float | None
+    samples: list[tuple[dict[str, Any], str]]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A replayed step beside what the run logged of it."""
+
+    run_id: str
+    label: str
+    step: int
+    samples: ReplayedStep
+    logged: Mapping[str, float]
+
+    def __str__(self) -> str:
+        what = f"{len(self.samples.rows)} samples of {self.label}, step {self.step}"
+        if not self.logged:
+            return f"{what}; the run logged nothing of this step"
+        if self.differing:
+            return f"{what}; not what was logged: {', '.join(self.differing)}"
+        return f"{what}, with the statistics that were logged"
+
+    @property
+    def statistics(self) -> list[Statistic]:
+        names = dict.fromkeys([*self.samples.metrics, *sorted(self.logged)])
+        return [Statistic(name, self.samples.metrics.get(name), self.logged.get(name)) for name in names]
+
+    @property
+    def differing(self) -> list[str]:
+        """Statistics whose replayed value is another than the logged one."""
+        both = [one for one in self.statistics if one.replayed is not None and one.logged is not None]
+        return [one.name for one in both if one.replayed != one.logged]
+
+
+def replay(
+    named: str,
+    stage: str,
+    step: int,
+    target: Path,
+    recipe: Recipe | None = None,
+    base: Path | None = None,
+    processes: int = 2,
+) -> Replay:
+    """Replay a step of a run and write its page and its table to ``target``.
+
+    Args:
+        named: the run's folder, or the id of its MLflow run.
+        stage: ``1.2``, or ``1.2 online``.
+        step: from zero, as its metrics are logged.
+        target: a folder that is new or empty.
+        recipe: whose MLflow store the run is in.
+        base: the base-model folder, where the run no longer has it.
+        processes: of the training of an offline stage, which decide its batches.
+
+    Raises:
+        ReplayError: the target is in use, or what the step needs is not there.
+        TrackingError: the store cannot be used.
+    """
+    require_empty(target)
+    run = _open_run(named, recipe)
+    ctx = _stage(run.recipe, stage)
+    with tempfile.TemporaryDirectory(prefix="ebbflow-replay-") as scratch:
+        folder, metadata = _policy_before(run, ctx)
+        base = _base(run, metadata, base, Path(scratch))
+        prompts = _prompts(run)
+        logger.info("replaying step %d of %s of run %s", step, ctx.label, run.run.info.run_id)
+        if ctx.config.kind == "online":
+            own = Checkpoints(ctx, run.folder / "checkpoints" / ctx.label.replace(" ", "-"))
+            checkpoints = own.copied(Path(scratch) / "checkpoints", step)
+            samples = replay_online_step(ctx, base, folder, prompts, step, _teacher(ctx), checkpoints)
+        else:
+            samples = replay_offline_step(ctx, base, folder, prompts, step, processes, Path(scratch))
+    done = Replay(run.run.info.run_id, ctx.label, step, samples, _logged(run, ctx, step))
+    require_empty(target)
+    target.mkdir(parents=True, exist_ok=True)
+    _write_table(target / TABLE, run, done)
+    write_text(target / PAGE, _page(run, done))
+    return done
+
+
+def require_empty(target: Path) -> None:
+    """Check that nothing is where a command is to write.
+
+    Raises:
+        ReplayError: a file is, or a folder that is not empty.
+    """
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise ReplayError(f"{target} exists and is no empty folder; name a new one")
+
+
+def _open_run(named: str, recipe: Recipe | None) -> TrackedFolder:
+    """The run behind a folder or an id."""
+    path = Path(named)
+    local = path.is_dir()
+    if recipe is None and local and "MLFLOW_TRACKING_URI" not in os.environ:
+        uri = f"sqlite:///{path.absolute().parent / 'mlflow.db'}"
+    else:
+        uri = resolve_tracking_uri(recipe or Recipe())
+    require_store(uri)
+    client = connect(uri)
+    run = _run_of_folder(client, path.absolute()) if local else _run_by_id(client, named)
+    its = _recipe_of(run, uri)
+    folder = path.absolute() if local else Path(its.output).absolute() / f"{its.name}-{run.info.run_id[:8]}"
+    if not (folder / "nodes").is_dir():
+        raise ReplayError(f"{folder} does not hold what the nodes of run {run.info.run_id} made; give the folder of a local run")
+    return TrackedFolder(run, client, uri, its, folder)
+
+
+def _run_by_id(client: MlflowClient, run_id: str) -> Run:
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        raise ReplayError(f"{run_id!r} is neither a folder nor a run of this MLflow store; see --recipe") from error
+    if run.data.tags.get(ROLE) != "execution":
+        raise ReplayError(f"MLflow run {run_id} is no run of a recipe; give its parent run, or the run's folder")
+    return run
+
+
+def _run_of_folder(client: MlflowClient, folder: Path) -> Run:
+    """The run whose id begins as the folder's name ends."""
+    start = folder.name.rpartition("-")[2]
+    experiments, token = [experiment.experiment_id for experiment in client.search_experiments()], None
+    while True:
+        page = client.search_runs(experiments, f"tags.`{ROLE}` = 'execution'", max_results=1000, page_token=token)
+        if found := [run for run in page if start and run.info.run_id.startswith(start)]:
+            return found[0]
+        if not (token := page.token):
+            raise ReplayError(f"the MLflow store beside {folder} has no run {start!r}; name its store with --recipe")
+
+
+def _recipe_of(run: Run, uri: str) -> Recipe:
+    """The resolved recipe that the run logged.
+
+    Raises:
+        ReplayError: it is not the one that the run was started with.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        place = f"{run.info.artifact_uri}/recipe.yaml"
+        path = mlflow.artifacts.download_artifacts(place, dst_path=folder, tracking_uri=uri)
+        recipe = Recipe.model_validate(yaml.safe_load(Path(path).read_bytes()))
+    if recipe.digest != run.data.tags.get(DIGEST):
+        raise ReplayError(f"recipe.yaml of run {run.info.run_id} is not the recipe that it was started with: its digest differs")
+    return recipe
+
+
+def _stage(recipe: Recipe, named: str) -> StageContext:
+    contexts = [StageContext(recipe, index, stage) for index in range(recipe.rounds) for stage in range(len(recipe.stages))]
+    found = [ctx for ctx in contexts if named in (ctx.label, ctx.label.split()[0])]
+    if not found:
+        raise ReplayError(f"the run has no stage {named!r}, only {', '.join(ctx.label for ctx in contexts)}")
+    if found[0].config.kind == "custom":
+        raise ReplayError(f"{found[0].label} is a stage kind of your own, and what its samples are is known only to its code")
+    return found[0]
+
+
+def _policy_before(run: TrackedFolder, ctx: StageContext) -> tuple[Path, PolicyMetadata]:
+    """The policy folder that the stage started from."""
+    stages = len(run.recipe.stages)
+    before = [divmod(index, stages) for index in range(ctx.round * stages + ctx.stage)]
+    labels = tuple(run.recipe.stage_label(*position) for position in before)
+    for folder in _made(run, f"policy/{COMMIT}"):
+        with _damaged_is_passed_over(folder.parent):
+            metadata = read_policy_metadata(folder.parent)
+            if (metadata.stages, metadata.recipe_digest) == (labels, run.recipe.digest):
+                return folder.parent, metadata
+    raise ReplayError(f"{run.folder} has no policy folder after {', '.join(labels) or 'no stage'}, which {ctx.label} began with")
+
+
+def _base(run: TrackedFolder, policy: PolicyMetadata, given: Path | None, scratch: Path) -> Path:
+    """The base model of a policy: given, in the run's folder, in the version that the run registered, or on the hub."""
+    for folder in [given] if given else _bases(run, policy, scratch):
+        with _damaged_is_passed_over(folder):
+            if (digest := verify(folder)) == policy.base_digest:
+                return folder
+            logger.warning("passed over %s: it is base model %s", folder, digest[:12])
+    raise ReplayError(
+        f"base model {policy.base_digest[:12]} is neither in {run.folder} nor in a version that the run registered; name its "
+        "folder with --base"
+    )
+
+
+def _bases(run: TrackedFolder, policy: PolicyMetadata, scratch: Path) -> Iterator[Path]:
+    """Where the base model of a run may be, what is near first."""
+    yield from (path.parent for path in _made(run, f"base/{COMMIT}"))
+    if version := find_version(run.client, run.recipe.promotion.model_name, run.run.info.run_id):
+        data = data_folder(download_version(run.tracking_uri, version.name, str(version.version), scratch / "version"))
+        yield from (path.parent for path in data.glob(f"base/{COMMIT}"))
+    if policy.model.path and policy.model.revision:
+        download_base(policy.model.path, policy.model.revision, scratch / "base")
+        yield scratch / "base"
+
+
+def _prompts(run: TrackedFolder) -> Path:
+    if found := _made(run, "prompts.parquet"):
+        return found[0]
+    raise ReplayError(f"{run.folder} has no prompts.parquet below nodes; give the folder of a local run")
+
+
+def _teacher(ctx: StageContext) -> Path | None:
+    if ctx.teacher and not Path(ctx.teacher).is_dir():
+        raise ReplayError(f"the teacher {ctx.teacher} is no folder of this machine, and the steps before need it")
+    return Path(ctx.teacher) if ctx.teacher else None
+
+
+def _made(run: TrackedFolder, name: str) -> list[Path]:
+    """What nodes of the run made under this name."""
+    return sorted(run.folder.glob(f"nodes/*/{name}"))
+
+
+@contextmanager
+def _damaged_is_passed_over(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ArtifactError, PolicyError) as error:
+        logger.warning("passed over %s: %s", folder, error)
+
+
+def _logged(run: TrackedFolder, ctx: StageContext, step: int) -> dict[str, float]:
+    """The metrics that the stage logged with the step; of an offline stage also those of all its samples."""
+    values = _logged_by(run, ctx.label, step)
+    return values | _logged_by(run, f"{ctx.label} advantages", 0) if values else {}
+
+
+def _logged_by(run: TrackedFolder, name: str, step: int) -> dict[str, float]:
+    node = find(run.client, run.run.info.experiment_id, {PARENT: run.run.info.run_id, NODE: name})
+    histories = [run.client.get_metric_history(node.info.run_id, key) for key in node.data.metrics] if node else []
+    return {metric.key: metric.value for history in histories for metric in history if metric.step == step}
+
+
+def _write_table(path: Path, run: TrackedFolder, done: Replay) -> None:
+    scores = list(dict.fromkeys(name for row in done.samples.rows for name in row["scores"]))
+    schema = pa.schema(
+        [
+            *SAMPLE_KEY,
+            pa.field("seed", pa.int64(), nullable=False),
+            pa.field("prompt", pa.string(), nullable=False),
+            pa.field("target", pa.string()),
+            pa.field("policy_version", pa.int64(), nullable=False),
+            pa.field("reward", pa.float64()),
+            *(pa.field(name, pa.float64()) for name in scores),
+            pa.field("failure", pa.string()),
+            pa.field("advantage", pa.float64()),
+            pa.field("trained", pa.bool_(), nullable=False),
+            pa.field("image", pa.binary(), nullable=False),
+        ]
+    )
+    rows = [row | row["scores"] | {"image": png} for row, png in zip(done.samples.rows, done.samples.pngs, strict=True)]
+    about = {"run_id": done.run_id, "recipe_digest": run.recipe.digest, "stage": done.label, "step": done.step}
+    columns = [{name: row.get(name) for name in schema.names} for row in rows]
+    statistics = {"replayed": done.samples.metrics, "logged": {k: v for k, v in done.logged.items() if math.isfinite(v)}}
+    write_table(path, schema, pa.Table.from_pylist(columns, schema).to_batches(), about | statistics)
+
+
+def _page(run: TrackedFolder, done: Replay) -> str:
+    """One HTML page without references to other files or the network."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,  # prompts come from users
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = _number
+    names = list(dict.fromkeys(name for row in done.samples.rows for name in row["scores"]))
+    return environment.get_template("replay.html").render(recipe=run.recipe, replay=done, groups=_groups(done), scores=names)
+
+
+def _groups(done: Replay) -> list[Group]:
+    """The samples by prompt: the best prompt first, and its best sample first. What was not scored is last. Large pictures are
+    small here; the table has them as they are."""
+    pairs = [
+        (row, data_uri(image, image.width <= MAX_SHARP_WIDTH))
+        for row, image in zip(done.samples.rows, map(open_rgb, done.samples.pngs), strict=True)
+    ]
+    pairs.sort(key=lambda pair: (pair[0]["prompt_id"], -_or_least(pair[0]["reward"]), pair[0]["sample"]))
+    groups = [
+        Group(samples[0][0]["prompt"], samples[0][0]["target"], _mean([row["reward"] for row, _ in samples]), samples)
+        for samples in (list(group) for _, group in groupby(pairs, key=lambda pair: pair[0]["prompt_id"]))
+    ]
+    return sorted(groups, key=lambda group: -_or_least(group.mean))
+
+
+def _mean(values: list[float | None]) -> float | None:
+    scored = [value for value in values if value is not None]
+    return fmean(scored) if scored else None
+
+
+def _or_least(value: float | None) -> float:
+    return -math.inf if value is None else value
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
