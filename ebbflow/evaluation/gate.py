@@ -2,20 +2,23 @@
 
 1. Coverage: both sides scored all held-out samples.
 2. Target: the confidence interval of the reward's paired difference lies above zero.
-3. Guardrails: no guardrail metric fell by more than the recipe's tolerance.
+3. Guardrails: no guardrail metric fell by more than the recipe's tolerance, failed on more than the allowed share of the
+   samples of a side, or failed more often on the candidate than on the champion.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from ebbflow.data.records import Comparison, Evaluation, GateDecision
-from ebbflow.evaluation.statistics import compare, held_out_pairs
+from ebbflow.evaluation.statistics import KEY, compare, held_out_pairs
 from ebbflow.recipe import Recipe
+from ebbflow.rewards.base import NO_TARGET
 
 TARGET = "reward"
 REFUSED = "Refused: "
@@ -108,9 +111,8 @@ def _guardrails(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> tupl
             present, absent = sorted(sides, key=lambda side: not sides[side])
             reason = f"Guardrail {guardrail} was measured on the {present} but not on the {absent}"
             findings.append(_Finding(False, f"{reason}; evaluate both with it."))
-        elif (common := _scored_by_both(guardrail, candidate, champion)) < 2:
-            reason = f"Guardrail {guardrail} scored {common} held-out prompts on both sides, too few to compare"
-            findings.append(_Finding(False, f"{reason}; see the column 'failure' of the samples."))
+        elif failures := _failure_reason(recipe, guardrail, candidate, champion):
+            findings.append(_Finding(False, f"{failures}; see the column 'failure' of the samples."))
         else:
             comparison = _compare(recipe, guardrail, candidate, champion)
             comparisons.append(comparison)
@@ -118,9 +120,32 @@ def _guardrails(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> tupl
     return comparisons, findings
 
 
-def _scored_by_both(guardrail: str, candidate: pa.Table, champion: pa.Table) -> int:
-    pairs = held_out_pairs(guardrail, candidate, champion)
-    return int(pairs[np.isfinite(pairs[["candidate", "champion"]]).all(axis=1)]["prompt_id"].nunique())
+def _failure_reason(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table) -> str | None:
+    """Why a metric's failures keep the candidate back, or None.
+
+    A failure hides a sample from the mean. A few are allowed, but not more of the candidate's: it may have learnt to cause them.
+    """
+    pairs = held_out_pairs(metric, candidate, champion)
+    excused = _has_no_text(metric, candidate) & _has_no_text(metric, champion)
+    asked = pairs[[key not in excused for key in pairs[KEY].itertuples(index=False, name=None)]]
+    ours, its = (int((~np.isfinite(asked[side])).sum()) for side in ("candidate", "champion"))
+    failed = f"Guardrail {metric} failed on {ours} of {len(asked)} held-out samples of the candidate and on {its} of the champion"
+    if max(ours, its) > recipe.max_failed_share * len(asked):
+        return f"{failed}, more than max_failed_share = {recipe.max_failed_share:.1%} allows"
+    if ours > its:
+        return f"{failed}: it fails more often on the candidate"
+    scored = asked[np.isfinite(asked[["candidate", "champion"]]).all(axis=1)]
+    if (common := scored["prompt_id"].nunique()) < 2:
+        return f"Guardrail {metric} scored {common} held-out prompts on both sides, too few to compare"
+    return None
+
+
+def _has_no_text(metric: str, samples: pa.Table) -> set[tuple[int, int]]:
+    """Keys of the samples on which a metric that reads has no value because their prompt names no text."""
+    says_so = re.compile(rf"(^|; ){re.escape(metric)}: (frame \d+: )?{re.escape(NO_TARGET)}")
+    rows = samples.select([*KEY, "target", "failure", metric]).to_pylist()
+    silent = (row for row in rows if row["target"] is None and row[metric] is None)
+    return {(row[KEY[0]], row[KEY[1]]) for row in silent if says_so.search(row["failure"] or "")}
 
 
 def _guardrail(guardrail: Comparison, tolerance: float) -> _Finding:

@@ -124,7 +124,8 @@ class Recipe(Strict):
     guardrails: list[AnyRewardConfig] = [reward("tesseract"), reward("similarity")]
     """Metrics that are watched and never trained on; one that is not installed is reported and left out."""
     max_failed_share: float = Field(0.05, ge=0, lt=1)
-    """Share of samples whose scoring may fail (they are masked and counted) before the stage stops."""
+    """Share of samples whose scoring may fail (they are masked and counted) before the stage stops; also of the held-out samples
+    on which a guardrail may fail before the gate refuses."""
     policy: PolicyConfig = PolicyConfig()
     rounds: int = Field(1, ge=1, le=20)
     stages: list[AnyStageConfig] = Field([OnlineStageConfig(), OfflineStageConfig()], min_length=1)

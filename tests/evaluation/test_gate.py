@@ -9,6 +9,7 @@ from ebbflow.data.records import Evaluation, GateDecision
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import REFUSED, decide
 from ebbflow.recipe import Recipe
+from ebbflow.rewards.base import NO_TARGET
 
 PROMPTS = 24
 RECIPE = Recipe.model_validate({"evaluation": {"resamples": 500}, "promotion": {"guardrail_tolerance": 0.02}})
@@ -106,7 +107,56 @@ def test_a_full_win_names_its_sides_and_numbers() -> None:
     assert GateDecision.model_validate_json(result.model_dump_json()) == result
 
 
+def without(table: pa.Table, metric: str, rows: int, failure: str = "tesseract: timed out", target: str | None = "T") -> pa.Table:
+    """The first ``rows`` prompts failed the metric."""
+    changed = [
+        row | {metric: None, "failure": failure, "target": target} if index < rows else row
+        for index, row in enumerate(table.to_pylist())
+    ]
+    return pa.Table.from_pylist(changed, schema=table.schema)
+
+
+MANY = 128
+
+
+@pytest.mark.parametrize(
+    ("failed", "failed_before", "promote", "sentence"),
+    [
+        (0, 0, True, "within the allowed fall"),
+        (126, 126, False, "failed on 126 of 128 held-out samples of the candidate and on 126 of the champion"),
+        (7, 7, False, "more than max_failed_share = 5.0% allows"),
+        (6, 6, True, "within the allowed fall"),
+        (0, 7, False, "more than max_failed_share = 5.0% allows"),
+        (1, 0, False, "failed on 1 of 128 held-out samples of the candidate and on 0 of the champion: it fails more often"),
+        (4, 3, False, "it fails more often"),
+        (3, 4, True, "within the allowed fall"),
+    ],
+)
+def test_failures_of_a_guardrail_count_on_both_sides(failed: int, failed_before: int, promote: bool, sentence: str) -> None:
+    candidate = without(samples(0.9, MANY, tesseract=0.35, similarity=0.85), "tesseract", failed)
+    champion = without(samples(0.5, MANY, **BEFORE), "tesseract", failed_before)
+    result = decision(candidate, champion)
+    assert result.promote is promote
+    (about,) = [reason for reason in result.reasons if "Guardrail tesseract" in reason]
+    assert sentence in about
+    assert about.startswith(REFUSED) is not promote
+
+
+def test_a_prompt_without_a_text_is_not_asked_of_a_guardrail_that_reads() -> None:
+    silent = f"tesseract: {NO_TARGET}; similarity: {NO_TARGET}"
+    sides = [samples(0.9, MANY, tesseract=0.35, similarity=0.85), samples(0.5, MANY, **BEFORE)]
+    result = decision(*[without(side, "tesseract", 40, silent, None) for side in sides])
+    assert result.promote
+    assert "over 88 prompts" in " ".join(result.reasons)
+
+
+@pytest.mark.parametrize(("failure", "target"), [("tesseract: timed out", None), (f"tesseract: {NO_TARGET}", "T")])
+def test_any_other_reason_or_a_prompt_with_a_text_is_a_failure(failure: str, target: str | None) -> None:
+    sides = [samples(0.9, MANY, tesseract=0.35, similarity=0.85), samples(0.5, MANY, **BEFORE)]
+    assert not decision(*[without(side, "tesseract", 40, failure, target) for side in sides]).promote
+
+
 def test_a_guardrail_that_failed_everywhere_keeps_the_candidate_back() -> None:
     result = decision(samples(0.9, tesseract=None, similarity=0.85), samples(0.5, tesseract=None, similarity=0.80))
     assert not result.promote
-    assert "Guardrail tesseract scored 0 held-out prompts on both sides" in " ".join(result.reasons)
+    assert "Guardrail tesseract failed on 24 of 24 held-out samples of the candidate" in " ".join(result.reasons)
