@@ -130,8 +130,9 @@ STORE = click.option(
 @main.command()
 @click.argument("model", metavar="MODEL[@ALIAS]")
 @click.option("--again", is_flag=True, help="Also generate the held-out samples again, and compare pictures and scores.")
+@click.option("--allow-code", multiple=True, metavar="MODULE:NAME", help="Code that MODEL may name and you trust, for --again.")
 @STORE
-def verify(model: str, again: bool, recipe: Path | None) -> None:
+def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | None) -> None:
     """Verify a registered version: its digests, and the gate's decision, made again from the stored scores.
 
     MODEL alone means its champion; MODEL/3 is version 3. Exits with status 1 if a check failed.
@@ -140,8 +141,8 @@ def verify(model: str, again: bool, recipe: Path | None) -> None:
     from ebbflow.tracking.verification import verify_version
 
     try:
-        uri = resolve_tracking_uri(load_recipe(recipe) if recipe else Recipe())
-        version, checks = verify_version(uri, model, again)
+        given = load_recipe(recipe) if recipe else Recipe()
+        version, checks = verify_version(resolve_tracking_uri(given), model, again, (*allow_code, *given.own_paths))
     except (RecipeError, TrackingError) as error:
         sys.exit(str(error))
     click.secho(f"{version.name} version {version.version}", bold=True)

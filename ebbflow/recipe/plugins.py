@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection, Iterable
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
@@ -46,6 +47,11 @@ def import_path(path: str) -> Any:
         nearest = difflib.get_close_matches(name, dir(module), n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else "name something that it defines"
         raise RecipeError(f"{path}: the module {module_path!r} has no {name!r}; {hint}") from None
+
+
+def not_allowed(paths: Iterable[str], allowed: Collection[str | None]) -> list[str]:
+    """Those of ``package.module:name`` that ``allowed`` names neither whole nor by their module."""
+    return [path for path in paths if path not in allowed and path.partition(":")[0] not in allowed]
 
 
 def modules_of(package: str) -> list[ModuleType]:

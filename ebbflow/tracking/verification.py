@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from ebbflow.data.records import Evaluation, GateDecision
 from ebbflow.evaluation.gate import decide
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import iter_leaves, sanitize
+from ebbflow.recipe.plugins import not_allowed
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.disk import sha256_of
 from ebbflow.storage.identity import code_listing
@@ -140,12 +141,15 @@ class Registered:
         return GateDecision.model_validate(self.json(stored.GATE)["decision"])
 
 
-def verify_version(tracking_uri: str, named: str, again: bool = False) -> tuple[ModelVersion, list[Check]]:
+def verify_version(
+    tracking_uri: str, named: str, again: bool = False, allowed_code: Collection[str] = ()
+) -> tuple[ModelVersion, list[Check]]:
     """Check a registered version.
 
     Args:
         named: ``MODEL``, ``MODEL@alias`` or ``MODEL/version``.
         again: also generate the held-out samples again, and compare pictures and scores with the stored ones.
+        allowed_code: code that the version may name and that runs then, ``package.module:name`` or a module.
 
     Raises:
         RegistryError: there is no such version, or it cannot be downloaded.
@@ -158,7 +162,7 @@ def verify_version(tracking_uri: str, named: str, again: bool = False) -> tuple[
         found = Registered(version, model, is_champion)
         checks = list(_run(CHECKS, found))
         if again:
-            checks += _again(found, checks, Path(folder) / "again.parquet")
+            checks += _again(found, checks, Path(folder) / "again.parquet", allowed_code)
     return version, checks
 
 
@@ -314,7 +318,7 @@ CHECKS: dict[str, Callable[[Registered], str]] = {
 """What is checked without generating anything: each gives the detail of its line, or raises."""
 
 
-def _again(found: Registered, checks: list[Check], path: Path) -> Iterator[Check]:
+def _again(found: Registered, checks: list[Check], path: Path, allowed_code: Collection[str]) -> Iterator[Check]:
     """Checks of the held-out samples, generated again with the stored policy. What did not verify is not loaded."""
     inputs = ("model files", "policy", "base model", "recipe", "rewards", "prompts")
     if failed := [check.name for check in checks if check.name in inputs and check.status == "FAILED"]:
@@ -324,6 +328,8 @@ def _again(found: Registered, checks: list[Check], path: Path) -> Iterator[Check
     def generate(found: Registered) -> str:
         from ebbflow.evaluation.evaluate import evaluate_folder
 
+        if foreign := not_allowed(found.recipe.own_paths, allowed_code):
+            raise _Failed(f"the version names code to run, {foreign[0]}; if you trust it, give --allow-code {foreign[0]}")
         prompts = found.file(stored.PROMPT_TABLE)
         evaluation = evaluate_folder(found.recipe, base_folder(found.data), found.data / "policy", prompts, "again", path)
         return f"generated and scored in {sum(evaluation.seconds.values()):.1f} s"

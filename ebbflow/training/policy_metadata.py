@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 from ebbflow.recipe.base import Strict, explain
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.plugins import not_allowed
 from ebbflow.recipe.recipe import EvaluationConfig, PolicyConfig
 from ebbflow.storage.artifacts import digest_of, new_folder, verify
 
@@ -104,12 +105,11 @@ def require_allowed_code(metadata: PolicyMetadata, folder: Path, allowed: Collec
     """
     family, attention = metadata.model.family, metadata.model.attention or ""
     named = [family] * (family not in FAMILIES) + [attention] * attention.endswith("_hub")
-    for code in named:
-        if code not in allowed and code.partition(":")[0] not in allowed:
-            raise PolicyError(
-                f"{folder / METADATA} names code to run, {code}, which this recipe does not name; if you trust it, take a recipe "
-                f"that names it, or allow it (--allow-code {code}, or the variable {ALLOW_CODE} when serving)"
-            )
+    if foreign := not_allowed(named, allowed):
+        raise PolicyError(
+            f"{folder / METADATA} names code to run, {foreign[0]}, which this recipe does not name; if you trust it, take a "
+            f"recipe that names it, or allow it (--allow-code {foreign[0]}, or the variable {ALLOW_CODE} when serving)"
+        )
 
 
 def write_base_policy(

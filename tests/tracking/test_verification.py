@@ -487,6 +487,19 @@ def test_a_policy_that_does_not_verify_is_not_loaded(trained: Callable[..., Vers
     assert version.checks(again=True)["samples again"].detail == "not generated, because of policy"
 
 
+def test_code_that_a_version_names_runs_only_if_it_is_allowed(trained: Callable[..., Version]) -> None:
+    version = trained(lambda rows: None)
+    path = version.folder / "evidence" / evidence.RECIPE
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"model": {"family": "shutil:rmtree", "path": "x"}}))
+    version.set_tag(evidence.TAGS[evidence.RECIPE], evidence.sha256_of(path))
+    asked = version.checks(again=True)["samples again"]
+    assert asked.status == "FAILED"
+    assert asked.detail == "the version names code to run, shutil:rmtree; if you trust it, give --allow-code shutil:rmtree"
+    _, allowed = verify_version(version.uri, f"{version.name}/{version.version}", again=True, allowed_code=["shutil"])
+    assert "pictures again" in {check.name for check in allowed}, "which the policy, of another family, does not need"
+
+
 def test_code_listing_is_what_the_digest_is_of(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("1")
     (names, *_) = json.loads(code_listing(tmp_path))["sources"]
