@@ -12,7 +12,7 @@ NUMERICAL := $(addprefix tests/,algorithms evaluation flow models offline online
 RUN := MLFLOW_DISABLE_TELEMETRY=true TMPDIR=$(CURDIR)/runs/flyte PATH=$(abspath $(BIN)):$$PATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test test-all test-faults test-vllm-omni lint docs docs-serve constraints ui clean
+.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni lint docs docs-serve constraints ui clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -43,6 +43,9 @@ test-all: test ## also the numerical rooms with the instructions of older CPUs
 
 test-faults: setup ## of these tests, those that kill, corrupt and starve the pipeline; EBBFLOW_FAULT_SEED=7 draws other points
 	$(PYTEST) tests/faults tests/pipeline/test_pods.py
+
+soak: setup ## for a night: kill whole runs at random and generate bad inputs; EBBFLOW_SOAK_POINTS=1000 EBBFLOW_SOAK_INPUTS=100000
+	$(BIN)/python -m tests.soak
 
 test-vllm-omni: $(ENGINE)/ready ## make the CPU environment of the vLLM-Omni engine (4 GB), and test the engine on tiny models
 	EBBFLOW_VLLM_OMNI_PYTHON=$(abspath $(ENGINE))/bin/python $(BIN)/pytest tests/vllm_omni

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -42,7 +43,11 @@ def assert_readable(message: str, *names: str) -> None:
 
 
 def cases(count: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A hypothesis test of ``count`` cases, the same on every machine. One that ran fewer, because there are no more, fails."""
+    """A hypothesis test of ``count`` cases, the same on every machine. One that ran fewer, because there are no more, fails.
+
+    A soak test (tests/soak.py) has as many as its environment says, drawn from its seed.
+    """
+    soaked = int(os.environ.get("EBBFLOW_SOAK_CASES", "0"))
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         ran = 0
@@ -54,7 +59,11 @@ def cases(count: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callabl
             ran += 1
 
         always = settings(
-            max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+            max_examples=soaked or count,
+            derandomize=not soaked,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
         )
         run = always(given(**strategies)(one))
 
@@ -63,7 +72,7 @@ def cases(count: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callabl
             nonlocal ran
             ran = 0
             run(*args, **keys)
-            assert ran >= count, f"only {ran} of {count} cases were run"
+            assert soaked or ran >= count, f"only {ran} of {count} cases were run"
 
         return all_of_them
 
