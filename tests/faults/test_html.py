@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -42,6 +43,8 @@ HOSTILE = [
     f"$\\frac{{{PLANT}}}{{0}}$ $$ \\ %s %(x)s",
     f"javascript:{PLANT}//`${{{PLANT}}}`",
 ]
+NO_PATH = re.compile(r"[\x00-\x1f\x7f-\x9f*?\[]")
+"""What a recipe refuses in paths."""
 TEXT_MAY_STAND_IN = {"title", "alt", "aria-label"}
 METRICS = ["reward", "ocr", "exact_match"]
 
@@ -74,8 +77,8 @@ def made(folder: Path, hostile: str | None) -> ReportInputs:
     text = hostile or "harmless"
     recipe = Recipe.model_validate(
         {
-            "output": f"runs/{text}",
-            "prompts": {"source": f"{text}.txt"},
+            "output": f"runs/{NO_PATH.sub('', text)}",
+            "prompts": {"source": f"{NO_PATH.sub('', text)}.txt"},
             "tracking": {"experiment": text},
             "evaluation": {"resamples": 200},
             "policy": {"train": "lora", "targets": [text]},

@@ -17,7 +17,7 @@ from ebbflow.models.families.glyph import ALPHABET, letter_tokenizer, to_latents
 from ebbflow.models.glyph_training.train import train_glyph_base
 from ebbflow.models.prepare import copy_base, train_base
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
-from ebbflow.storage.artifacts import MANIFEST, verify
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, verify
 
 GLYPH = ModelConfig()
 
@@ -146,7 +146,7 @@ def test_a_bad_folder_is_named_with_what_it_lacks(base_folder, tmp_path):
         load_model(tmp_path)
     for part in ("transformer", "scheduler", "text_encoder", "tokenizer", "glyph.json", "model_index.json"):
         folder = tmp_path / f"without-{part}"
-        shutil.copytree(base_folder, folder, ignore=shutil.ignore_patterns(part))
+        shutil.copytree(base_folder, folder, ignore=shutil.ignore_patterns(part, MANIFEST, COMMIT))
         with pytest.raises(ModelError, match=f"{part} missing"):
             load_model(folder)
 
@@ -160,7 +160,7 @@ def test_a_bad_folder_is_named_with_what_it_lacks(base_folder, tmp_path):
     ],
 )
 def test_a_folder_with_a_broken_file_is_a_bad_folder(base_folder, tmp_path, file, content):
-    shutil.copytree(base_folder, tmp_path / "broken")
+    shutil.copytree(base_folder, tmp_path / "broken", ignore=shutil.ignore_patterns(MANIFEST, COMMIT))
     (tmp_path / "broken" / file).write_text(content)
     with pytest.raises(ModelError, match="broken"):
         load_model(tmp_path / "broken")

@@ -11,8 +11,8 @@ import yaml
 
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.registry import REWARDS
-from ebbflow.rewards import http, server
-from ebbflow.rewards.protocol import Health, ScoreAnswer, ScoreRequest
+from ebbflow.rewards import http, server, server_limits
+from ebbflow.rewards.protocol import MAX_JSON_VALUES, Health, ScoreAnswer, ScoreRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 TEXT = PAGE.read_text()
@@ -55,7 +55,13 @@ def test_every_key_of_its_own_is_on_the_page(config):
 
 
 def test_the_limits_are_those_of_the_server():
-    assert f"{server.MAX_BYTES >> 20} MiB, {server.MAX_IMAGES}\nimages, {server.MAX_PIXELS >> 20} Mi pixels" in TEXT
+    assert f"| {server_limits.MAX_BYTES >> 20} MiB | 413 |" in TEXT
+    assert f"| {server.MAX_IMAGES}, {server.MAX_PIXELS >> 20} Mi, {server.MAX_CHUNKS:,} | 413 |" in TEXT
+    assert f"| {MAX_JSON_VALUES:,} | 413 |" in TEXT
+    assert f"| {server_limits.MAX_HELD >> 30} GiB |" in TEXT
+    assert f"| {server_limits.HEADER_SECONDS:g} s |" in TEXT
+    assert f"| {server_limits.BODY_SECONDS:g} s | 408 |" in TEXT
+    assert f"| {server_limits.MAX_CONNECTIONS}, at most a quarter" in TEXT
     assert http.HOSTS in TEXT
     assert f"at most {http.SHOWN} characters" in TEXT
 

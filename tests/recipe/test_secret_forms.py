@@ -275,7 +275,7 @@ HONEST = [
 @pytest.mark.parametrize("text", HONEST)
 def test_nothing_honest_is_mangled(text):
     assert redact(text) == text
-    Recipe.model_validate({"prompts": {"source": text}, "rewards": [{"name": "a.b:C", "options": {"x": text, "y": {text: 1}}}]})
+    Recipe.model_validate({"rewards": [{"name": "a.b:C", "options": {"x": text, "y": {text: 1}}}]})
 
 
 def written() -> list[Path]:
