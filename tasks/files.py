@@ -67,15 +67,26 @@ def fetch_folder(uri: str) -> Path:
     return folder
 
 
-def fetch_once_per_machine(uri: str) -> Path:
-    """The folder at ``uri``, fetched once for all processes of this machine."""
-    if Path(uri).is_dir():
+def fetch_shared(artifact: FlyteFile | FlyteDirectory) -> Path:
+    """The local copy of an artifact that all processes of this machine share.
+
+    It is downloaded once: a process that downloaded it again would write into the file that another one reads.
+    """
+    uri = str(artifact.remote_source or artifact.path)
+    return fetch_once_per_machine(uri, isinstance(artifact, FlyteDirectory)) if "://" in uri else fetch(artifact)
+
+
+def fetch_once_per_machine(uri: str, is_folder: bool = True) -> Path:
+    """The file or folder at ``uri``, which never changes, fetched once for all processes of this machine."""
+    if Path(uri).exists():
         return Path(uri)
-    folder = _machine_folder(uri)
-    with wait_for_lock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            fetch_folder(uri).replace(folder)
-    return folder
+    shared = _machine_folder(uri)
+    with wait_for_lock(shared.with_suffix(".lock")):
+        if not shared.exists():
+            new = scratch(shared.name)
+            FlyteContextManager.current_context().file_access.get_data(uri, str(new), is_multipart=is_folder)
+            new.replace(shared)
+    return shared
 
 
 def open_checkpoints(run: TrackedRun, ctx: StageContext, first: bool = True) -> Checkpoints:

@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, node_output, open_checkpoints
+from tasks.files import fetch_shared, node_output, open_checkpoints
 from tasks.preemption import retry_on
 from tasks.resources import training_group
 from tasks.types import BaseModelArtifact, TrainedPolicy
@@ -44,16 +44,16 @@ def train_offline(
         process_group() as ranks,
         node_run(run, ctx.label) if ranks.rank == 0 else nullcontext() as run_logger,
     ):
-        recorder, shards = MetricsRecorder(run_logger), [fetch(shard) for shard in rollouts]
+        recorder, shards = MetricsRecorder(run_logger), [fetch_shared(shard) for shard in rollouts]
         checkpoints = open_checkpoints(run, ctx, first=ranks.rank == 0)
         ranks.barrier()  # rank 0 has downloaded them
         record = train_offline_folder(
             ctx,
-            fetch(base.folder),
-            fetch(policy.folder),
-            fetch(prompts),
+            fetch_shared(base.folder),
+            fetch_shared(policy.folder),
+            fetch_shared(prompts),
             shards,
-            fetch(advantages),
+            fetch_shared(advantages),
             trained,
             recorder,
             checkpoints,

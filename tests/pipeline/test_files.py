@@ -11,11 +11,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.stage import StageContext
 from ebbflow.storage.disk import PathError, atomic_write, write_text
-from tasks.files import delete_checkpoints, fetch_folder, fetch_once_per_machine, node_output, open_checkpoints
+from tasks.files import delete_checkpoints, fetch_folder, fetch_once_per_machine, fetch_shared, node_output, open_checkpoints
 
 
 @pytest.fixture(params=["run", "#@:;&=+{x}' ü 100%", "at a URI"])
@@ -154,3 +156,22 @@ def test_a_folder_that_a_recipe_names_is_there(tmp_path, scheme):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "model_index.json").write_text("{}")
     assert (fetch_folder(f"{scheme}{tmp_path}/base") / "model_index.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("kind", [FlyteFile, FlyteDirectory])
+def test_the_ranks_of_a_machine_download_an_artifact_once(tmp_path, monkeypatch, kind):
+    """One that came later would write into the file that the first one reads."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    there = tmp_path / "store" / "policy"
+    file = there / "weights" if kind is FlyteDirectory else there
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"first")
+    shared = fetch_shared(kind(f"file://{there}"))
+    found = shared / "weights" if kind is FlyteDirectory else shared
+    before = found.stat()
+    assert found.read_bytes() == b"first"
+    file.write_bytes(b"never read")
+    assert fetch_shared(kind(f"file://{there}")) == shared
+    assert (found.read_bytes(), found.stat().st_mtime_ns) == (b"first", before.st_mtime_ns)
+    assert fetch_shared(kind(str(there))) == there, "what is on this machine stays where it is"
