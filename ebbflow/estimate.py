@@ -151,7 +151,8 @@ def estimate(recipe: Recipe, processes: int = 2) -> Estimate:
     facts = _Facts(recipe, sizes, sample, trained_parameters(recipe, sizes))
     contexts = [StageContext(recipe, 0, index) for index, stage in enumerate(recipe.stages) if stage.kind != "custom"]
     work = {ctx.label: _work(facts, ctx) for ctx in contexts}
-    judged = recipe.prompts.validation + recipe.prompts.held_out
+    judged = recipe.num_evaluated
+    compared = recipe.prompts.validation + recipe.prompts.held_out
     evaluations = 2 + recipe.rounds * len(recipe.stages)  # of the base model, the champion, and after every stage
     return Estimate(
         recipe=recipe,
@@ -161,7 +162,7 @@ def estimate(recipe: Recipe, processes: int = 2) -> Estimate:
         processes=processes,
         memory={"text encoding": facts.encoding(), "evaluation": facts.evaluation()} | _stages(facts, contexts, processes),
         work=work,
-        evaluation=judged * facts.sample.passes * (recipe.evaluation.steps + 2 * len(DRIFT_SIGMAS)),
+        evaluation=facts.sample.passes * (judged * recipe.evaluation.steps + compared * 2 * len(DRIFT_SIGMAS)),
         stored={
             "base model": sizes.stored,
             "rollout shards": recipe.rounds * sum(done.shards for done in work.values()),
@@ -270,13 +271,13 @@ class _Facts:
         )
 
     def evaluation(self) -> Memory:
-        """All validation and held-out prompts at once; the drift takes two velocities for each of its noise levels."""
-        prompts = self.recipe.prompts.validation + self.recipe.prompts.held_out
+        """All samples at once; the drift takes two velocities for each of its noise levels, of one sample of every prompt."""
+        prompts, samples = self.recipe.prompts.validation + self.recipe.prompts.held_out, self.recipe.num_evaluated
         return Memory(
             weights=self.weights(self.recipe.model.precision),
             copies=2 * 4 * self.trained,
-            activations=self._generating(prompts, self.recipe.evaluation.micro_batch, self.recipe.model.precision),
-            samples=prompts * (self.prompt_bytes + self.latents * (2 + 2 * len(DRIFT_SIGMAS))),
+            activations=self._generating(samples, self.recipe.evaluation.micro_batch, self.recipe.model.precision),
+            samples=prompts * (self.prompt_bytes + self.latents * 2 * len(DRIFT_SIGMAS)) + samples * self.latents * 2,
             others=_reward_bytes([*self.recipe.rewards, *self.recipe.guardrails]),
         )
 

@@ -141,7 +141,7 @@ def make_recipe() -> Callable[..., Recipe]:
             "sampler": {"name": "ode", "steps": 3},
         }
         stages = [first | (online or {}), second | (offline or {})]
-        return Recipe.model_validate({"stages": stages, "evaluation": {"steps": 3}, **rest})
+        return Recipe.model_validate({"stages": stages, "evaluation": {"steps": 3, "samples": 1}, **rest})
 
     return make
 

@@ -5,6 +5,17 @@ from __future__ import annotations
 from ebbflow.recipe.base import Strict
 
 
+class Distribution(Strict):
+    """How a metric is distributed over the held-out prompts."""
+
+    spread: float
+    """Standard deviation of the prompts' means."""
+    worst_tenth: float
+    """Mean of the lowest tenth of the prompts' means."""
+    best_of: float | None
+    """Mean over the prompts with several samples of their best one; null where no prompt has several."""
+
+
 class Evaluation(Strict):
     """Means over fixed prompts with fixed noise; the samples are in a table (``schema.evaluation_schema``)."""
 
@@ -21,6 +32,10 @@ class Evaluation(Strict):
     """Mean of (v - v_base)^2 on the policy's own samples, noised to fixed sigmas."""
     seconds: dict[str, float]
     """Wall time by phase: sampling, scoring."""
+    statistics: dict[str, float] = {}
+    """Mean of every statistic of the images (entropy, brightness, diversity ...) over the held-out prompts."""
+    distributions: dict[str, Distribution] = {}
+    """Spread, worst tenth and best of several samples, of every metric of ``held_out``."""
 
     def __str__(self) -> str:
         means = ", ".join(f"{name} {value:.3f}" for name, value in self.held_out.items())
@@ -48,6 +63,8 @@ class GateDecision(Strict):
     champion: str
     target: Comparison
     guardrails: list[Comparison]
+    statistics: list[Comparison] = []
+    """Image statistics that were tested."""
     coverage: float
     reasons: list[str]
     """One sentence per rule: what passed, or what failed."""

@@ -6,6 +6,8 @@ seed the key fixes the noise (``ebbflow.seeding``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 
 PROMPTS = pa.schema(
@@ -56,9 +58,14 @@ def score_schema(metrics: list[str]) -> pa.Schema:
 ADVANTAGES = pa.schema([*SAMPLE_KEY, pa.field("advantage", pa.float32(), nullable=False)])
 
 
-def evaluation_schema(metrics: list[str]) -> pa.Schema:
-    """Schema of an evaluation: every prompt with its image (PNG) or video (animated PNG), a nullable column per metric,
-    and why a scorer failed."""
+def statistic_column(name: str) -> str:
+    """The column of a statistic of the images: no reward can be called like this."""
+    return f"statistic/{name}"
+
+
+def evaluation_schema(metrics: list[str], statistics: Sequence[str] = ()) -> pa.Schema:
+    """Schema of an evaluation: every sample with its image (PNG) or video (animated PNG), a nullable column per metric and per
+    statistic of the images, and why a scorer failed."""
     return pa.schema(
         [
             *SAMPLE_KEY,
@@ -67,6 +74,7 @@ def evaluation_schema(metrics: list[str]) -> pa.Schema:
             pa.field("target", pa.string()),
             pa.field("image", pa.binary(), nullable=False),
             *(pa.field(name, pa.float64()) for name in metrics),
+            *(pa.field(statistic_column(name), pa.float64()) for name in statistics),
             pa.field("failure", pa.string()),
         ]
     )

@@ -9,10 +9,13 @@ Why
     prompts, the noise and the deterministic sampler are the same for every policy, so a difference is the policy's.
 
 How
-    - ``evaluate``: one sample per validation and held-out prompt, scored with all rewards and guardrails, and the velocity drift.
+    - ``evaluate``: one sample per validation and held-out prompt, and several of some held-out ones, scored with all rewards and
+      guardrails, and the velocity drift.
+    - ``image_statistics``: entropy, edges, brightness, diversity ... of the samples; ``distribution``: what a mean hides.
     - ``selection``: the candidate is the policy with the best validation reward; also when to stop training.
     - ``gate``: on the held-out prompts, the reward's paired difference must lie above zero and no guardrail may fall too far.
-    - ``statistics``: the paired bootstrap behind the gate.
+    - ``non_inferiority``: the gate's test that image statistics moved by less than their margins.
+    - ``statistics``: the paired bootstrap behind the gate, and Holm's correction.
     - ``serve``: images of a registered policy, from prompts and seeds.
 
 Gotchas

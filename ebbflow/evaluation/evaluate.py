@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from tqdm import tqdm
 from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import Evaluation
-from ebbflow.data.schema import evaluation_schema
+from ebbflow.data.schema import evaluation_schema, statistic_column
+from ebbflow.evaluation.distribution import distribution, mean_over_prompts
+from ebbflow.evaluation.image_statistics import diversity_across, diversity_within, image_statistics, thumbnails
 from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.models import Model, load_model, predict
 from ebbflow.models.encoding import Encode, encode_once
@@ -84,10 +87,60 @@ def _size(model: ModelConfig) -> str:
     return f"{model.frames} frame(s) of {height} x {width} (height x width)"
 
 
+@dataclass(frozen=True)
+class _Samples:
+    """Generated and scored samples.
+
+    Attributes:
+        prompts: [N], of each sample.
+        indices: [N], which sample of its prompt each is.
+        latents: fp32 [N, ...].
+        pngs: [N].
+        scores: of N rows.
+        statistics: float64 [N] columns of what the images look like.
+        thumbnails: [N, D] (``image_statistics.thumbnails``).
+        features: [N, D] of a reward's network, where there is one and prompts are sampled more than once.
+    """
+
+    prompts: list[Prompt]
+    indices: list[int]
+    latents: Tensor
+    pngs: list[bytes]
+    scores: ScoreTable
+    statistics: dict[str, np.ndarray]
+    thumbnails: np.ndarray
+    features: np.ndarray | None
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        return np.array([prompt.prompt_id for prompt in self.prompts])
+
+    @property
+    def held_out(self) -> np.ndarray:
+        """Which samples are of the held-out split, bool [N]."""
+        return np.array([prompt.split == "held_out" for prompt in self.prompts])
+
+    @staticmethod
+    def cat(parts: list[_Samples]) -> _Samples:
+        features = [part.features for part in parts if part.features is not None]
+        return _Samples(
+            prompts=[prompt for part in parts for prompt in part.prompts],
+            indices=[index for part in parts for index in part.indices],
+            latents=torch.cat([part.latents for part in parts]),
+            pngs=[png for part in parts for png in part.pngs],
+            scores=ScoreTable.cat([part.scores for part in parts]),
+            statistics={name: np.concatenate([part.statistics[name] for part in parts]) for name in parts[0].statistics},
+            thumbnails=np.concatenate([part.thumbnails for part in parts]),
+            features=np.concatenate(features) if len(features) == len(parts) else None,
+        )
+
+
 def evaluate(
     recipe: Recipe, model: Model, policy: Policy, version: int, scorer: Scorer, prompts: list[Prompt], label: str, path: Path
 ) -> Evaluation:
-    """Evaluate on validation and held-out prompts, one sample per prompt; the samples go to ``path`` (``evaluation_schema``).
+    """Evaluate on validation and held-out prompts; the samples go to ``path`` (``evaluation_schema``).
+
+    Every prompt has one sample, and the first ``evaluation.repeated_prompts`` held-out prompts have ``evaluation.samples``.
 
     Raises:
         EvaluationError: no sample is finite.
@@ -95,57 +148,106 @@ def evaluate(
     clock = Clock()
     with clock.phase("sampling"):
         encode = encode_once(model, prompts)
-        latents = _sample(recipe, model, prompts, encode, label)
-    pngs, scores = _score(recipe, model, scorer, prompts, latents, clock)
-    held_out = np.array([prompt.split == "held_out" for prompt in prompts])
-    schema = evaluation_schema(["reward", *sorted(scores.metrics)])
-    rows = _rows(schema, prompts, pngs, scores)
+    first = _generate_and_score(recipe, model, scorer, prompts, [0] * len(prompts), encode, label, clock)
+    samples = first
+    # The further samples have micro-batches of their own: the first ones are the same bytes however many there are.
+    if repeats := _repeats(recipe, prompts):
+        again, indices = map(list, zip(*repeats, strict=True))
+        samples = _Samples.cat([first, _generate_and_score(recipe, model, scorer, again, indices, encode, label, clock)])
+    statistics = samples.statistics | _diversity(samples)
+    schema = evaluation_schema(["reward", *sorted(samples.scores.metrics)], list(statistics))
+    rows = _rows(schema, samples, statistics)
     write_table(path, schema, rows.to_batches(), {"label": label, "recipe_digest": recipe.digest})
+    held_out, columns = samples.held_out, {"reward": samples.scores.reward, **samples.scores.metrics}
     evaluation = Evaluation(
         label=label,
         policy_version=version,
-        held_out=means(scores, held_out),
-        validation=means(scores, ~held_out),
-        coverage=float(np.isfinite(scores.reward[held_out]).mean()),
-        velocity_drift=_drift(recipe, model, policy, prompts, encode, latents),
+        held_out=_prompt_means(samples, columns, held_out),
+        validation=means(samples.scores, ~held_out),
+        coverage=float(np.isfinite(samples.scores.reward[held_out]).mean()),
+        velocity_drift=_drift(recipe, model, policy, prompts, encode, first.latents),
         seconds=dict(clock.seconds),
+        statistics=_prompt_means(samples, statistics, held_out),
+        distributions={
+            name: found
+            for name, values in columns.items()
+            if (found := distribution(samples.prompt_ids[held_out], values[held_out])) is not None
+        },
     )
     logger.info("%s", evaluation)
     return evaluation
 
 
-def evaluation_keys(prompts: list[Prompt]) -> SampleKeys:
-    """One sample per prompt. The noise depends on the evaluation's own seed, so every run draws the same."""
-    return SampleKeys(derive_seed(0, "evaluation"), [prompt.prompt_id for prompt in prompts], [0] * len(prompts))
+def evaluation_keys(prompts: list[Prompt], samples: list[int] | None = None) -> SampleKeys:
+    """Which noise each sample starts from: it depends on the evaluation's own seed, so every run draws the same.
+
+    Args:
+        samples: which sample of its prompt each is; left out, the first.
+    """
+    return SampleKeys(derive_seed(0, "evaluation"), [prompt.prompt_id for prompt in prompts], samples or [0] * len(prompts))
 
 
-def _sample(recipe: Recipe, model: Model, prompts: list[Prompt], encode: Encode, label: str) -> Tensor:
+def _repeats(recipe: Recipe, prompts: list[Prompt]) -> list[tuple[Prompt, int]]:
+    """The further samples, each as its prompt and its number from one."""
+    held_out = [prompt for prompt in prompts if prompt.split == "held_out"]
+    repeated = held_out[: recipe.evaluation.repeated_prompts]
+    return [(prompt, sample) for prompt in repeated for sample in range(1, recipe.evaluation.samples)]
+
+
+def _generate_and_score(
+    recipe: Recipe,
+    model: Model,
+    scorer: Scorer,
+    prompts: list[Prompt],
+    indices: list[int],
+    encode: Encode,
+    label: str,
+    clock: Clock,
+) -> _Samples:
+    """In batches: the uncompressed videos of all prompts would not fit in memory."""
     sampler = SamplerConfig(name="ode", steps=recipe.evaluation.steps)
     parts = []
     for part in tqdm(_micro_batches(recipe, len(prompts)), desc=f"evaluating {label}", unit="batch", disable=None):
         batch = prompts[part]
-        parts.append(generate(model, encode(batch), evaluation_keys(batch), sampler, micro_batch=len(batch)).latents)
-    return torch.cat(parts)
+        with clock.phase("sampling"):
+            keys = evaluation_keys(batch, indices[part])
+            latents = generate(model, encode(batch), keys, sampler, micro_batch=len(batch)).latents
+            images = model.decode(latents)
+        finite = finite_rows(latents)
+        with clock.phase("scoring"):
+            scores = scorer(images, batch).where(finite)
+            features = scorer.features(images) if recipe.evaluation.samples > 1 else None
+        statistics = {name: np.where(finite, values, np.nan) for name, values in image_statistics(images).items()}
+        pngs = encode_png(images)
+        parts.append(_Samples(batch, indices[part], latents, pngs, scores, statistics, thumbnails(images), features))
+    return _Samples.cat(parts)
+
+
+def _diversity(samples: _Samples) -> dict[str, np.ndarray]:
+    """How far the samples of a prompt lie apart, and the first ones of different held-out prompts; NaN for all others."""
+    finite, ids = finite_rows(samples.latents), samples.prompt_ids
+    points = {"latents": samples.latents.cpu().numpy(), "pixels": samples.thumbnails}
+    if samples.features is not None:
+        points["features"] = samples.features
+    columns = {}
+    for name, values in points.items():
+        columns[f"diversity_{name}"] = np.full(len(ids), np.nan)
+        columns[f"diversity_{name}"][finite] = diversity_within(ids[finite], values[finite])
+    first = finite & samples.held_out & (np.array(samples.indices) == 0)
+    columns["diversity_across_prompts"] = np.full(len(ids), np.nan)
+    columns["diversity_across_prompts"][first] = diversity_across(samples.thumbnails[first])
+    return columns
+
+
+def _prompt_means(samples: _Samples, columns: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, float]:
+    """Means over prompts of the means over their samples; a column without any finite value there is left out."""
+    found = {name: mean_over_prompts(samples.prompt_ids[rows], values[rows]) for name, values in columns.items()}
+    return {name: float(values.mean()) for name, values in found.items() if len(values)}
 
 
 def _micro_batches(recipe: Recipe, count: int) -> list[slice]:
     size = recipe.evaluation.micro_batch
     return [slice(start, start + size) for start in range(0, count, size)]
-
-
-def _score(
-    recipe: Recipe, model: Model, scorer: Scorer, prompts: list[Prompt], latents: Tensor, clock: Clock
-) -> tuple[list[bytes], ScoreTable]:
-    """PNGs and scores of all samples. In batches: the uncompressed videos of all prompts would not fit in memory."""
-    pngs: list[bytes] = []
-    tables = []
-    for part in _micro_batches(recipe, len(prompts)):
-        with clock.phase("sampling"):
-            images = model.decode(latents[part])
-        with clock.phase("scoring"):
-            tables.append(scorer(images, prompts[part]).where(finite_rows(latents[part])))
-        pngs += encode_png(images)
-    return pngs, ScoreTable.cat(tables)
 
 
 @torch.no_grad()
@@ -185,16 +287,18 @@ def means(scores: ScoreTable, rows: np.ndarray | slice = slice(None)) -> dict[st
     return {name: float(np.nanmean(values[rows])) for name, values in columns.items() if np.isfinite(values[rows]).any()}
 
 
-def _rows(schema: pa.Schema, prompts: list[Prompt], pngs: list[bytes], scores: ScoreTable) -> pa.Table:
+def _rows(schema: pa.Schema, samples: _Samples, statistics: dict[str, np.ndarray]) -> pa.Table:
+    prompts, scores = samples.prompts, samples.scores
     columns = {
         "prompt_id": pa.array([prompt.prompt_id for prompt in prompts], pa.int64()),
-        "sample": pa.array([0] * len(prompts), pa.int64()),
+        "sample": pa.array(samples.indices, pa.int64()),
         "split": pa.array([prompt.split for prompt in prompts]),
         "prompt": pa.array([prompt.prompt for prompt in prompts]),
         "target": pa.array([prompt.target for prompt in prompts], pa.string()),
-        "image": pa.array(pngs, pa.binary()),  # chunked above the 2 GiB that one array holds
+        "image": pa.array(samples.pngs, pa.binary()),  # chunked above the 2 GiB that one array holds
         "reward": nan_to_null(scores.reward),
         **{name: nan_to_null(values) for name, values in scores.metrics.items()},
+        **{statistic_column(name): nan_to_null(values) for name, values in statistics.items()},
         "failure": pa.array(scores.failures, pa.string()),
     }
     return pa.table([columns[name] for name in schema.names], schema=schema)

@@ -4,6 +4,7 @@
 2. Target: the confidence interval of the reward's paired difference lies above zero.
 3. Guardrails: no guardrail metric fell by more than the recipe's tolerance, failed on more than the allowed share of the
    samples of a side, or failed more often on the candidate than on the champion.
+4. Statistics: every image statistic provably moved by less than its margin (``ebbflow.evaluation.non_inferiority``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from ebbflow.data.records import Comparison, Evaluation, GateDecision
+from ebbflow.evaluation.non_inferiority import StatisticFinding, check_statistics
 from ebbflow.evaluation.statistics import KEY, compare, held_out_pairs
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import NO_TARGET
@@ -50,13 +52,15 @@ def decide(
     target = _compare(recipe, TARGET, candidate_samples, champion_samples)
     coverage, covered = _coverage(candidate, champion, candidate_samples, champion_samples)
     guardrails, guarded = _guardrails(recipe, candidate_samples, champion_samples)
-    findings = [covered, _target(recipe, target), *guarded]
+    tested = check_statistics(recipe, candidate_samples, champion_samples)
+    findings = [covered, _target(recipe, target), *guarded, *_statistics(tested)]
     decision = GateDecision(
         promote=all(finding.passed for finding in findings),
         candidate=candidate.label,
         champion=champion.label,
         target=target,
         guardrails=guardrails,
+        statistics=[finding.comparison for finding in tested if finding.comparison],
         coverage=coverage,
         reasons=[finding.reason if finding.passed else REFUSED + finding.reason for finding in findings],
     )
@@ -154,3 +158,15 @@ def _guardrail(guardrail: Comparison, tolerance: float) -> _Finding:
     moved = f"Guardrail {guardrail.metric} went {change} over {guardrail.prompts} prompts"
     relation = "within" if passed else "beyond"
     return _Finding(passed, f"{moved}, {relation} the allowed fall of {tolerance:.3f}.")
+
+
+def _statistics(tested: list[StatisticFinding]) -> list[_Finding]:
+    """A finding for each statistic that keeps the candidate back, and one for all others together."""
+    near = [finding.comparison for finding in tested if finding.passed and finding.comparison]
+    findings = [_Finding(False, finding.reason) for finding in tested if not finding.passed]
+    if near:
+        moved = ", ".join(f"{one.metric} {one.difference:+.3f}" for one in near)
+        findings.append(_Finding(True, f"Statistics of the images within their margins: {moved}."))
+    elif not tested:
+        findings.append(_Finding(True, "No statistic of the images was measured on either side: ignored."))
+    return findings

@@ -6,6 +6,8 @@ Samples of one prompt are not independent: they are averaged, and prompts are re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -52,6 +54,39 @@ def paired_bootstrap(
     return difference, float(low), float(high)
 
 
+def paired_tail(differences: np.ndarray, resamples: int, seed: int) -> float:
+    """Bootstrap p-value of "the mean is at most zero": the share of the resampled means that are.
+
+    The test that agrees with ``paired_bootstrap``: it is below (1 - confidence) / 2 exactly where that interval lies above zero.
+
+    Args:
+        differences: one finite value per prompt, at least two.
+
+    Raises:
+        ValueError: there are fewer than 2 values or any that is not finite.
+    """
+    count = len(differences)
+    if count < 2 or not np.isfinite(differences).all():
+        raise ValueError(f"a test needs at least 2 finite differences, got {count}; evaluate more prompts")
+    mean = float(differences.mean())
+    means = mean + (_resampled_means(differences, resamples, seed) - mean) * np.sqrt(count / (count - 1))
+    return float((means <= 0).mean())
+
+
+def holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
+    """The hypotheses that are rejected, with a probability of at most ``alpha`` that any of them is true.
+
+    Holm, A simple sequentially rejective multiple test procedure (Scandinavian Journal of Statistics 6, 1979): the smallest of m
+    p-values against alpha / m, the next against alpha / (m - 1) ..., until one is larger.
+    """
+    rejected: set[str] = set()
+    for name, p_value in sorted(p_values.items(), key=lambda item: item[1]):
+        if p_value > alpha / (len(p_values) - len(rejected)):
+            break
+        rejected.add(name)
+    return rejected
+
+
 def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     chunk = max(1, DRAWS_PER_CHUNK // len(values))
@@ -75,14 +110,7 @@ def compare(
     Raises:
         ValueError: the metric is missing, a key occurs twice, or fewer than two prompts were scored by both sides.
     """
-    pairs = held_out_pairs(metric, candidate, champion)
-    scored = pairs[np.isfinite(pairs[["candidate", "champion"]]).all(axis=1)]
-    means = scored.groupby("prompt_id")[["candidate", "champion"]].mean()
-    if len(means) < 2:
-        raise ValueError(
-            f"{metric}: both sides scored only {len(means)} of {pairs['prompt_id'].nunique()} held-out prompts, at least 2 are "
-            "needed; see the scoring failures, or evaluate both on the same prompts"
-        )
+    means = prompt_means(metric, candidate, champion)
     difference, low, high = paired_bootstrap(
         means["candidate"].to_numpy(), means["champion"].to_numpy(), resamples, confidence, seed
     )
@@ -95,6 +123,23 @@ def compare(
         high=high,
         prompts=len(means),
     )
+
+
+def prompt_means(metric: str, candidate: pa.Table, champion: pa.Table) -> pd.DataFrame:
+    """``candidate`` and ``champion``, a row per held-out prompt: means over the samples that both sides have a value of.
+
+    Raises:
+        ValueError: as ``compare``.
+    """
+    pairs = held_out_pairs(metric, candidate, champion)
+    scored = pairs[np.isfinite(pairs[["candidate", "champion"]]).all(axis=1)]
+    means = scored.groupby("prompt_id")[["candidate", "champion"]].mean()
+    if len(means) < 2:
+        raise ValueError(
+            f"{metric}: both sides scored only {len(means)} of {pairs['prompt_id'].nunique()} held-out prompts, at least 2 are "
+            "needed; see the scoring failures, or evaluate both on the same prompts"
+        )
+    return means
 
 
 def _sides(candidate: pa.Table, champion: pa.Table) -> tuple[tuple[str, pa.Table], tuple[str, pa.Table]]:

@@ -79,6 +79,11 @@ class EvaluationConfig(Strict):
     steps: int = Field(10, ge=2, le=1000)
     micro_batch: int = Field(64, ge=1)
     """Samples per forward pass."""
+    samples: int = Field(4, ge=1, le=64)
+    """Samples of each of the ``repeated_prompts``; all other prompts have one."""
+    repeated_prompts: int = Field(16, ge=0)
+    """The first held-out prompts, as many as these: their samples say how diverse a prompt's images are, and what the best of
+    them scores."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
     resamples: int = Field(10_000, ge=100)
 
@@ -90,12 +95,39 @@ class StopRuleConfig(Strict):
     min_delta: float = Field(0.0, ge=0)
 
 
+class MarginsConfig(Strict):
+    """How far an image statistic may move from the champion's, as a share of the champion's mean: the candidate must prove that
+    it moved less. ``null``: it is measured and not tested."""
+
+    entropy: float | None = Field(0.2, gt=0)
+    """Of the grey levels; falls when images become flat, rises with grain."""
+    edge_density: float | None = Field(0.2, gt=0)
+    """Share of the pixels that lie on an edge."""
+    brightness: float | None = Field(0.2, gt=0)
+    """Mean luma."""
+    saturation: float | None = Field(0.2, gt=0)
+    """Mean saturation."""
+    sharpness: float | None = Field(0.2, gt=0)
+    """Standard deviation of the Laplacian; falls with blur, rises with grain."""
+    text_likeness: float | None = Field(0.2, gt=0)
+    """Share of the image that looks like lines of text; only a rise is tested, and only where no trained reward reads."""
+    diversity_latents: float | None = Field(0.2, gt=0)
+    """Distance between the latents of a prompt's samples; only a fall is tested, as of every diversity."""
+    diversity_pixels: float | None = Field(0.2, gt=0)
+    """Distance between the thumbnails of a prompt's samples."""
+    diversity_features: float | None = Field(0.2, gt=0)
+    """Distance between the features of a prompt's samples, where a reward or guardrail has a network that gives some."""
+    diversity_across_prompts: float | None = Field(0.2, gt=0)
+    """Distance of an image to the nearest one of another prompt: 0 for duplicates."""
+
+
 class PromotionConfig(Strict):
     """When the best policy of the run becomes champion."""
 
     model_name: str = Field("ebbflow-glyph", pattern=NAME, max_length=MAX_LENGTH)
     guardrail_tolerance: float = Field(0.02, ge=0)
     """How far the mean of a guardrail may fall below the champion's."""
+    margins: MarginsConfig = MarginsConfig()
     approval: float | None = Field(None, gt=0, le=24 * 365)
     """Hours that a policy which passed the gate waits for a person to approve it; left out, nobody is asked. Nobody in time is a
     no."""
@@ -202,6 +234,12 @@ class Recipe(Strict):
     def canonical(self) -> str:
         """The resolved recipe as JSON, independent of key order and of what the YAML left out."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def num_evaluated(self) -> int:
+        """Samples of one evaluation."""
+        repeated = min(self.evaluation.repeated_prompts, self.prompts.held_out)
+        return self.prompts.validation + self.prompts.held_out + repeated * (self.evaluation.samples - 1)
 
     @property
     def digest(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,3 +42,11 @@ class Reward(Protocol):
         """Why the reward cannot run on this machine and how to fix it; None if it can."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult: ...
+
+
+@runtime_checkable
+class FeatureReward(Reward, Protocol):
+    """A reward whose network also says what an image shows: an evaluation measures the diversity of samples with it."""
+
+    def features(self, images: np.ndarray) -> np.ndarray:
+        """Features, float32 [N, D], of images, uint8 RGB [N, height, width, 3]."""

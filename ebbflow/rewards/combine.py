@@ -11,7 +11,7 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.rewards import MAX_SCORE, CustomRewardConfig, RewardConfig
-from ebbflow.rewards.base import Reward, RewardError, RewardResult
+from ebbflow.rewards.base import FeatureReward, Reward, RewardError, RewardResult
 
 FRAMES_SCORED = 8
 """Frames of a video that are scored, evenly spaced from the first to the last; all frames of a shorter video."""
@@ -78,6 +78,16 @@ class Scorer:
     def reward_weights(self) -> dict[str, float]:
         """The weight of each trained reward, by its column."""
         return {reward.name: weight for reward, weight in self.rewards}
+
+    def features(self, images: np.ndarray) -> np.ndarray | None:
+        """Features of images or videos, float32 [N, D], of the first reward or guardrail with ``features``; None without one.
+
+        Those of a video are of its middle frame.
+        """
+        shown = images if images.ndim == 4 else images[:, images.shape[1] // 2]
+        rewards = [*(reward for reward, _ in self.rewards), *self.guardrails]
+        networks = (reward for reward in rewards if isinstance(reward, FeatureReward))
+        return next((network.features(shown) for network in networks), None)
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreTable:
         """Score images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3], each against its prompt.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ebbflow.data.prompts import Prompt
+    from ebbflow.rewards.clip import Clip
 
     Score = Callable[[np.ndarray, list[str]], Tensor]
     """From n images, uint8 RGB [n, height, width, 3], and their n prompts to n scores."""
@@ -126,3 +127,21 @@ class NetworkReward(ABC):
         except Exception as error:  # transformers, tokenizers and torch share no base class of errors
             reason = sanitize(f"{type(error).__name__}: {error}")
             raise RewardError(f"the reward {self.name!r} cannot be loaded: {reason}") from error
+
+
+class ClipReward(NetworkReward):
+    """A reward that reads from a CLIP in the Hugging Face layout, the first of its files; its image embeddings are features."""
+
+    def clip(self) -> Clip:
+        """The CLIP; loaded once, however many rewards read from it."""
+        from ebbflow.rewards.clip import load_clip
+
+        return load_clip(self.files()[0].folder())
+
+    def features(self, images: np.ndarray) -> np.ndarray:
+        """Unit image embeddings, float32 [N, D], of images, uint8 RGB [N, height, width, 3]."""
+        import torch
+
+        parts = [images[start : start + self.config.batch] for start in range(0, len(images), self.config.batch)]
+        with torch.no_grad():
+            return torch.cat([self.clip().embed_images(part).float().cpu() for part in parts]).numpy()

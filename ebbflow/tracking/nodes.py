@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ebbflow.data.records import Evaluation, GateDecision, StageRecord
+from ebbflow.data.schema import statistic_column
 from ebbflow.plots.images import PICTURED, caption, image_grid
 from ebbflow.storage.tables import read_table, read_table_metadata, row_count
 from ebbflow.tracking.child_run import RunLogger
@@ -15,6 +16,8 @@ def log_evaluation(run_logger: RunLogger, evaluation: Evaluation, samples: Path)
     """Log both splits' means, drift and times by policy version, the table of all samples and a grid of held-out ones."""
     metrics = {f"held_out/{name}": value for name, value in evaluation.held_out.items()}
     metrics |= {f"validation/{name}": value for name, value in evaluation.validation.items()}
+    metrics |= {statistic_column(name): value for name, value in evaluation.statistics.items()}
+    metrics |= _distribution_metrics(evaluation)
     metrics |= {f"seconds/{phase}": value for phase, value in evaluation.seconds.items()}
     metrics |= {"velocity_drift": evaluation.velocity_drift, "coverage": evaluation.coverage}
     run_logger.log_metrics(metrics, evaluation.policy_version)
@@ -26,11 +29,18 @@ def log_evaluation(run_logger: RunLogger, evaluation: Evaluation, samples: Path)
     run_logger.log_image("held_out", grid, evaluation.policy_version)
 
 
+def _distribution_metrics(evaluation: Evaluation) -> dict[str, float]:
+    found = {name: one.model_dump(exclude_none=True) for name, one in evaluation.distributions.items()}
+    return {f"held_out_{part}/{name}": value for name, parts in found.items() for part, value in parts.items()}
+
+
 def log_decision(run_logger: RunLogger, decision: GateDecision) -> None:
     """Log what the gate compared and decided."""
-    for comparison in (decision.target, *decision.guardrails):
+    compared = {one.metric: one for one in (decision.target, *decision.guardrails)}
+    compared |= {statistic_column(one.metric): one for one in decision.statistics}
+    for metric, comparison in compared.items():
         values = comparison.model_dump(include={"champion", "candidate", "difference", "low", "high"})
-        run_logger.log_metrics({f"{comparison.metric}/{name}": value for name, value in values.items()}, step=0)
+        run_logger.log_metrics({f"{metric}/{name}": value for name, value in values.items()}, step=0)
     run_logger.log_metrics({"promote": float(decision.promote), "coverage": decision.coverage}, step=0)
     run_logger.log_params({"candidate": decision.candidate, "champion": decision.champion})
 

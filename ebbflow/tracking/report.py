@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import yaml
 from PIL import Image
 
-from ebbflow.data.records import Evaluation, GateDecision, Registration, StageRecord, TrackedRun
+from ebbflow.data.records import Distribution, Evaluation, GateDecision, Registration, StageRecord, TrackedRun
 from ebbflow.evaluation.gate import REFUSED
 from ebbflow.plots import charts
 from ebbflow.plots.images import fit, open_rgb
@@ -161,6 +161,8 @@ def _page(inputs: ReportInputs) -> dict[str, Any]:
         "evaluations": [evaluation for evaluation, _ in inputs.evaluations],
         "shown": [evaluation for evaluation, _ in shown],
         "rows": _rows(shown),
+        "distributed": _distributed(inputs, metrics),
+        "statistics": list(dict.fromkeys(name for evaluation, _ in inputs.evaluations for name in evaluation.statistics)),
         "progress": charts.progress(own_evaluations, metrics, inputs.after.label, inputs.champion),
         "differences": charts.differences(inputs.decision, inputs.recipe.promotion.guardrail_tolerance, metrics),
         "curves": [(record, charts.training(steps)) for record, steps in inputs.stages[-MAX_CURVES:]],
@@ -184,6 +186,12 @@ def _metrics(inputs: ReportInputs) -> list[str]:
         for metric in wanted
         if any(_finite(evaluation.held_out).get(metric) is not None for evaluation, _ in inputs.evaluations)
     ]
+
+
+def _distributed(inputs: ReportInputs, metrics: Sequence[str]) -> list[tuple[Evaluation, str, Distribution]]:
+    """The distribution of every metric, before and after, and of the champion where it is another policy."""
+    compared = [inputs.before, *([inputs.champion] if inputs.champion else []), inputs.after]
+    return [(each, metric, each.distributions[metric]) for metric in metrics for each in compared if metric in each.distributions]
 
 
 def _shown(inputs: ReportInputs) -> list[tuple[Evaluation, Path]]:

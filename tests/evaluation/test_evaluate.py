@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +12,21 @@ import torch
 from ebbflow.data.images import decode_png
 from ebbflow.data.schema import PROMPTS, evaluation_schema
 from ebbflow.evaluation.evaluate import EvaluationError, evaluate, evaluate_folder, evaluation_keys, require_same_image_size
+from ebbflow.evaluation.image_statistics import STATISTICS as PER_IMAGE
 from ebbflow.flow.noise import noise
 from ebbflow.models import load_model
 from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.rewards.base import RewardResult
 from ebbflow.rollouts.generate import generate
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.tables import read_table, read_table_metadata, write_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import write_base_policy
+
+STATISTICS = [*PER_IMAGE, "diversity_latents", "diversity_pixels", "diversity_across_prompts"]
 
 
 @pytest.fixture
@@ -37,15 +42,17 @@ def prompts(make_prompts):
 def run(make_recipe, scorer, prompts, base_folder, tmp_path):
     """Evaluate the base, moved by ``size`` in every parameter."""
 
-    def evaluation(size=0.0, chosen=prompts, path=tmp_path / "samples.parquet", config=None, micro_batch=64):
+    def evaluation(
+        size=0.0, chosen=prompts, path=tmp_path / "samples.parquet", config=None, micro_batch=64, samples=1, judge=scorer
+    ):
         model = load_model(base_folder)
         policy = Policy(model, config or PolicyConfig(), 0)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in policy.parameters.values():
                 parameter += size * torch.randn(parameter.shape, generator=generator)
-        recipe = make_recipe(evaluation={"steps": 3, "micro_batch": micro_batch})
-        return evaluate(recipe, model, policy, 3, scorer, chosen, "the label", path)
+        recipe = make_recipe(evaluation={"steps": 3, "micro_batch": micro_batch, "samples": samples, "repeated_prompts": 4})
+        return evaluate(recipe, model, policy, 3, judge, chosen, "the label", path)
 
     return evaluation
 
@@ -74,7 +81,9 @@ def test_another_policy_is_another_evaluation(run):
 
 def test_means_are_over_their_own_split(run, prompts, tmp_path):
     evaluation = run()
-    table = read_table(tmp_path / "samples.parquet", evaluation_schema(["reward", "brightness", "darkness"])).to_pylist()
+    table = read_table(
+        tmp_path / "samples.parquet", evaluation_schema(["reward", "brightness", "darkness"], STATISTICS)
+    ).to_pylist()
     assert [row["prompt_id"] for row in table] == [prompt.prompt_id for prompt in prompts]
     assert [row["target"] for row in table] == [prompt.target for prompt in prompts]
     darkness = 1 - decode_png([row["image"] for row in table]).mean((1, 2, 3)) / 255
@@ -146,6 +155,70 @@ def test_videos_are_stored_whole_and_scored_over_their_frames(run, tmp_path, mon
     assert read_table(tmp_path / "videos.parquet")["reward"].to_pylist() == pytest.approx(darkness)
     assert evaluation.held_out["reward"] == pytest.approx(darkness[5:].mean())
     assert evaluation.coverage == 1
+
+
+def test_further_samples_leave_the_first_ones_as_they_are(run, tmp_path):
+    """Micro-batches of 4 do not divide the 11 first samples: the further ones must not fill the last one up."""
+    run(0.02, path=tmp_path / "one.parquet", micro_batch=4)
+    run(0.02, path=tmp_path / "three.parquet", micro_batch=4, samples=3)
+    one, three = (read_table(tmp_path / f"{name}.parquet") for name in ("one", "three"))
+    assert three.num_rows == 11 + 2 * 4
+    first = three.slice(0, 11)
+    columns = [name for name in one.column_names if not name.startswith("statistic/diversity")]
+    assert first.select(columns).equals(one.select(columns))
+    assert three["sample"].to_pylist()[11:] == [1, 2] * 4
+    assert three["prompt_id"].to_pylist()[11:] == [id for id in (15, 16, 17, 18) for _ in range(2)]
+
+
+def test_statistics_and_distributions_are_those_of_the_samples(run, tmp_path):
+    evaluation = run(0.02, samples=3)
+    rows = [row for row in read_table(tmp_path / "samples.parquet").to_pylist() if row["split"] == "held_out"]
+    by_prompt = [[row for row in rows if row["prompt_id"] == id] for id in range(15, 21)]
+    assert [len(group) for group in by_prompt] == [3, 3, 3, 3, 1, 1]
+    rewards = [np.mean([row["reward"] for row in group]) for group in by_prompt]
+    found = evaluation.distributions["reward"]
+    assert evaluation.held_out["reward"] == pytest.approx(np.mean(rewards))
+    assert found.spread == pytest.approx(np.std(rewards))
+    assert found.worst_tenth == pytest.approx(min(rewards))
+    assert found.best_of == pytest.approx(np.mean([max(row["reward"] for row in group) for group in by_prompt[:4]]))
+    brightness = [np.mean([row["statistic/brightness"] for row in group]) for group in by_prompt]
+    assert evaluation.statistics["brightness"] == pytest.approx(np.mean(brightness))
+    images = [decode_png([row["image"] for row in group]) / 255 for group in by_prompt]
+    apart = [np.mean([np.sqrt(((a - b) ** 2).mean()) for a, b in combinations(group, 2)]) for group in images[:4]]
+    assert evaluation.statistics["diversity_pixels"] == pytest.approx(np.mean(apart), abs=1e-5)
+    first = [group[0] for group in images]
+    nearest = [min(np.sqrt(((one - other) ** 2).mean()) for other in first if other is not one) for one in first]
+    assert evaluation.statistics["diversity_across_prompts"] == pytest.approx(np.mean(nearest), abs=1e-5)
+    assert "diversity_features" not in evaluation.statistics
+
+
+def test_one_sample_of_a_prompt_has_no_diversity(run):
+    evaluation = run(0.02)
+    assert not {"diversity_latents", "diversity_pixels"} & set(evaluation.statistics)
+    assert evaluation.distributions["reward"].best_of is None
+
+
+class Embedding:
+    """A guardrail with features: the mean colour."""
+
+    name = "embedding"
+
+    def unavailable(self):
+        return None
+
+    def __call__(self, images, prompts):
+        return RewardResult(np.zeros(len(images)))
+
+    def features(self, images):
+        return images.mean((1, 2)).astype(np.float32)
+
+
+def test_diversity_is_also_that_of_features_where_a_reward_has_some(run, scorer, tmp_path):
+    evaluation = run(0.02, samples=2, judge=replace(scorer, guardrails=(Embedding(),)))
+    rows = [row for row in read_table(tmp_path / "samples.parquet").to_pylist() if row["prompt_id"] in range(15, 19)]
+    colours = {(row["prompt_id"], row["sample"]): decode_png([row["image"]])[0].mean((0, 1)) for row in rows}
+    apart = [np.sqrt(((colours[id, 0] - colours[id, 1]) ** 2).mean()) for id in range(15, 19)]
+    assert evaluation.statistics["diversity_features"] == pytest.approx(np.mean(apart), rel=1e-4)
 
 
 SHIFTED = "mine.shifted:ShiftedGlyph"

@@ -53,7 +53,7 @@ def test_target_and_guardrails_decide(reward: float, guardrails: dict[str, float
     result = decision(samples(reward, **guardrails), samples(0.5, **BEFORE))
     assert result.promote is promote
     assert sentence in " ".join(result.reasons)
-    assert len(result.reasons) == 4, "coverage, target and two guardrails each give a reason"
+    assert len(result.reasons) == 5, "coverage, target, two guardrails and the statistics each give a reason"
     assert sum(reason.startswith(REFUSED) for reason in result.reasons) == (not promote)
     assert {guardrail.metric for guardrail in result.guardrails} == {"tesseract", "similarity"}
 

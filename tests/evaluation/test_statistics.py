@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation import statistics
-from ebbflow.evaluation.statistics import compare, paired_bootstrap
+from ebbflow.evaluation.statistics import compare, holm, paired_bootstrap, paired_tail
 
 
 def table(values: dict[tuple[int, int], float | None], split: str = "held_out") -> pa.Table:
@@ -113,3 +113,38 @@ def test_compare_names_what_is_wrong_with_a_table() -> None:
         compare("reward", pa.concat_tables([table(two), table(two)]), table(two))
     with pytest.raises(ValueError, match="scored only 0 of 3 held-out prompts"):
         compare("reward", table(two), table({(3, 0): 0.5}))
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=30), st.integers(0, 2**31))
+def test_the_test_agrees_with_the_interval(values: list[float], seed: int) -> None:
+    differences = np.array(values)
+    _, low, _ = paired_bootstrap(differences, np.zeros(len(values)), 200, 0.9, seed)
+    p_value = paired_tail(differences, 200, seed)
+    # The quantile lies between two resampled means, one to either side of the share.
+    assert low <= 1e-12 if p_value > 0.05 + 1 / 200 else p_value > 0.05 - 1 / 200 or low >= -1e-12
+
+
+def test_the_test_is_as_often_wrong_as_it_says() -> None:
+    generator = np.random.default_rng(4)
+    p_values = [paired_tail(generator.normal(0, 1, 60), 400, seed) for seed in range(400)]
+    assert abs(np.mean(np.array(p_values) <= 0.1) - 0.1) < 3 * np.sqrt(0.1 * 0.9 / 400) + 0.01
+
+
+@pytest.mark.parametrize("differences", [[1.0], [1.0, np.nan]])
+def test_what_cannot_be_tested_is_an_error(differences: list[float]) -> None:
+    with pytest.raises(ValueError, match="at least 2 finite differences"):
+        paired_tail(np.array(differences), 100, 0)
+
+
+@pytest.mark.parametrize(
+    ("p_values", "rejected"),
+    [
+        ({"a": 0.01, "b": 0.02, "c": 0.04}, "abc"),  # .05/3, .05/2, .05
+        ({"a": 0.01, "b": 0.03, "c": 0.04}, "a"),
+        ({"a": 0.02, "b": 0.02, "c": 0.02}, ""),
+        ({"a": 0.05}, "a"),
+        ({}, ""),
+    ],
+)
+def test_holm_steps_down_until_one_is_too_large(p_values: dict[str, float], rejected: str) -> None:
+    assert holm(p_values, 0.05) == set(rejected)

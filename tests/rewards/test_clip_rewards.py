@@ -142,3 +142,10 @@ def test_another_tokenizer_and_a_broken_file_are_named(tmp_path):
     tokens = len(clip_tokenizer())
     with pytest.raises(RewardError, match=f"has {tokens} tokens and the text encoder {tokens - 1}"):
         load_reward(config)(IMAGES, PROMPTS)
+
+
+def test_the_features_of_a_clip_reward_are_its_image_embeddings(folder):
+    clipscore = load_reward(reward("clipscore", path=str(folder), batch=2))
+    with torch.no_grad():
+        expected = load_clip(folder).embed_images(IMAGES).numpy()
+    assert np.allclose(clipscore.features(IMAGES), expected, rtol=0, atol=1e-6)

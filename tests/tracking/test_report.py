@@ -19,7 +19,7 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
 from ebbflow.data.images import decode_png, encode_png
-from ebbflow.data.records import Evaluation, Registration, StageRecord, TrackedRun
+from ebbflow.data.records import Distribution, Evaluation, Registration, StageRecord, TrackedRun
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import decide
 from ebbflow.plots import charts
@@ -70,6 +70,8 @@ def evaluation(label: str, table: pa.Table, version: int) -> Evaluation:
         coverage=1.0,
         velocity_drift=version * 1.3e-4,
         seconds=seconds,
+        statistics={"entropy": 0.25 + version / 1000, "edge_density": 0.125},
+        distributions={"ocr": Distribution(spread=0.111, worst_tenth=0.222 + version / 1000, best_of=0.999 if version else None)},
     )
 
 
@@ -187,6 +189,17 @@ def test_the_page_tells_the_run(inputs: ReportInputs, tmp_path: Path) -> None:
         assert known in text
     assert text.count("<img ") == 16 * 3
     assert len(re.findall(r"<figure>", text)) == 8 + 4, "a panel is drawn only for what a stage reported"
+
+
+def test_the_page_shows_what_stands_behind_the_means(inputs: ReportInputs, tmp_path: Path) -> None:
+    text = re.sub(r"\s+", " ", written(inputs, tmp_path / "report.html"))
+    rows = re.findall(r"<tr(?: class=\"chosen\")?><td>([^<]*)</td>((?:\s*<td>[^<]*</td>)+)\s*</tr>", text)
+    cells = [(name, *re.findall(r"<td>([^<]*)</td>", rest)) for name, rest in rows]
+    ocr = [f"{evaluation.held_out['ocr']:.3f}" for evaluation, _ in inputs.evaluations]
+    assert ("before", "OCR", ocr[0], "0.111", "0.222", "–") in cells
+    assert ("1.2 offline ★", "OCR", ocr[2], "0.111", "0.302", "0.999") in cells
+    assert ("1.1 online", "0.290", "0.125") in cells
+    assert ("1.2 offline ★", "0.330", "0.125") in cells
 
 
 def test_the_same_run_gives_the_same_bytes(inputs: ReportInputs, tmp_path: Path) -> None:

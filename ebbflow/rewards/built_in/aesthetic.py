@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
-from ebbflow.rewards.network import CLIP_FILES, Files, NetworkReward, PretrainedRewardConfig
+from ebbflow.rewards.network import CLIP_FILES, ClipReward, Files, PretrainedRewardConfig
 
 if TYPE_CHECKING:
     from ebbflow.rewards.base import Reward
@@ -31,7 +31,7 @@ class AestheticConfig(PretrainedRewardConfig):
         return Aesthetic(self)
 
 
-class Aesthetic(NetworkReward):
+class Aesthetic(ClipReward):
     """head(unit image embedding): the expected mean rating, 1 to 10."""
 
     config: AestheticConfig
@@ -41,10 +41,9 @@ class Aesthetic(NetworkReward):
         return [clip] if self._head_is_a_file() else [clip, Files(self.config.head, (f"{HEAD}.*",))]
 
     def load(self) -> Score:
-        from ebbflow.rewards.clip import load_clip
         from ebbflow.rewards.weights import load_head, read_weights
 
-        clip = load_clip(self.files()[0].folder())
+        clip = self.clip()
         source = self._head_file()
         head = load_head(read_weights(source), clip.model.config.projection_dim, source)
         return lambda images, texts: head(clip.embed_images(images))[:, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from ebbflow.rewards.network import CLIP_FILES, Files, NetworkReward, PretrainedRewardConfig
+from ebbflow.rewards.network import CLIP_FILES, ClipReward, Files, PretrainedRewardConfig
 
 if TYPE_CHECKING:
     from ebbflow.rewards.base import Reward
@@ -21,13 +21,11 @@ class ClipScoreConfig(PretrainedRewardConfig):
         return ClipScore(self)
 
 
-class ClipScore(NetworkReward):
+class ClipScore(ClipReward):
     """cos(image, prompt); CLIPScore (2104.08718) is 2.5 times its positive part."""
 
     def files(self) -> list[Files]:
         return [Files(self.config, CLIP_FILES)]
 
     def load(self) -> Score:
-        from ebbflow.rewards.clip import load_clip
-
-        return load_clip(self.files()[0].folder()).cosines
+        return self.clip().cosines

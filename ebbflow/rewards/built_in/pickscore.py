@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from ebbflow.rewards.network import CLIP_FILES, Files, NetworkReward, PretrainedRewardConfig
+from ebbflow.rewards.network import CLIP_FILES, ClipReward, Files, PretrainedRewardConfig
 
 if TYPE_CHECKING:
     from ebbflow.rewards.base import Reward
@@ -24,15 +24,13 @@ class PickScoreConfig(PretrainedRewardConfig):
         return PickScore(self)
 
 
-class PickScore(NetworkReward):
+class PickScore(ClipReward):
     """exp(logit scale) * cos(image, prompt) / 26 (2305.01569, scaled as in 2505.05470)."""
 
     def files(self) -> list[Files]:
         return [Files(self.config, CLIP_FILES)]
 
     def load(self) -> Score:
-        from ebbflow.rewards.clip import load_clip
-
-        clip = load_clip(self.files()[0].folder())
+        clip = self.clip()
         scale = clip.model.logit_scale.exp() / UNIT
         return lambda images, texts: scale * clip.cosines(images, texts)
