@@ -6,6 +6,7 @@ every sample, and the gate tests that the candidate's are not far from the champ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import cv2
@@ -101,6 +102,26 @@ STATISTICS: dict[str, Statistic] = {
     "sharpness": sharpness,
     "text_likeness": text_likeness,
 }
+
+
+def no_statistics(count: int) -> dict[str, np.ndarray]:
+    """The statistics of ``count`` images that nobody saw: NaN."""
+    return {name: np.full(count, np.nan) for name in STATISTICS}
+
+
+def effect_size(values: np.ndarray, mean: float, spread: float) -> float:
+    """How far the mean of some values lies from ``mean``, in units of the standard deviation ``spread`` (Glass, Primary,
+    secondary, and meta-analysis of research, Educational Researcher 5, 1976); 0 where there is no spread."""
+    return (float(values.mean()) - mean) / spread if spread > 0 else 0.0
+
+
+def chance(count: int, first_count: int) -> float:
+    """Effect size that two samples of one distribution rarely exceed: two standard errors of the difference of their means.
+
+    Args:
+        count, first_count: sizes of the samples.
+    """
+    return 2 * math.sqrt(1 / count + 1 / first_count)
 
 
 def thumbnails(pictures: np.ndarray) -> np.ndarray:

@@ -20,8 +20,10 @@ from ebbflow.evaluation.statistics import compare, held_out_pairs, holm, paired_
 from ebbflow.recipe import Recipe
 
 MIN_MARGIN = 0.01
-"""Least margin, as most statistics lie between 0 and 1: a share of next to nothing is nothing to test against."""
-ONLY_FALLS = {"diversity_latents", "diversity_pixels", "diversity_features", "diversity_across_prompts"}
+"""Least margin, as most statistics lie between 0 and 1: where the champion's images are all alike, a spread is no measure."""
+SHARES = {"diversity_latents", "diversity_pixels", "diversity_features"}
+"""Statistics whose margin is a share of the champion's mean; all others count in standard deviations of its prompts."""
+ONLY_FALLS = {*SHARES, "diversity_across_prompts"}
 """More diversity is no harm."""
 ONLY_RISES = {"text_likeness"}
 """Less text is no harm: what is feared is text that was drawn for the judge."""
@@ -48,9 +50,9 @@ def check_statistics(recipe: Recipe, candidate: pa.Table, champion: pa.Table) ->
     """A finding for each statistic that has a margin and was measured, over the held-out prompts."""
     findings: list[StatisticFinding] = []
     hypotheses: list[_Hypothesis] = []
-    for statistic, share in statistic_margins(recipe).items():
+    for statistic, margin in statistic_margins(recipe).items():
         if (missing := _missing(statistic, candidate, champion)) is None:
-            hypotheses += _hypotheses(recipe, statistic, share, candidate, champion)
+            hypotheses += _hypotheses(recipe, statistic, margin, candidate, champion)
         elif missing:
             findings.append(StatisticFinding(False, f"Statistic {statistic} {missing}", None))
     alpha = (1 - recipe.evaluation.confidence) / 2
@@ -67,7 +69,7 @@ def statistic_margins(recipe: Recipe) -> dict[str, float]:
     margins = recipe.promotion.margins.model_dump()
     if any(reward.reads for reward in recipe.rewards):
         margins.pop("text_likeness")
-    return {name: share for name, share in margins.items() if share is not None}
+    return {name: margin for name, margin in margins.items() if margin is not None}
 
 
 def _missing(statistic: str, candidate: pa.Table, champion: pa.Table) -> str | None:
@@ -89,9 +91,12 @@ def _missing(statistic: str, candidate: pa.Table, champion: pa.Table) -> str | N
     return None
 
 
-def _hypotheses(recipe: Recipe, statistic: str, share: float, candidate: pa.Table, champion: pa.Table) -> Iterator[_Hypothesis]:
+def _hypotheses(
+    recipe: Recipe, statistic: str, relative: float, candidate: pa.Table, champion: pa.Table
+) -> Iterator[_Hypothesis]:
     means = prompt_means(statistic_column(statistic), candidate, champion)
-    margin = max(share * abs(float(means["champion"].mean())), MIN_MARGIN)
+    unit = means["champion"].mean() if statistic in SHARES else means["champion"].std()
+    margin = max(relative * float(unit), MIN_MARGIN)
     difference = (means["candidate"] - means["champion"]).to_numpy()
     for change, sign in (("fall", 1), ("rise", -1)):
         if statistic not in (ONLY_RISES if change == "fall" else ONLY_FALLS):

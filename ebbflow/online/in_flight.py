@@ -10,11 +10,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ebbflow.evaluation.image_statistics import image_statistics
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.online.messages import RolloutReport, RolloutRequest, ScoredRollouts
 from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
@@ -76,7 +78,9 @@ def _scored_rollouts(
     metrics = {name: values.numpy() for name, values in _below("metrics/", tensors).items()}
     scores, put = ScoreTable(tensors["reward"].numpy(), metrics, saved["failures"]), queue.workers.put
     report = RolloutReport(**saved["report"], finite=rollouts.finite, spans=[])
-    return ScoredRollouts(request, put(rollouts), put(tensors["images"].numpy()), report, scores, [])
+    images = tensors["images"].numpy()
+    statistics = {name: np.where(rollouts.finite, values, np.nan) for name, values in image_statistics(images).items()}
+    return ScoredRollouts(request, put(rollouts), put(images), report, scores, [], statistics)
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ from ebbflow.online.monitor import StageMonitor, validation_prompts
 from ebbflow.online.parity_gate import check_parity
 from ebbflow.online.rollout_queue import RolloutQueue, max_steps_ahead
 from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.statistics_alarm import watch_statistics
 from ebbflow.online.timeline import seconds_by_task
 from ebbflow.online.tracing import TraceSpan
 from ebbflow.online.training_worker import TrainingWorker
@@ -228,7 +229,8 @@ class OnlineLoop:
     ) -> dict[str, float]:
         """Scores, speed and utilisation of a step that began at ``start``; also what the monitor shows of it."""
         end, replaced = time.time(), self.workers.rollout.num_replaced + self.workers.reward.num_replaced
-        metrics = score_means(batch.scores) | {"workers/replaced": replaced}
+        metrics = _score_means(batch.scores) | {"workers/replaced": replaced}
+        metrics |= watch_statistics(self.ctx, self.state, batch.statistics)
         metrics |= _speed([*batch.spans, *report.spans], len(advantages.values), end - start)
         self.queue.spans += report.spans
         metrics |= await self.monitor.after_step(batch, advantages.values, step, start, end)

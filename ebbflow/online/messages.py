@@ -70,10 +70,11 @@ class RolloutReport:
 
 @dataclass(frozen=True)
 class RewardReport:
-    """A reward worker's answer: the scores of a request."""
+    """A reward worker's answer: the scores of a request, and the statistics of its images (``image_statistics``)."""
 
     scores: ScoreTable
     spans: list[TraceSpan]
+    statistics: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class TrainingReport:
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """The rollouts of a request, with their scores."""
+    """The rollouts of a request, with their scores and the statistics of their images, NaN where a sample is not finite."""
 
     request: RolloutRequest
     rollouts: Handle
@@ -96,6 +97,7 @@ class ScoredRollouts:
     report: RolloutReport
     scores: ScoreTable
     spans: list[TraceSpan]
+    statistics: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,12 @@ class RolloutBatch:
     @property
     def scores(self) -> ScoreTable:
         return ScoreTable.cat([part.scores for part in self.parts])
+
+    @property
+    def statistics(self) -> dict[str, np.ndarray]:
+        """Of the images of all samples, float64 [N] columns."""
+        names = self.parts[0].statistics
+        return {name: np.concatenate([part.statistics[name] for part in self.parts]) for name in names}
 
     @property
     def spans(self) -> list[TraceSpan]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.evaluation.image_statistics import image_statistics
 from ebbflow.online.messages import RewardReport
 from ebbflow.online.tracing import TaskTimer
 from ebbflow.rewards.combine import Scorer
@@ -30,5 +31,5 @@ class RewardWorker:
         """
         with self.timer.task("validation" if with_guards else "scoring", step, profiled):
             scorer = self.scorer if with_guards else replace(self.scorer, guardrails=())
-            scores = scorer(images, prompts)
-        return RewardReport(scores, self.timer.drain())
+            scores, statistics = scorer(images, prompts), image_statistics(images)
+        return RewardReport(scores, self.timer.drain(), statistics)

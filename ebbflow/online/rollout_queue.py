@@ -26,6 +26,7 @@ import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.sampling import prompt_batch
+from ebbflow.evaluation.image_statistics import no_statistics
 from ebbflow.flow.windows import Plan, plan
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import RewardReport, RolloutBatch, RolloutReport, RolloutRequest, ScoredRollouts
@@ -155,10 +156,12 @@ class RolloutQueue:
                 "score", lambda: (images, request.prompts, request.step, with_guards, profiled)
             )
         except CallFailed as failure:  # the samples stay, without scores: they are masked and counted
-            scored = RewardReport(ScoreTable.none(len(request), list(self.workers.reward_weights), str(failure)), [])
+            unscored = ScoreTable.none(len(request), list(self.workers.reward_weights), str(failure))
+            scored = RewardReport(unscored, [], no_statistics(len(request)))
         self.spans += scored.spans
         scores = scored.scores.where(report.finite)
-        return ScoredRollouts(request, rollouts, images, report, scores, report.spans + scored.spans)
+        statistics = {name: np.where(report.finite, values, np.nan) for name, values in scored.statistics.items()}
+        return ScoredRollouts(request, rollouts, images, report, scores, report.spans + scored.spans, statistics)
 
     async def generate(
         self, request: RolloutRequest, weights: Callable[[], WeightsVersion]

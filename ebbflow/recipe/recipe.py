@@ -96,29 +96,32 @@ class StopRuleConfig(Strict):
 
 
 class MarginsConfig(Strict):
-    """How far an image statistic may move from the champion's, as a share of the champion's mean: the candidate must prove that
-    it moved less. ``null``: it is measured and not tested."""
+    """How far an image statistic may move from the champion's: the candidate must prove that it moved less.
 
-    entropy: float | None = Field(0.2, gt=0)
+    In standard deviations of the champion's prompts (Glass's delta, an effect size), but the diversity within a prompt as a share
+    of the champion's mean. ``null``: it is measured and not tested.
+    """
+
+    entropy: float | None = Field(1.0, gt=0)
     """Of the grey levels; falls when images become flat, rises with grain."""
-    edge_density: float | None = Field(0.2, gt=0)
+    edge_density: float | None = Field(1.0, gt=0)
     """Share of the pixels that lie on an edge."""
-    brightness: float | None = Field(0.2, gt=0)
+    brightness: float | None = Field(1.0, gt=0)
     """Mean luma."""
-    saturation: float | None = Field(0.2, gt=0)
+    saturation: float | None = Field(1.0, gt=0)
     """Mean saturation."""
-    sharpness: float | None = Field(0.2, gt=0)
+    sharpness: float | None = Field(1.0, gt=0)
     """Standard deviation of the Laplacian; falls with blur, rises with grain."""
-    text_likeness: float | None = Field(0.2, gt=0)
+    text_likeness: float | None = Field(1.0, gt=0)
     """Share of the image that looks like lines of text; only a rise is tested, and only where no trained reward reads."""
-    diversity_latents: float | None = Field(0.2, gt=0)
-    """Distance between the latents of a prompt's samples; only a fall is tested, as of every diversity."""
-    diversity_pixels: float | None = Field(0.2, gt=0)
-    """Distance between the thumbnails of a prompt's samples."""
-    diversity_features: float | None = Field(0.2, gt=0)
-    """Distance between the features of a prompt's samples, where a reward or guardrail has a network that gives some."""
-    diversity_across_prompts: float | None = Field(0.2, gt=0)
-    """Distance of an image to the nearest one of another prompt: 0 for duplicates."""
+    diversity_across_prompts: float | None = Field(1.0, gt=0)
+    """Distance of an image to the nearest one of another prompt, 0 for duplicates. Of a diversity only a fall is tested."""
+    diversity_latents: float | None = Field(0.8, gt=0, lt=1)
+    """Distance between the latents of a prompt's samples, as a share: where one picture is right, it falls as a policy learns."""
+    diversity_pixels: float | None = Field(0.8, gt=0, lt=1)
+    """Distance between the thumbnails of a prompt's samples, as a share."""
+    diversity_features: float | None = Field(0.8, gt=0, lt=1)
+    """Distance between the features of a prompt's samples, as a share, where a reward or guardrail has a network."""
 
 
 class PromotionConfig(Strict):

@@ -31,6 +31,8 @@ class StageState:
         elapsed: seconds of the stage so far, over all attempts.
         alarms: raised by the stage.
         training_alarms: raised by the training group.
+        first_statistics: of each image statistic in the first step of an online stage, [mean, standard deviation, samples].
+        statistic_alarms: the statistics whose alarm rang.
     """
 
     history: PromptStatistics = field(default_factory=PromptStatistics)
@@ -41,6 +43,8 @@ class StageState:
     elapsed: float = 0.0
     alarms: list[str] = field(default_factory=list)
     training_alarms: list[str] = field(default_factory=list)
+    first_statistics: dict[str, list[float]] = field(default_factory=dict)
+    statistic_alarms: list[str] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "history": self.history.state()}

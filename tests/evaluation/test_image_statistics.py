@@ -8,8 +8,10 @@ import pytest
 
 from ebbflow.evaluation.image_statistics import (
     STATISTICS,
+    chance,
     diversity_across,
     diversity_within,
+    effect_size,
     image_statistics,
     thumbnails,
 )
@@ -94,3 +96,14 @@ def test_a_duplicate_has_no_distance_to_the_nearest_other_one() -> None:
     points = np.array([[0.0, 0.0], [3.0, 3.0], [0.0, 0.0], [4.0, 4.0]])
     assert diversity_across(points) == pytest.approx([0.0, 1.0, 0.0, 1.0])
     assert np.isnan(diversity_across(points[:1])).all()
+
+
+def test_an_effect_size_counts_standard_deviations_and_is_rarely_more_than_chance() -> None:
+    assert effect_size(np.array([1.0, 3.0]), 1.0, 0.5) == 2
+    assert effect_size(np.array([1.0]), 0.0, 0.0) == 0
+    generator = np.random.default_rng(0)
+    beyond = []
+    for _ in range(400):
+        one, other = generator.normal(size=64), generator.normal(size=32)
+        beyond.append(abs(effect_size(other, one.mean(), one.std())) > chance(32, 64))
+    assert 0.02 < np.mean(beyond) < 0.08

@@ -11,7 +11,7 @@ from ebbflow.evaluation.non_inferiority import StatisticFinding, check_statistic
 from ebbflow.recipe import Recipe
 
 PROMPTS = 40
-MARGINS = {"entropy": 0.1, "brightness": 0.1, "diversity_pixels": 0.1, "text_likeness": 0.1}
+MARGINS = {"entropy": 1.0, "brightness": 1.0, "diversity_pixels": 0.1, "text_likeness": 1.0}
 
 
 def make_recipe(rewards: list[str] | None = None, **margins: float | None) -> Recipe:
@@ -23,8 +23,9 @@ def make_recipe(rewards: list[str] | None = None, **margins: float | None) -> Re
 
 
 def table(spread: float = 0.0, missing: int = 0, seed: int = 1, **means: float | None) -> pa.Table:
-    """An evaluation whose statistics vary by ``spread`` over the prompts; the first ``missing`` lack them."""
+    """An evaluation whose statistics have the standard deviation ``spread`` over the prompts; the first ``missing`` lack them."""
     draws = np.random.default_rng(seed).normal(0, 1, PROMPTS)
+    draws = (draws - draws.mean()) / draws.std(ddof=1)
     rows = [
         {"prompt_id": i, "sample": 0, "split": "held_out", "prompt": "p", "target": None, "image": b"", "reward": 0.5}
         | {
@@ -59,7 +60,7 @@ SAME = {"entropy": 0.5, "brightness": 0.5, "diversity_pixels": 0.5, "text_likene
     ],
 )
 def test_a_statistic_may_move_by_its_margin_in_the_direction_that_is_feared(changed: dict[str, float], passes: bool) -> None:
-    findings = check_statistics(make_recipe(), table(0.01, **SAME | changed), table(0.01, **SAME))
+    findings = check_statistics(make_recipe(), table(0.05, **SAME | changed), table(0.05, **SAME))
     assert len(findings) == 4
     reasons = refused(findings)
     assert (not reasons) == passes
@@ -67,19 +68,25 @@ def test_a_statistic_may_move_by_its_margin_in_the_direction_that_is_feared(chan
 
 
 def test_a_small_change_that_is_not_proven_keeps_the_candidate_back() -> None:
-    champion = table(0.01, **SAME)
-    noisy = table(0.3, seed=2, **SAME)
-    assert len(refused(check_statistics(make_recipe(), noisy, champion))) == 4
-    assert not refused(check_statistics(make_recipe(), table(0.02, seed=2, **SAME), champion))
+    champion = table(0.05, **SAME)
+    assert len(refused(check_statistics(make_recipe(), table(0.3, seed=2, **SAME), champion))) == 4
+    assert not refused(check_statistics(make_recipe(), table(0.05, seed=2, **SAME), champion))
 
 
-def test_the_share_is_of_the_mean_of_the_champion_and_never_next_to_nothing() -> None:
-    recipe = make_recipe(entropy=0.5)
-    for moved, passes in ((0.06, True), (0.04, False)):
-        findings = check_statistics(recipe, table(entropy=moved), table(entropy=0.1))
+def test_a_margin_counts_standard_deviations_of_the_champion_and_is_never_next_to_nothing() -> None:
+    for spread, passes in ((0.05, True), (0.03, False)):
+        findings = check_statistics(make_recipe(), table(spread, entropy=0.54), table(spread, entropy=0.5))
         assert (not refused(findings)) == passes
-    assert not refused(check_statistics(recipe, table(brightness=0.005), table(brightness=0.0)))
-    assert refused(check_statistics(recipe, table(brightness=0.02), table(brightness=0.0)))
+    assert not refused(check_statistics(make_recipe(), table(brightness=0.005), table(brightness=0.0)))
+    assert refused(check_statistics(make_recipe(), table(brightness=0.02), table(brightness=0.0)))
+
+
+@pytest.mark.parametrize("name", ["diversity_latents", "diversity_pixels", "diversity_features"])
+def test_a_margin_of_the_diversity_within_a_prompt_is_a_share(name: str) -> None:
+    recipe = make_recipe(**{name: 0.5})
+    for moved, passes in ((0.6, True), (0.4, False)):
+        (finding,) = check_statistics(recipe, table(0.01, **{name: moved}), table(0.01, **{name: 1.0}))
+        assert finding.passed == passes
 
 
 def test_a_margin_of_null_is_no_test() -> None:
@@ -110,8 +117,7 @@ def test_what_neither_side_measured_is_no_test() -> None:
 
 def test_the_number_of_statistics_counts() -> None:
     """A change that one test alone would pass is not proven among many."""
-    alone = {"entropy": 0.1, "brightness": None, "diversity_pixels": None, "text_likeness": None}
-    candidate = table(0.115, seed=3, **SAME)
-    champion = table(0.01, **SAME)
+    alone = {"entropy": 1.0, "brightness": None, "diversity_pixels": None, "text_likeness": None}
+    candidate, champion = table(0.12, seed=3, **SAME), table(0.05, **SAME)
     assert not refused(check_statistics(make_recipe(**alone), candidate, champion))
     assert refused(check_statistics(make_recipe(), candidate, champion))
