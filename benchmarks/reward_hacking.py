@@ -1,0 +1,165 @@
+"""Which alarm and which guardrail sees a hacked reward, and when: ``python -m benchmarks.reward_hacking [--seeds 0 1 2]``.
+
+Rewards with planted flaws and honest ones (``reward_hacking.yaml``) are trained on by several algorithms. Every run leaves in
+``runs/benchmarks/reward_hacking`` its held-out samples before and after, a curve of an independent metric, the metrics of every
+step and the pictures that it trained on; a run that is there already is not repeated. What the detectors say of them goes to
+``benchmarks/results/reward_hacking.json``, the table and the plot beside it: ``--report`` repeats that part alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from benchmarks.algorithms import WORK, prepared
+from benchmarks.reward_hacking_report import write_results
+from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.data.records import Evaluation
+from ebbflow.evaluation.evaluate import evaluate
+from ebbflow.online.local_workers import local_workers
+from ebbflow.online.loop import run_online_stage
+from ebbflow.recipe import Recipe
+from ebbflow.rewards.combine import load_scorer
+from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.storage.artifacts import verify
+from ebbflow.storage.disk import write_text
+from ebbflow.training.policy_io import open_model, open_policy
+from ebbflow.training.policy_metadata import write_base_policy
+from ebbflow.training.update import PolicyUpdater, TrainingError
+
+ENTRIES = Path(__file__).with_suffix(".yaml")
+RUNS = WORK / "reward_hacking"
+DONE = "run.json"
+"""The last file of a run: a folder without it is repeated."""
+SAMPLES, REPEATED = 4, 16
+"""Of the evaluations before and after: samples of a prompt, and the prompts that have so many."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", metavar="ENTRY", help="entries of reward_hacking.yaml")
+    parser.add_argument("--report", action="store_true", help="write the results of the runs that are there")
+    arguments = parser.parse_args()
+    for asked in tqdm([] if arguments.report else list(runs(arguments.seeds, arguments.only)), unit="run"):
+        folder = RUNS / f"{asked['name']}-{asked['algorithm']}-{asked['seed']}"
+        if not (folder / DONE).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            run(asked, folder)
+    write_results(sorted(path.parent for path in RUNS.glob(f"*/{DONE}")), recipe_of)
+
+
+def runs(seeds: list[int], only: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Every run: its name, kind, algorithm and seed. All runs of a seed come before those of the next."""
+    entries = yaml.safe_load(ENTRIES.read_text())
+    for seed in seeds:
+        for kind in ("planted", "honest"):
+            for name in entries[kind]:
+                for algorithm in entries["algorithms"]:
+                    if only is None or name in only:
+                        independent = entries[kind][name].get("independent", "ocr")
+                        yield {"name": name, "kind": kind, "algorithm": algorithm, "seed": seed, "independent": independent}
+
+
+def recipe_of(asked: Mapping[str, Any], samples: int = SAMPLES) -> Recipe:
+    """The recipe of a run: an online stage that keeps the pictures of every step."""
+    entries = yaml.safe_load(ENTRIES.read_text())
+    entry = entries[asked["kind"]][asked["name"]]
+    stage = {
+        "kind": "online",
+        "steps": entries["steps"],
+        "prompts_per_step": 8,
+        "group_size": 8,
+        "dumps": {"every": 1, "samples": 64},
+    }
+    stage |= entries["algorithms"][asked["algorithm"]] | {key: entry[key] for key in ("optimizer",) if key in entry}
+    return Recipe.model_validate(
+        {
+            "name": f"{asked['name']}-{asked['algorithm']}",
+            "seed": asked["seed"],
+            "prompts": {"validation": 1, "held_out": 96},
+            "rewards": entry["rewards"],
+            "guardrails": entry.get("guardrails", ["ocr", "similarity"]),
+            "policy": entry.get("policy", {}),
+            "evaluation": {"samples": samples, "repeated_prompts": REPEATED},
+            "stages": [stage],
+        }
+    )
+
+
+def run(asked: dict[str, Any], folder: Path) -> None:
+    """Train one entry, and leave in its folder what the detectors need."""
+    recipe = recipe_of(asked)
+    base, _, table = prepared(recipe)
+    policy_folder = RUNS / f"untouched-{recipe.policy.train}"
+    if not policy_folder.exists():
+        write_base_policy(policy_folder, verify(base), "", recipe.policy)
+    held_out, ctx, model = read_prompts(table, "held_out"), StageContext(recipe, 0, 0), open_model(recipe, base)
+    policy, metadata = open_policy(ctx, model, policy_folder)
+    updater, scorer = PolicyUpdater(policy, ctx.config, metadata), load_scorer(recipe.rewards, recipe.guardrails)
+
+    def score(samples: int, name: str) -> Evaluation:
+        return evaluate(recipe_of(asked, samples), model, policy, 0, scorer, held_out, name, folder / f"{name}.parquet")
+
+    curve = {0: score(SAMPLES, "before")}
+    every = yaml.safe_load(ENTRIES.read_text())["evaluate_every"]
+    with zipfile.ZipFile(folder / "rollouts.zip", "w") as pictures:
+        recorder = _Recorder(pictures)
+
+        def evaluate_due(step: int) -> None:
+            if (step + 1) % every == 0:
+                last = step + 1 == ctx.online.steps
+                curve[step + 1] = score(SAMPLES if last else 1, "after" if last else "between")
+
+        recorder.after_step = evaluate_due
+        started, stopped = time.process_time(), train(ctx, updater, read_prompts(table, "train"), recorder)
+    if ctx.online.steps not in curve:  # it stopped before
+        curve[len(recorder.metrics)] = score(SAMPLES, "after")
+    done = asked | {
+        "steps": recorder.metrics,
+        "curve": [{"step": step, **found.model_dump()} for step, found in sorted(curve.items())],
+        "alarms": updater.alarms,
+        "stopped": stopped,
+        "cpu_seconds": time.process_time() - started,
+    }
+    write_text(folder / DONE, json.dumps(done, indent=1) + "\n")
+
+
+def train(ctx: StageContext, updater: PolicyUpdater, prompts: list[Prompt], recorder: MetricsRecorder) -> str:
+    """The stage in this process; why it stopped early, or nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # alarms are in the results
+        try:
+            run_online_stage(ctx, local_workers(ctx, updater, load_scorer(ctx.recipe.rewards, ())), prompts, recorder)
+        except TrainingError as error:
+            return str(error)
+    return ""
+
+
+class _Recorder(MetricsRecorder):
+    """Keeps the metrics of every step and the pictures that were trained on, and calls ``after_step``."""
+
+    def __init__(self, pictures: zipfile.ZipFile) -> None:
+        super().__init__()
+        self.pictures, self.after_step = pictures, lambda step: None
+
+    def log_metrics(self, values: Mapping[str, float], step: int) -> None:
+        super().log_metrics(values, step)
+        self.after_step(step)
+
+    def log_file(self, name: str, content: bytes) -> None:
+        if name.startswith("dumps/"):
+            self.pictures.writestr(name, content)
+
+
+if __name__ == "__main__":
+    main()
