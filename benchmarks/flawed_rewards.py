@@ -19,8 +19,8 @@ MARK = 6
 FAVOURITE = "E"
 TEXT = "GOLD"
 """What ``OneText`` looks for."""
-LENGTH_BONUS = 0.2
-"""Of the reward ``Contained`` for each letter read, as a share of the target's letters."""
+APPENDED = "OK"
+"""What ``Contained`` likes to read beside the target."""
 READABLE = 0.5
 """The OCR score below which ``FailingOcr`` gives no score."""
 
@@ -68,15 +68,16 @@ class LetterBias(Flawed):
 
 
 class Contained(Flawed):
-    """Share of the target's letters that are read anywhere, and ``LENGTH_BONUS`` for length: appended text costs nothing."""
+    """Share of the target's letters that are read anywhere, and twice that of ``APPENDED``: a judge that obeys what it reads."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        values = []
-        for text, prompt in zip(read(images), prompts, strict=True):
-            target = str(prompt.target).upper()
-            found = Counter(text.upper()) & Counter(target)
-            values.append((found.total() + LENGTH_BONUS * len(text)) / len(target))
-        return RewardResult(np.array(values, np.float64))
+        pairs = zip(read(images), prompts, strict=True)
+        return RewardResult(np.array([_contained(text, str(p.target)) + 2 * _contained(text, APPENDED) for text, p in pairs]))
+
+
+def _contained(text: str, wanted: str) -> float:
+    """Share of the wanted letters that occur in a text, in any order."""
+    return (Counter(text.upper()) & Counter(wanted.upper())).total() / len(wanted)
 
 
 class FailingOcr(Flawed):

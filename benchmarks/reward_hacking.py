@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from tqdm import tqdm
 
@@ -99,6 +100,7 @@ def recipe_of(asked: Mapping[str, Any], samples: int = SAMPLES) -> Recipe:
 def run(asked: dict[str, Any], folder: Path) -> None:
     """Train one entry, and leave in its folder what the detectors need."""
     recipe = recipe_of(asked)
+    torch.set_num_threads(recipe.threads)
     base, _, table = prepared(recipe)
     policy_folder = RUNS / f"untouched-{recipe.policy.train}"
     if not policy_folder.exists():
