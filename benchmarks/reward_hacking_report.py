@@ -27,7 +27,7 @@ from ebbflow.storage.tables import read_table
 RESULTS = Path(__file__).parent / "results" / "reward_hacking.json"
 FALL = 0.05
 """The independent metric has fallen when it is so far below its start: two standard errors of 96 prompts."""
-LIMITS = (0.25, 0.5, 0.75, 1.0, 1.5)
+LIMITS = (0.5, 1.0, 1.5, 2.0)
 """Standard deviations that an alarm on a statistic may allow the step's mean to differ from the first step's."""
 CHANCE = chance(64, 64)
 """Of the shift of a step of 64 samples from another."""
@@ -148,8 +148,8 @@ def _run_rows(runs: Sequence[Run]) -> list[list[str]]:
         groups[run["kind"], run["name"], run["algorithm"]].append(run)
     rows = []
     for (kind, name, algorithm), group in groups.items():
-        moved = [f"{_mean(run['reward'][side] for run in group)}" for side in (0, 1)]
-        scores = [f"{_mean(run['scores'][side][1] for run in group)}" for side in (0, -1)]
+        moved = [_mean(run["reward"][side] for run in group) for side in (0, 1)]
+        scores = [_mean(run["scores"][side][1] for run in group) for side in (0, -1)]
         rules = sorted({rule(reason) for run in group for reason in run["refused"]})
         fell, promoted = (
             sum(values) for values in ([run["fell"] is not None for run in group], [run["promoted"] for run in group])
@@ -209,7 +209,7 @@ def _detection(hacked: Sequence[Run], honest: Sequence[Run], rings: Callable[[Ru
 
 def _mean(values: Any) -> str:
     known = [value for value in values if value is not None]
-    return f"{np.mean(known):.2f}" if known else "–"
+    return f"{np.mean(known):.3g}" if known else "–"
 
 
 def figure(runs: Sequence[Run]) -> Figure:

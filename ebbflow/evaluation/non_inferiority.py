@@ -23,8 +23,8 @@ MIN_MARGIN = 0.01
 """Least margin, as most statistics lie between 0 and 1: where the champion's images are all alike, a spread is no measure."""
 SHARES = {"diversity_latents", "diversity_pixels", "diversity_features"}
 """Statistics whose margin is a share of the champion's mean; all others count in standard deviations of its prompts."""
-ONLY_FALLS = {*SHARES, "diversity_across_prompts"}
-"""More diversity is no harm."""
+ONLY_FALLS = {*SHARES, "diversity_across_prompts", "sharpness"}
+"""More diversity is no harm. Sharpness rises as an honest policy draws more clearly; grain shows in entropy and edges, too."""
 ONLY_RISES = {"text_likeness"}
 """Less text is no harm: what is feared is text that was drawn for the judge."""
 

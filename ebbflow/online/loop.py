@@ -229,7 +229,7 @@ class OnlineLoop:
     ) -> dict[str, float]:
         """Scores, speed and utilisation of a step that began at ``start``; also what the monitor shows of it."""
         end, replaced = time.time(), self.workers.rollout.num_replaced + self.workers.reward.num_replaced
-        metrics = _score_means(batch.scores) | {"workers/replaced": replaced}
+        metrics = score_means(batch.scores) | {"workers/replaced": replaced}
         metrics |= watch_statistics(self.ctx, self.state, batch.statistics)
         metrics |= _speed([*batch.spans, *report.spans], len(advantages.values), end - start)
         self.queue.spans += report.spans

@@ -1,7 +1,7 @@
 """The alarm on what a stage's rollouts look like: it rings where a statistic of the images leaves that of the first step, by more
 than a limit and what chance explains.
 
-A policy that games its reward changes its images, often long before its velocity leaves the base model (``drift_alarm``).
+A policy that games its reward changes its images, and its velocity may stay near the base model's (``drift_alarm``).
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class MarginsConfig(Strict):
     of the champion's mean. ``null``: it is measured and not tested.
     """
 
-    entropy: float | None = Field(1.0, gt=0)
+    entropy: float | None = Field(1.5, gt=0)
     """Of the grey levels; falls when images become flat, rises with grain."""
     edge_density: float | None = Field(1.0, gt=0)
     """Share of the pixels that lie on an edge."""
@@ -111,7 +111,7 @@ class MarginsConfig(Strict):
     saturation: float | None = Field(1.0, gt=0)
     """Mean saturation."""
     sharpness: float | None = Field(1.0, gt=0)
-    """Standard deviation of the Laplacian; falls with blur, rises with grain."""
+    """Standard deviation of the Laplacian; only a fall is tested, as a policy that learns to draw clearly raises it."""
     text_likeness: float | None = Field(1.0, gt=0)
     """Share of the image that looks like lines of text; only a rise is tested, and only where no trained reward reads."""
     diversity_across_prompts: float | None = Field(1.0, gt=0)

@@ -108,9 +108,9 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
     text = (tmp_path / "a.md").read_text()
     assert text.splitlines() == page({"cpu": "x", "cores": 2}, found)
     assert "refuses 1 of 1 planted runs and promotes 1 of 1 honest ones" in text
-    assert "| planted: grain | mix_grpo | 1 | 0.50 → 0.90 | ocr 0.50 → 0.30 | 1 of 1 | 0 of 1 | entropy, guardrail ocr |" in text
+    assert "| planted: grain | mix_grpo | 1 | 0.5 → 0.9 | ocr 0.5 → 0.3 | 1 of 1 | 0 of 1 | entropy, guardrail ocr |" in text
     assert "| entropy | 1 | 0 |" in text
-    assert "| entropy, 0.25 | 1 of 1 | 2 | 0 of 1 |" in text
+    assert "| entropy, 1 | 1 of 1 | 1 | 0 of 1 |" in text
     assert "| velocity drift above 1 | 1 of 1 | 1 | 1 of 1 |" in text
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

@@ -25,7 +25,7 @@ CHANCE = 0.2
 @pytest.fixture
 def ctx(make_recipe):
     def context(**online):
-        return StageContext(make_recipe(online=online), 0, 0)
+        return StageContext(make_recipe(online={"statistics_alarm": 1.0} | online), 0, 0)
 
     return context
 
