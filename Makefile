@@ -34,12 +34,13 @@ run: setup ## run the pipeline on RECIPE=path/to/recipe.yaml
 	@mkdir -p runs/flyte
 	$(RUN) pyflyte run workflows/post_training.py post_train --recipe $(RECIPE)
 
-test: lint ## lint, type check and all tests, a file on each core
-	$(PYTEST)
+test: lint ## lint, type check and tests, a file on each core; without those that repeat others at more points or in longer runs
+	$(PYTEST) -m "not exhaustive"
 
-test-all: test ## also the numerical rooms with the instructions of older CPUs
-	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(NUMERICAL)
-	ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default $(PYTEST) $(NUMERICAL)
+test-all: lint ## lint, type check and all tests, then the numerical rooms with the instructions of older CPUs
+	$(PYTEST)
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -m "not exhaustive" $(NUMERICAL)
+	ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default $(PYTEST) -m "not exhaustive" $(NUMERICAL)
 
 test-faults: setup ## of these tests, those that kill, corrupt and starve the pipeline; EBBFLOW_FAULT_SEED=7 draws other points
 	$(PYTEST) tests/faults tests/pipeline/test_pods.py

@@ -42,7 +42,11 @@ REWARD_KEYS = ("rewards", "guardrails", "max_failed_share")
 """Sections of the recipe that say how samples are scored; they have a digest of their own."""
 PICTURE_DIGEST = "image_sha256"
 """The column of a table of scores that stands for the pictures."""
-PICTURE_TABLE = pa.schema([pa.field("prompt_id", pa.int64(), nullable=False), pa.field("image", pa.binary(), nullable=False)])
+KEY = ("prompt_id", "sample")
+"""The columns that tell which sample a row is."""
+PICTURE_TABLE = pa.schema(
+    [*(pa.field(name, pa.int64(), nullable=False) for name in KEY), pa.field("image", pa.binary(), nullable=False)]
+)
 MAX_STORED_PICTURES = 2**26
 """Bytes up to which the candidate's held-out pictures are stored; of more, only their sha256 is."""
 
@@ -98,6 +102,12 @@ def held_out(samples: pa.Table) -> pa.Table:
     return samples.filter(pc.equal(samples["split"], "held_out"))
 
 
+def by_key(samples: pa.Table, column: str) -> dict[tuple[int, int], Any]:
+    """The values of a column by (prompt id, sample)."""
+    keys = zip(*(samples[name].to_pylist() for name in KEY), strict=True)
+    return dict(zip(keys, samples[column].to_pylist(), strict=True))
+
+
 def _write_scores(path: Path, samples: pa.Table) -> None:
     rows = held_out(samples)
     scores = rows.drop_columns(["image"]).append_column(PICTURE_DIGEST, pa.array(picture_digests(rows), pa.string()))
@@ -106,6 +116,6 @@ def _write_scores(path: Path, samples: pa.Table) -> None:
 
 
 def _write_pictures(path: Path, samples: pa.Table) -> None:
-    pictures = held_out(samples).select(PICTURE_TABLE.names)
+    pictures = held_out(samples).select(PICTURE_TABLE.names).cast(PICTURE_TABLE)
     if pc.sum(pc.binary_length(pictures["image"])).as_py() <= MAX_STORED_PICTURES:
         write_table(path, PICTURE_TABLE, pictures.to_batches(), {})

@@ -343,29 +343,30 @@ def _again(found: Registered, checks: list[Check], path: Path, allowed_code: Col
 
 def _pictures_again(found: Registered, path: Path) -> str:
     rows = stored.held_out(read_table(path))
-    was = dict(zip(*found.scores("candidate").select(["prompt_id", stored.PICTURE_DIGEST]).to_pydict().values(), strict=True))
-    now = dict(zip(rows["prompt_id"].to_pylist(), stored.picture_digests(rows), strict=True))
-    differ = [prompt_id for prompt_id in now if now[prompt_id] != was.get(prompt_id)]
+    was = stored.by_key(found.scores("candidate"), stored.PICTURE_DIGEST)
+    now = dict(zip(stored.by_key(rows, "image"), stored.picture_digests(rows), strict=True))
+    differ = [key for key in now if now[key] != was.get(key)]
     if not differ:
         return f"all {len(now)} have the same bytes"
     raise _Failed(f"{len(differ)} of {len(now)} differ{_by_how_much(found, rows, differ)}")
 
 
-def _by_how_much(found: Registered, rows: pa.Table, differ: list[int]) -> str:
+def _by_how_much(found: Registered, rows: pa.Table, differ: list[tuple[int, int]]) -> str:
     if stored.TAGS[stored.PICTURES] not in found.tags:
         return "; by how much is not known: the stored pictures were too large to be kept"
     detail = _file(stored.PICTURES)(found)
     assert detail
-    columns = (read_table(found.file(stored.PICTURES), stored.PICTURE_TABLE), rows)
-    was, now = (dict(zip(t["prompt_id"].to_pylist(), t["image"].to_pylist(), strict=True)) for t in columns)
-    pairs = [decode_png([was[prompt_id], now[prompt_id]]).astype(int) for prompt_id in differ]
+    tables = (read_table(found.file(stored.PICTURES), stored.PICTURE_TABLE), rows)
+    was, now = (stored.by_key(table, "image") for table in tables)
+    pairs = [decode_png([was[key], now[key]]).astype(int) for key in differ]
     distances = np.array([np.abs(before - after).mean() for before, after in pairs])
     largest = max(int(np.abs(before - after).max()) for before, after in pairs)
     return f": by up to {largest} of 255 in a pixel, by {distances.mean():.3g} on average"
 
 
 def _scores_again(found: Registered, path: Path) -> str:
-    was, now = found.scores("candidate").sort_by("prompt_id"), stored.held_out(read_table(path)).sort_by("prompt_id")
+    in_order = [(name, "ascending") for name in stored.KEY]
+    was, now = found.scores("candidate").sort_by(in_order), stored.held_out(read_table(path)).sort_by(in_order)
     names = [field.name for field in was.schema if pa.types.is_floating(field.type)]
     if absent := [name for name in names if name not in now.column_names]:
         raise _Failed(f"{', '.join(absent)} cannot be measured here")

@@ -33,6 +33,7 @@ DEATHS = [
     "mlflow:MlflowClient.create_model_version:1",
     "mlflow:MlflowClient.set_registered_model_alias:2",  # the challenger is named, the champion not yet
 ]
+pytestmark = pytest.mark.exhaustive
 KNOWN_TO_MLFLOW_ALONE = {"1.2 offline scoring 0"}
 """Of the nodes that ended before a death, those that have to be repeated."""
 TIMES = re.compile("seconds|ms_per_image|_per_second|utilisation")

@@ -109,6 +109,7 @@ def log_some(node, steps: range) -> None:
         node.log_metrics({"reward/mean": step / 100, "loss": 1.0}, step)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_killed_during_a_stage_and_comes_back(server: Server, tmp_path: Path) -> None:
     tracked = start_run(Recipe.model_validate({"output": str(tmp_path), "tracking": {"uri": server.uri}}), "execution")
     client = connect(server.uri)

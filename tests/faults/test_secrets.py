@@ -123,6 +123,7 @@ def test_the_search_would_find_them(tmp_path):
     assert any(found_in(text) for text in texts(path))
 
 
+@pytest.mark.exhaustive
 def test_a_whole_run(url, tmp_path, monkeypatch):
     for name, secret in PLANTED.items():
         monkeypatch.setenv(name, secret)

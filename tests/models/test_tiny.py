@@ -250,6 +250,7 @@ def rebuilt(tmp_path_factory):
     return root
 
 
+@pytest.mark.exhaustive
 def test_the_same_seed_gives_the_same_bytes_in_another_process(family, folder, rebuilt):
     assert digests(rebuilt / family) == digests(folder)
 

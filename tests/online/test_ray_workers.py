@@ -171,6 +171,7 @@ def test_dead_workers_are_replaced_and_their_work_is_repeated(context_of, train,
     assert_same(alone, on_ray)
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_train_together_and_end_together(context_of, train, start, prompts, base_folder, tmp_path):
     alone, ctx, flag = train(context_of(), prompts), context_of({"training": {"count": 2}}), tmp_path / "now"
     base = partial(ray_cases.noted, base_folder, tmp_path)
@@ -209,6 +210,7 @@ class Flagging(MetricsRecorder):
             self.flag.touch()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error:The given NumPy array is not writable")
 def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(context_of, train, start, prompts, base_folder, tmp_path):
     """The rank is killed in the last step, after two checkpoints; the next attempt makes that step alone."""

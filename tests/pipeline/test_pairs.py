@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from mlflow import MlflowClient
 
 from ebbflow.data.images import encode_png
@@ -27,6 +28,7 @@ def _write_pairs(path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
+@pytest.mark.exhaustive
 def test_a_stage_trains_on_a_file_of_pairs(workplace: Path) -> None:
     pairs = workplace / "pairs.parquet"
     _write_pairs(pairs)

@@ -191,6 +191,7 @@ def test_a_champion_is_not_replaced_by_its_equal(workplace: Path, first: dict[st
     assert met.data.metrics["held_out/reward"] == pytest.approx(first["after"]["reward"])
 
 
+@pytest.mark.exhaustive
 def test_lora_trains_too(workplace: Path, first: dict[str, Any]) -> None:
     lora = _finished(workplace, {"policy": {"train": "lora", "rank": 4, "alpha": 8}, "promotion": {"model_name": "tiny-lora"}})
     assert lora["seconds"]["base model"] == 0

@@ -22,6 +22,7 @@ FRACTIONS = {"cpus": 0.25}
 STAGE = {"kind": "online", "steps": 2, "prompts_per_step": 2, "group_size": 4, "micro_batch": 8, "placement": "ray"}
 
 
+@pytest.mark.exhaustive
 def test_a_stage_on_ray_runs_in_the_pipeline(tmp_path: Path) -> None:
     stage = STAGE | {"resources": {"training": FRACTIONS, "rollout": {**FRACTIONS, "count": 2}, "reward": FRACTIONS}}
     changes = {"model": {"training": {"steps": 3, "batch": 4}}, "prompts": {"count": 24, "validation": 4, "held_out": 4}}

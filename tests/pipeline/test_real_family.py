@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlflow.pyfunc
 import pandas as pd
+import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from mlflow import MlflowClient
@@ -34,6 +35,7 @@ def _publish_lora(base: Path, folder: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_published_layout_goes_from_a_lora_to_a_registered_version(workplace: Path) -> None:
     base, lora, prompts = workplace / "sd3", workplace / "lora", workplace / "prompts.txt"
     build_tiny("sd3", base)

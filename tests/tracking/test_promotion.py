@@ -198,6 +198,7 @@ def first_champion(client: MlflowClient, recipe: Recipe, model: Callable[..., st
     return start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}"), model(1, champion=1, challenger=1)
 
 
+@pytest.mark.exhaustive
 def test_killed_before_any_write_a_registration_is_completed_by_its_retry(
     recipe: Recipe, client: MlflowClient, model: Callable[..., str], policy: Path
 ) -> None:
@@ -224,6 +225,7 @@ def test_killed_before_any_write_a_registration_is_completed_by_its_retry(
 # --- a store that is away
 
 
+@pytest.mark.exhaustive
 def test_when_mlflow_goes_away_at_any_call_nothing_is_half_promoted(
     client: MlflowClient, uri: str, model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

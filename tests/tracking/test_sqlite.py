@@ -88,6 +88,7 @@ def test_two_first_starts_at_once(tmp_path: Path) -> None:
     assert number_of_runs(tmp_path) == 2
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_leaves_no_store(tmp_path: Path) -> None:
     def fill(cursor: Any) -> None:
         cursor.connection.execute("PRAGMA max_page_count = 20").close()

@@ -461,7 +461,7 @@ def lighter(rows: list[dict[str, Any]]) -> None:
 def test_samples_that_are_generated_again_have_the_same_bytes(trained: Callable[..., Version]) -> None:
     checks = trained(lambda rows: None).checks(again=True)
     assert {check.status for check in checks.values()} == {"ok"}
-    assert checks["pictures again"].detail == "all 12 have the same bytes"
+    assert checks["pictures again"].detail == "all 48 have the same bytes"
 
 
 def test_samples_of_another_policy_are_found(trained: Callable[..., Version]) -> None:
@@ -469,7 +469,7 @@ def test_samples_of_another_policy_are_found(trained: Callable[..., Version]) ->
     assert version.failed() == set(), "only the policy itself can tell"
     checks = version.checks(again=True)
     assert {name for name, check in checks.items() if check.status == "FAILED"} == {"pictures again", "scores again"}
-    assert checks["pictures again"].detail.startswith("1 of 12 differ: by up to 4 of 255 in a pixel, by ")
+    assert checks["pictures again"].detail.startswith("1 of 48 differ: by up to 4 of 255 in a pixel, by ")
     assert checks["scores again"].detail.endswith("differ, by up to 0.5")
 
 
@@ -478,7 +478,7 @@ def test_how_much_pictures_differ_is_not_known_when_they_were_too_large(
 ) -> None:
     monkeypatch.setattr(evidence, "MAX_STORED_PICTURES", 1)
     checks = trained(lighter).checks(again=True)
-    assert "1 of 12 differ; by how much is not known" in checks["pictures again"].detail
+    assert "1 of 48 differ; by how much is not known" in checks["pictures again"].detail
 
 
 def test_a_policy_that_does_not_verify_is_not_loaded(trained: Callable[..., Version]) -> None:
