@@ -31,5 +31,6 @@ class RewardWorker:
         """
         with self.timer.task("validation" if with_guards else "scoring", step, profiled):
             scorer = self.scorer if with_guards else replace(self.scorer, guardrails=())
-            scores, statistics = scorer(images, prompts), image_statistics(images)
+            statistics = image_statistics(images)  # first: a reward may write into its images
+            scores = scorer(images, prompts)
         return RewardReport(scores, self.timer.drain(), statistics)

@@ -12,6 +12,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from ebbflow.recipe.recipe import MarginsConfig
 from ebbflow.storage.artifacts import verify
 from tests.faults.again_cases import run_pipeline_until
 
@@ -19,6 +20,8 @@ RECIPE: dict[str, Any] = {
     # the gate is to let it pass: contrast is learnt in two steps
     "rewards": ["mine.contrast:Contrast"],
     "guardrails": [],
+    # contrast moves what the image statistics measure
+    "promotion": {"model_name": "ebbflow-tiny", "margins": dict.fromkeys(MarginsConfig.model_fields)},
     "stages": [
         {"kind": "online", "steps": 2, "prompts_per_step": 2, "group_size": 4, "micro_batch": 8, "optimizer": {"lr": 0.003}},
         {"kind": "offline", "prompts": 4, "group_size": 4, "micro_batch": 8, "batch_size": 8, "epochs": 1},
