@@ -104,9 +104,9 @@ class MarginsConfig(Strict):
 
     entropy: float | None = Field(1.5, gt=0)
     """Of the grey levels; falls when images become flat, rises with grain."""
-    edge_density: float | None = Field(1.0, gt=0)
+    edge_density: float | None = Field(1.5, gt=0)
     """Share of the pixels that lie on an edge."""
-    brightness: float | None = Field(1.0, gt=0)
+    brightness: float | None = Field(1.5, gt=0)
     """Mean luma."""
     saturation: float | None = Field(1.0, gt=0)
     """Mean saturation."""
@@ -114,7 +114,7 @@ class MarginsConfig(Strict):
     """Standard deviation of the Laplacian; only a fall is tested, as a policy that learns to draw clearly raises it."""
     text_likeness: float | None = Field(1.0, gt=0)
     """Share of the image that looks like lines of text; only a rise is tested, and only where no trained reward reads."""
-    diversity_across_prompts: float | None = Field(1.0, gt=0)
+    diversity_across_prompts: float | None = Field(1.5, gt=0)
     """Distance of an image to the nearest one of another prompt, 0 for duplicates. Of a diversity only a fall is tested."""
     diversity_latents: float | None = Field(0.8, gt=0, lt=1)
     """Distance between the latents of a prompt's samples, as a share: where one picture is right, it falls as a policy learns."""
