@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,12 @@ from label_cases import make_comparison, opened, serving, write_rollouts
 from ebbflow.data.pairs import read_pairs
 from ebbflow.labeling.sources import load_rollouts
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+    pytest.mark.skipif(
+        not os.environ.get("EBBFLOW_BROWSER_TESTS"), reason="set EBBFLOW_BROWSER_TESTS=1: Chromium does not always answer"
+    ),
+]
 LOOK = """["left", "right"].map(side => {
     const canvas = document.createElement("canvas");
     canvas.width = canvas.height = 1;
