@@ -5,25 +5,21 @@ from __future__ import annotations
 import functools
 import http.server
 import json
-import os
+import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from headless import CHROMIUM, Browser, Page, headless
 from label_cases import make_comparison, opened, serving, write_rollouts
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from ebbflow.data.pairs import read_pairs
 from ebbflow.labeling.sources import load_rollouts
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
-    pytest.mark.skipif(
-        not os.environ.get("EBBFLOW_BROWSER_TESTS"), reason="set EBBFLOW_BROWSER_TESTS=1: Chromium does not always answer"
-    ),
-]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 LOOK = """["left", "right"].map(side => {
     const canvas = document.createElement("canvas");
     canvas.width = canvas.height = 1;
@@ -32,90 +28,108 @@ LOOK = """["left", "right"].map(side => {
     return context.getImageData(0, 0, 1, 1).data[0];
 })"""
 """The grey levels of both pictures, as they are on the screen."""
-ANSWERED = "Number(document.body.dataset.answered)"
-VISIBLE = "!document.getElementById('{}').hidden"
+READY = "body[data-ready]:not([data-ready=''])"
+"""Both pictures of a pair are on the screen."""
+SECONDS = 60
+"""Until a browser that says nothing is given up: far more than anything takes."""
+KEYS = {"left": "ArrowLeft", "right": "ArrowRight", "tie": "ArrowDown", "undo": "Backspace"}
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with headless(tmp_path_factory.mktemp("profile")) as browser:
+def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=1000 * SECONDS)
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=CHROMIUM) as browser:
         yield browser
 
 
 @pytest.fixture
-def page(browser: Browser) -> Page:
-    browser.events.clear()
-    return browser.page()
+def new_page(browser: Browser) -> Iterator[Callable[[], Page]]:
+    """Opens pages of raters that share nothing in the browser."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(browser.new_context()).new_page()
+
+
+@pytest.fixture
+def page(new_page: Callable[[], Page]) -> Page:
+    return new_page()
 
 
 def begin(page: Page, address: str, rater: str) -> None:
-    page.open(address)
-    page.wait_for(VISIBLE.format("start"))
-    page.type(rater)
-    page.enter()
-    page.wait_for("document.body.dataset.ready || !document.getElementById('finished').hidden")
+    page.goto(address)
+    page.get_by_label("Your name").fill(rater)
+    page.keyboard.press("Enter")
+    expect(page.locator(f"{READY}, #finished:visible").first).to_be_attached()
 
 
-def press(page: Page, answer: str, expected: int) -> None:
-    """Press a key and wait until the page shows so many answers."""
-    page.press(answer)
-    page.wait_for(f"{ANSWERED} === {expected} && (document.body.dataset.ready || {VISIBLE.format('finished')})")
+def press(page: Page, answer: str, answered: int) -> None:
+    """Press a key and wait until the page shows so many answers and the next pair, if there is one."""
+    page.keyboard.press(KEYS[answer])
+    wait_for_answers(page, answered)
+
+
+def wait_for_answers(page: Page, answered: int) -> None:
+    expect(page.locator("body")).to_have_attribute("data-answered", str(answered))
+    expect(page.locator(f"{READY}, #finished:visible").first).to_be_attached()
+
+
+def answers(page: Page) -> int:
+    return int(page.locator("body").get_attribute("data-answered"))
+
+
+def shown_pair(page: Page) -> str:
+    return page.locator("body").get_attribute("data-ready")
 
 
 def rate(page: Page, count: int = 1000) -> int:
     """Prefer the brighter picture until there is no pair left; returns how many were answered."""
     done = 0
-    while done < count and page.evaluate(VISIBLE.format("compare")):
+    while done < count and page.locator("#compare").is_visible():
         left, right = page.evaluate(LOOK)
-        press(page, "left" if left > right else "right", page.evaluate(ANSWERED) + 1)
+        press(page, "left" if left > right else "right", answers(page) + 1)
         done += 1
     return done
 
 
-def text(page: Page, name: str) -> str:
-    return str(page.evaluate(f"document.getElementById('{name}').textContent"))
-
-
-def test_two_raters_at_once_say_what_they_see(page, browser, tmp_path):
+def test_two_raters_at_once_say_what_they_see(page, new_page, tmp_path):
     wins = [True, False, True, True, False, False]
     with opened(make_comparison(tmp_path, wins), tmp_path / "a") as session, serving(session) as address:
-        pages = [page, browser.page()]
+        pages = [page, new_page()]
         for rater, its in zip(("Anna", "Ben"), pages, strict=True):
             begin(its, address, rater)
-        orders = [its.evaluate("document.body.dataset.ready") for its in pages]
-        assert orders == [session.order(rater)[0] for rater in ("Anna", "Ben")]
+        assert [shown_pair(its) for its in pages] == [session.order(rater)[0] for rater in ("Anna", "Ben")]
         for step in range(3):  # in turns, so that both are under way at the same time
             assert [rate(its, 2) for its in pages] == [2, 2]
-            assert [its.evaluate("document.getElementById('progress').value") for its in pages] == [2 * step + 2] * 2
-        assert [text(its, "count") for its in pages] == ["6 answered · 0 pairs left"] * 2
-        assert all("answered all pairs" in text(its, "why") for its in pages)
+            for its in pages:
+                expect(its.locator("#progress")).to_have_js_property("value", 2 * step + 2)
+        for its in pages:
+            expect(its.locator("#count")).to_have_text("6 answered · 0 pairs left")
+            expect(its.locator("#why")).to_contain_text("answered all pairs")
         assert session.agreement() == 1
         for rater in ("Anna", "Ben"):
             assert {key: answer.preferred for key, answer in session.answers.of(rater).items()} == {
                 f"{index}-0": int(won) for index, won in enumerate(wins)
             }
-        page.open("about:blank")
-        begin(page, address, "Cleo")
-        assert text(page, "agreement") == "2 raters, agreement α = 1.00"
+        begin(third := new_page(), address, "Cleo")
+        expect(third.locator("#agreement")).to_have_text("2 raters, agreement α = 1.00")
     evidence = json.loads((tmp_path / "a" / "evidence.json").read_text())
     assert (evidence["answers"]["candidate"], evidence["answers"]["champion"]) == (6, 6)
     assert [pair.chosen[0, 0, 0] > pair.rejected[0, 0, 0] for pair in read_pairs(tmp_path / "a" / "pairs.parquet")] == [True] * 6
 
 
-def test_the_test_stops_both_raters(page, browser, tmp_path):
+def test_the_test_stops_both_raters(page, new_page, tmp_path):
     with opened(make_comparison(tmp_path, [True] * 40), tmp_path / "a") as session, serving(session) as address:
-        other = browser.page()
+        other = new_page()
         begin(page, address, "Anna")
         begin(other, address, "Ben")
         assert rate(page) == 8
-        assert "a decision is reached" in text(page, "why")
-        assert page.evaluate("document.getElementById('reopen').hidden")
-        other.press("left")
-        other.wait_for(VISIBLE.format("finished"))
-        assert "nothing was saved" in text(other, "problem")
+        expect(page.locator("#why")).to_contain_text("a decision is reached")
+        expect(page.locator("#reopen")).to_be_hidden()
+        other.keyboard.press(KEYS["left"])
+        expect(other.locator("#finished")).to_be_visible()
+        expect(other.locator("#problem")).to_contain_text("nothing was saved")
         assert len(session.answers.standing) == 8
         for shown in (page, other):
-            assert "candidate" not in shown.evaluate("document.body.innerText").lower()
+            expect(shown.locator("body")).not_to_contain_text("candidate", ignore_case=True)
     assert json.loads((tmp_path / "a" / "evidence.json").read_text())["decision"] == "candidate"
 
 
@@ -124,31 +138,31 @@ def test_a_reload_and_a_new_server_resume_in_the_same_order(page, tmp_path):
     for count in (2, 4):
         with opened(task, tmp_path / "a") as session, serving(session) as address:
             begin(page, address, " anna  b ")
-            assert page.evaluate(ANSWERED) == count - 2
-            assert page.evaluate("document.body.dataset.ready") == session.order("anna b")[count - 2]
+            assert answers(page) == count - 2
+            assert shown_pair(page) == session.order("anna b")[count - 2]
             assert rate(page, 1) == 1
-            page.load("Page.reload")
-            page.wait_for(f"{ANSWERED} === {count - 1} && document.body.dataset.ready === '{session.order('anna b')[count - 1]}'")
+            page.reload()
+            wait_for_answers(page, count - 1)
+            assert shown_pair(page) == session.order("anna b")[count - 1]
             assert rate(page, 1) == 1
-            page.open("about:blank")
     assert [answer.pair for answer in session.answers.standing] == session.order("anna b")[:4]
 
 
 def test_keys(page, tmp_path):
     with opened(make_comparison(tmp_path, [True, False] * 3), tmp_path / "a") as session, serving(session) as address:
         begin(page, address, "Anna")
-        first = page.evaluate("document.body.dataset.ready")
-        page.press("undo")  # there is nothing to take back
+        first = shown_pair(page)
+        page.keyboard.press(KEYS["undo"])  # there is nothing to take back
         for count, answer in enumerate(("left", "right", "tie"), start=1):
             press(page, answer, count)
         for count in (2, 1, 0):
             press(page, "undo", count)
-        assert page.evaluate("document.body.dataset.ready") == first
+        assert shown_pair(page) == first
         press(page, "tie", 1)
-        page.evaluate("document.getElementById('left').click()")
-        page.wait_for(f"{ANSWERED} === 2 && document.body.dataset.ready")
-        for modifiers in (1, 2, 4):
-            page.press("left", modifiers=modifiers)  # Alt, Control, Meta: the browser's own
+        page.locator("#left").click()
+        wait_for_answers(page, 2)
+        for modifier in ("Alt", "Control", "Meta"):  # the browser's own keys
+            page.keyboard.press(f"{modifier}+{KEYS['left']}")
         said = [json.loads(line)["answer"] for line in (tmp_path / "a" / "answers.jsonl").read_text().splitlines()]
         assert said == ["left", "right", "tie", "undo", "undo", "undo", "tie", "left"]
 
@@ -160,7 +174,7 @@ def test_keys_that_come_too_fast_answer_no_pair_that_was_not_seen(page, tmp_path
             hasty = """for (let press = 0; press < 9; press++)
                 document.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft", bubbles: true}))"""
             page.evaluate(hasty)
-            page.wait_for(f"{ANSWERED} === 1 && document.body.dataset.ready")
+            wait_for_answers(page, 1)
             assert rate(page) == 19
         assert list(session.answers.of("Anna")) == session.order("Anna")
 
@@ -173,38 +187,38 @@ HOSTILE = [
 ]
 
 
-def test_prompts_are_shown_as_they_are_and_run_nothing(page, browser, tmp_path):
+def test_prompts_are_shown_as_they_are_and_run_nothing(page, tmp_path):
+    asked, said = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
     with opened(make_comparison(tmp_path, [True] * 4, HOSTILE), tmp_path / "a") as session, serving(session) as address:
         begin(page, address, "Anna")
         shown = []
         for _ in HOSTILE:
-            shown.append(text(page, "prompt"))
-            assert page.evaluate("document.getElementById('prompt').childElementCount") == 0
+            shown.append(page.locator("#prompt").text_content())
+            expect(page.locator("#prompt > *")).to_have_count(0)
             rate(page, 1)
         assert sorted(shown) == sorted(HOSTILE)
-        assert page.evaluate("document.title") == "Which picture is better?"
-        assert page.evaluate("document.scripts.length") == 1
-    asked = {event["request"]["url"] for event in browser.seen("Network.requestWillBeSent")}
+        expect(page).to_have_title("Which picture is better?")
+        expect(page.locator("script")).to_have_count(1)
     assert len(asked) > 10
     assert [url for url in asked if not url.startswith((address, "data:,"))] == []
-    assert [event["entry"]["text"] for event in browser.seen("Log.entryAdded")] == []
-    assert browser.seen("Runtime.exceptionThrown") == []
+    assert said == []
 
 
 def test_a_name_that_is_none_is_refused_with_the_reason(page, tmp_path):
     with opened(make_comparison(tmp_path, [True]), tmp_path / "a") as session, serving(session) as address:
-        page.open(address)
-        page.type("<b>")
-        page.enter()
-        page.wait_for(VISIBLE.format("refused"))
-        assert text(page, "refused").startswith("a name has 1 to 40 letters")
-        page.open("about:blank")
-        page.open(f"{address}#%E0%A4%A")
-        page.wait_for(VISIBLE.format("start"))
-        page.open("about:blank")
-        page.open(f"{address}#Zo%C3%A9")
-        page.wait_for("document.body.dataset.ready")
-        assert text(page, "who") == "Zoé"
+        page.goto(address)
+        page.get_by_label("Your name").fill("<b>")
+        page.keyboard.press("Enter")
+        expect(page.locator("#refused")).to_contain_text("a name has 1 to 40 letters")
+        page.goto("about:blank")
+        page.goto(f"{address}#%E0%A4%A")
+        expect(page.locator("#start")).to_be_visible()
+        page.goto("about:blank")
+        page.goto(f"{address}#Zo%C3%A9")
+        expect(page.locator("#who")).to_have_text("Zoé")
 
 
 def test_a_server_that_is_gone_is_told_and_nothing_is_shown_as_saved(page, tmp_path):
@@ -212,10 +226,9 @@ def test_a_server_that_is_gone_is_told_and_nothing_is_shown_as_saved(page, tmp_p
         with serving(session) as address:
             begin(page, address, "Anna")
             rate(page, 1)
-        page.press("left")
-        page.wait_for(VISIBLE.format("problem"))
-        assert "does not answer" in text(page, "problem")
-        assert page.evaluate(ANSWERED) == 1
+        page.keyboard.press(KEYS["left"])
+        expect(page.locator("#problem")).to_contain_text("does not answer")
+        assert answers(page) == 1
         assert len(session.answers.standing) == 1
 
 
@@ -267,8 +280,8 @@ def test_another_page_that_even_has_the_address_reads_and_writes_nothing(page, t
         script = ATTACK.replace("TARGET", json.dumps(address)).replace("PAIR", json.dumps(pair))
         (tmp_path / "index.html").write_text(f"<body><iframe src='{address}'></iframe><script>{script}</script>")
         with another_site(tmp_path) as site:
-            page.open(site)
-            page.wait_for("document.body.dataset.done")
-            read = json.loads(page.evaluate("document.body.dataset.done"))
+            page.goto(site)
+            expect(page.locator("body[data-done]")).to_have_count(1)
+            read = json.loads(page.locator("body").get_attribute("data-done"))
         assert read == ["refused"] * 5
         assert [answer.answer for answer in session.answers.standing] == ["tie"]
