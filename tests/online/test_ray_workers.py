@@ -230,6 +230,7 @@ def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(context_of, train, 
 # What goes wrong.
 
 
+@pytest.mark.exhaustive
 def test_hanging_rewards_are_replaced_and_in_the_end_masked(context_of, train, prompts, tmp_path):
     hanging = [replace(prompt, target="HANG") if prompt.prompt_id == 0 else prompt for prompt in prompts[:3]]
     ctx = context_of({}, {"hangs": str(tmp_path / "once")}, steps=1, scoring={"timeout": 4, "retries": 1})
