@@ -4,8 +4,10 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 ENGINE ?= .venv-vllm-omni
 RECIPE ?= workflows/recipes/glyph.yaml
+# Tests commit thousands of small folders and wait for the disk at each: where memory has room for them, they lie there.
+MEMORY := $(shell test "$$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 8000000 2>/dev/null && echo /dev/shm)
 # A file on each core, in the order of tests/conftest.py.
-PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20
+PYTEST := $(if $(MEMORY),TMPDIR=$(MEMORY) )$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20
 # Rooms whose results depend on what the CPU can do.
 NUMERICAL := $(addprefix tests/,algorithms evaluation flow models offline online/test_loop.py online/test_modes.py rollouts training)
 # Base models, which Flyte's cache keeps for all runs, lie in the temporary folder: a durable one survives a reboot.

@@ -180,15 +180,32 @@ def _make_sqlite(database: Path) -> None:
 
     def publish(folder: Path, path: Path) -> None:
         (new,) = folder.iterdir()  # a journal beside it would mean that it is not whole
+        with new.open("rb") as file:
+            os.fsync(file)
         new.replace(path)
 
-    with atomic_write(database, create=Path.mkdir, publish=publish) as folder:
+    with atomic_write(database, create=Path.mkdir, publish=publish) as folder, _connections_that_wait_for_no_disk():
         uri = f"sqlite:///{folder / database.name}"
         try:
             SqlAlchemyStore(uri, (database.parent / ARTIFACTS).as_uri())
         finally:  # or its connections would stay open, and a second attempt would get them
             if engine := SqlAlchemyStore._engine_map.pop(uri, None):
                 engine.dispose()
+
+
+@contextmanager
+def _connections_that_wait_for_no_disk() -> Iterator[None]:
+    """For a file that has no name yet: hundreds of statements would each wait until they are on the disk, seconds in all."""
+    from sqlalchemy import Engine, event
+
+    def switch_off(connection: sqlite3.Connection, record: object) -> None:
+        connection.execute("PRAGMA synchronous = OFF")
+
+    event.listen(Engine, "connect", switch_off)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "connect", switch_off)
 
 
 def _not_writable(uri: str, error: Exception) -> TrackingError:
