@@ -86,7 +86,7 @@ def keys() -> None:
 @click.argument("policy", type=click.Path(exists=True, path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--base", required=True, type=click.Path(exists=True, path_type=Path), help="Folder of the policy's base model.")
-@click.option("--overwrite", is_flag=True, help="Replace TARGET if it is an earlier export; nothing else is ever deleted.")
+@click.option("--overwrite", is_flag=True, help="Replace TARGET if it is an unchanged earlier export; nothing else is deleted.")
 @click.option("--allow-code", multiple=True, metavar="MODULE:NAME", help="Code that POLICY may name and you trust.")
 def export(policy: Path, target: Path, base: Path, overwrite: bool, allow_code: tuple[str, ...]) -> None:
     """Export POLICY, a policy folder, to TARGET, a new or empty folder, as a diffusers pipeline with its LoRA merged."""
@@ -196,10 +196,11 @@ def tiny(family: str, folder: Path, seed: int) -> None:
     """Write a tiny model of FAMILY with random weights into FOLDER, in the published layout, for trying a recipe out."""
     from ebbflow.models import ModelError  # imports torch
     from ebbflow.models.tiny import build_tiny
+    from ebbflow.storage.artifacts import ArtifactError
 
     try:
         build_tiny(family, folder, seed)
-    except ModelError as error:
+    except (ArtifactError, ModelError) as error:
         sys.exit(str(error))
     click.echo(f"{folder}: a tiny {family}, to be named in model.path")
 

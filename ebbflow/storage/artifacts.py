@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.recipe.base import sanitize
-from ebbflow.storage.disk import atomic_write, sha256_of
+from ebbflow.storage.disk import atomic_write, remove, sha256_of
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 MAX_LISTED = 5
@@ -31,40 +30,45 @@ class ArtifactError(Exception):
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path, overwrite: bool = True) -> Iterator[Path]:
     """Yield an empty folder to write into; when the block ends it is committed and replaces ``folder``.
 
-    An exception leaves nothing behind and whatever was at ``folder`` as it was.
+    An exception leaves nothing behind and whatever was at ``folder`` as it was. A link stays, and what it names is replaced.
+
+    Args:
+        overwrite: see ``require_replaceable``.
 
     Raises:
-        ArtifactError: ``folder`` holds something that is not a committed folder; it is kept.
+        ArtifactError: ``folder`` holds what may not be replaced, now or when the block ends.
         DiskFullError: no space was left.
     """
-    require_replaceable(folder)
-    with atomic_write(folder, create=Path.mkdir, publish=_publish) as partial:
+    require_replaceable(folder, overwrite)
+
+    def publish(partial: Path, target: Path) -> None:
+        commit(partial)
+        require_replaceable(folder, overwrite)  # again: the block may take hours
+        _put_in_place(partial, target)
+
+    target = folder.resolve() if folder.is_symlink() else folder
+    with atomic_write(target, create=Path.mkdir, publish=publish) as partial:
         yield partial
 
 
 def require_replaceable(folder: Path, overwrite: bool = True) -> None:
-    """Check that writing ``folder`` deletes nothing that is not ours: it is new, empty or a committed folder.
-
-    Args:
-        overwrite: whether a committed folder may be replaced.
+    """Check that writing ``folder`` deletes nothing of a user: it is new, empty or, to ``overwrite``, exactly what was committed.
 
     Raises:
-        ArtifactError: it holds something else, or a committed folder that must stay.
+        ArtifactError: it holds something else.
     """
     if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return
-    if not (folder / COMMIT).is_file() or not (folder / MANIFEST).is_file():
-        raise ArtifactError(f"{folder} exists and is no artifact of Ebbflow; nothing was deleted, name a new or empty folder")
     if not overwrite:
-        raise ArtifactError(f"{folder} is a committed folder; name a new one, or pass --overwrite to replace it")
-
-
-def _publish(partial: Path, folder: Path) -> None:
-    commit(partial)
-    _put_in_place(partial, folder)
+        also = ", or pass --overwrite to a command that has it" if _is_committed(folder) else ""
+        raise ArtifactError(f"{folder} exists and is no empty folder; name a new one{also}")
+    try:
+        verify(folder)
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}. Nothing was deleted; name a new or empty folder") from None
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
@@ -79,7 +83,7 @@ def _put_in_place(new: Path, folder: Path) -> None:
         except OSError:
             old.rename(folder)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
     _to_disk(folder.parent)
 
 

@@ -32,7 +32,7 @@ from ebbflow.online.replay import replay_online_step
 from ebbflow.plots.images import open_rgb
 from ebbflow.recipe import Recipe
 from ebbflow.stage import StageContext
-from ebbflow.storage.artifacts import COMMIT, ArtifactError, verify
+from ebbflow.storage.artifacts import COMMIT, ArtifactError, require_replaceable, verify
 from ebbflow.storage.disk import write_text
 from ebbflow.storage.tables import write_table
 from ebbflow.tracking.model_version import find_version
@@ -127,10 +127,11 @@ def replay(
         processes: of the training of an offline stage, which decide its batches.
 
     Raises:
-        ReplayError: the target is in use, or what the step needs is not there.
+        ReplayError: what the step needs is not there.
+        ArtifactError: the target is in use.
         TrackingError: the store cannot be used.
     """
-    require_empty(target)
+    require_replaceable(target, overwrite=False)
     run = _open_run(named, recipe)
     ctx = _stage(run.recipe, stage)
     with tempfile.TemporaryDirectory(prefix="ebbflow-replay-") as scratch:
@@ -145,21 +146,11 @@ def replay(
         else:
             samples = replay_offline_step(ctx, base, folder, prompts, step, processes, Path(scratch))
     done = Replay(run.run.info.run_id, ctx.label, step, samples, _logged(run, ctx, step))
-    require_empty(target)
+    require_replaceable(target, overwrite=False)
     target.mkdir(parents=True, exist_ok=True)
     _write_table(target / TABLE, run, done)
     write_text(target / PAGE, _page(run, done))
     return done
-
-
-def require_empty(target: Path) -> None:
-    """Check that nothing is where a command is to write.
-
-    Raises:
-        ReplayError: a file is, or a folder that is not empty.
-    """
-    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        raise ReplayError(f"{target} exists and is no empty folder; name a new one")
 
 
 def _open_run(named: str, recipe: Recipe | None) -> TrackedFolder:

@@ -167,7 +167,8 @@ class Checkpoints:
     def saving(self, step: int, state: dict[str, Any], score: float | None = None) -> Iterator[Path]:
         """Save where the stage stands: the block writes the parts of all processes (``write_part``) into the folder it is given.
 
-        The last checkpoints and the best one are kept. Those of later steps go: an attempt passed them over.
+        The last checkpoints and the best one are kept. Those of later steps go, and a damaged one of this step: an attempt
+        passed them over.
 
         Args:
             step: steps done.
@@ -175,8 +176,8 @@ class Checkpoints:
             score: how good the policy was then, if that is known; more is better.
         """
         new = self._at(step)
-        for later in [path for path in self._there() if step_of(path) > step]:
-            shutil.rmtree(later)
+        for passed_over in [path for path in self._there() if step_of(path) > step or (path == new and _damage(path))]:
+            shutil.rmtree(passed_over)
         with new_folder(new) as unfinished:
             yield unfinished
             (unfinished / STATE).write_text(json.dumps({"about": self.about, "score": score, "stage": state}))
@@ -249,12 +250,17 @@ class Checkpoints:
 
 def _whole(checkpoint: Path) -> bool:
     """Whether the stage can resume from it. A damaged one is logged."""
+    if error := _damage(checkpoint):
+        logger.warning("damaged checkpoint passed over: %s", error)
+    return error is None
+
+
+def _damage(checkpoint: Path) -> ArtifactError | None:
     try:
         verify(checkpoint)
     except ArtifactError as error:
-        logger.warning("damaged checkpoint passed over: %s", error)
-        return False
-    return True
+        return error
+    return None
 
 
 def step_of(checkpoint: Path) -> int:

@@ -18,7 +18,7 @@ def export_pipeline(base: Path, folder: Path, target: Path, overwrite: bool = Fa
     ``load_lora_weights`` reads the policy folder itself.
 
     Args:
-        overwrite: whether ``target`` may be a committed folder, which is then replaced.
+        overwrite: whether ``target`` may be a committed folder that nobody has changed, which is then replaced.
         allowed_code: see ``require_allowed_code``.
 
     Raises:
@@ -36,5 +36,5 @@ def export_pipeline(base: Path, folder: Path, target: Path, overwrite: bool = Fa
     if metadata.config.train == "lora":
         model.transformer.fuse_lora(adapter_names=[ADAPTER])
         model.transformer.unload_lora()
-    with new_folder(target) as unfinished:
+    with new_folder(target, overwrite) as unfinished:
         model.save(unfinished)

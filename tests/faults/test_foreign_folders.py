@@ -149,7 +149,7 @@ def test_an_export_never_deletes_what_the_user_has(base: Path, policy: Path, tmp
     for given in (command, [*command, "--overwrite"]):
         done = CliRunner().invoke(main, given)
         assert done.exit_code == 1
-        assert "is no artifact of Ebbflow; nothing was deleted" in str(done.output)
+        assert "name a new" in done.output
     assert [path.name for path in target.iterdir()] == ["thesis.tex"]
 
 
@@ -157,8 +157,12 @@ def test_an_earlier_export_is_replaced_only_when_that_is_said(base: Path, policy
     command = ["export", str(policy), str(tmp_path / "target"), "--base", str(base)]
     assert CliRunner().invoke(main, command).exit_code == 0
     again = CliRunner().invoke(main, command)
-    assert (again.exit_code, "pass --overwrite to replace it" in again.output) == (1, True)
+    assert (again.exit_code, "name a new one, or pass --overwrite" in again.output) == (1, True)
     assert CliRunner().invoke(main, [*command, "--overwrite"]).exit_code == 0
+    (tmp_path / "target" / "thesis.tex").write_text("years of work")
+    kept = CliRunner().invoke(main, [*command, "--overwrite"])
+    assert (kept.exit_code, "thesis.tex" in kept.output) == (1, True)
+    assert (tmp_path / "target" / "thesis.tex").read_text() == "years of work"
 
 
 def test_a_link_out_of_a_foreign_base_model_is_not_followed(base: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from transformers.utils import is_torchvision_available
 
 from ebbflow.models import ModelError
 from ebbflow.models.tiny import TINY, build_tiny
+from ebbflow.storage.artifacts import ArtifactError
 
 CLIP, T5 = "CLIPTokenizer", "T5TokenizerFast"
 QWEN = {
@@ -275,8 +276,8 @@ def test_an_unknown_family_is_named_with_the_known_ones(tmp_path):
 
 def test_a_folder_in_use_is_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
-    with pytest.raises(ModelError, match="holds something already"):
-        build_tiny("sd3", tmp_path)
-    assert digests(tmp_path).keys() == {"mine.txt"}
-    with pytest.raises(ModelError, match="holds something already"):
-        build_tiny("sd3", tmp_path / "mine.txt")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for used in (tmp_path, tmp_path / "mine.txt", tmp_path / "dangling"):
+        with pytest.raises(ArtifactError, match="exists and is no empty folder; name a new one"):
+            build_tiny("sd3", used)
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.txt", "dangling"}

@@ -163,7 +163,7 @@ def test_what_is_not_ours_is_never_replaced(tmp_path, there):
         target.write_text("a file")
     else:
         write(target, there)
-    with pytest.raises(ArtifactError, match="is no artifact of Ebbflow; nothing was deleted"), new_folder(target):
+    with pytest.raises(ArtifactError, match="Nothing was deleted; name a new or empty folder"), new_folder(target):
         raise AssertionError("nothing is written first")
     assert target.read_text() == "a file" if there is None else everything(target) == there
 
@@ -176,10 +176,50 @@ def test_an_empty_folder_and_a_committed_one_are_replaced(folder, tmp_path):
         assert everything(target)["new"] == b"1"
 
 
-def test_a_committed_folder_stays_unless_it_may_be_overwritten(folder):
-    require_replaceable(folder, overwrite=True)
-    with pytest.raises(ArtifactError, match="is a committed folder; name a new one, or pass --overwrite"):
-        require_replaceable(folder, overwrite=False)
+@pytest.mark.parametrize("name", ["notes.txt", "deep/notes.txt", "a.txt"])
+def test_a_committed_folder_that_was_changed_is_never_replaced(folder, name):
+    (folder / name).write_bytes(b"years of work")
+    before = everything(folder)
+    for refuse in (lambda: require_replaceable(folder), lambda: fail_half_way(folder)):
+        with pytest.raises(ArtifactError, match=rf"manifest \({name}\).*Nothing was deleted; name a new or empty folder"):
+            refuse()
+    assert everything(folder) == before
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "a committed folder"])
+def test_what_a_user_puts_there_meanwhile_is_never_replaced(folder, tmp_path, there):
+    target = folder if there == "a committed folder" else tmp_path / "target"
+    if there == "an empty folder":
+        target.mkdir()
+    with pytest.raises(ArtifactError, match="Nothing was deleted"), new_folder(target):
+        write(target, {"notes.txt": b"years of work"})
+    assert everything(target)["notes.txt"] == b"years of work"
+    assert {path.name for path in tmp_path.iterdir()} == {"artifact", target.name}
+
+
+def test_what_a_link_names_is_replaced_and_the_link_stays(folder, tmp_path):
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "link"
+    for target in (tmp_path / "disk", folder):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target, target_is_directory=True)
+        with new_folder(link) as partial:
+            write(partial, {"new": b"1"})
+        assert link.readlink() == target
+        assert everything(target)["new"] == b"1"
+
+
+def test_only_a_new_or_empty_folder_is_written_unless_that_may_be_overwritten(folder, tmp_path):
+    require_replaceable(folder)
+    (tmp_path / "empty").mkdir()
+    for free in ("nothing", "empty"):
+        require_replaceable(tmp_path / free, overwrite=False)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for used in (folder, folder / "a.txt", tmp_path / "dangling"):
+        with pytest.raises(ArtifactError, match="exists and is no empty folder; name a new one"):
+            require_replaceable(used, overwrite=False)
+        with pytest.raises(ArtifactError, match="name a new one"), new_folder(used, overwrite=False):
+            raise AssertionError("nothing is written first")
 
 
 def test_links_that_a_manifest_cannot_hold_are_found(folder, tmp_path):

@@ -127,6 +127,13 @@ def test_what_was_passed_over_goes_and_never_the_new_one(checkpoints, tmp_path, 
     assert there(tmp_path / "kept") == [20]
 
 
+def test_a_damaged_one_is_saved_again(checkpoints, tmp_path):
+    save(checkpoints(), 20)
+    (tmp_path / "kept" / "step-00020" / "part").write_text("cut o")
+    save(checkpoints(), 20)
+    assert checkpoints().newest()[1] == {"done": 20}
+
+
 def test_the_best_one_is_whole(checkpoints, tmp_path, caplog):
     for step, score in ((1, 0.5), (2, 0.9)):
         save(checkpoints(), step, score)

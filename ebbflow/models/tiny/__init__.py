@@ -19,6 +19,7 @@ from ebbflow.models.base import ModelError
 from ebbflow.models.folder import INDEX
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.plugins import import_path
+from ebbflow.storage.artifacts import require_replaceable
 
 TINY = {path.partition(":")[2]: path for family in FAMILIES.values() for path in family.tiny}
 """The builder of each tiny model."""
@@ -30,12 +31,12 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
     """Write one of the models of ``TINY`` to a new or empty folder; the same seed gives the same bytes.
 
     Raises:
-        ModelError: there is no such model, or the folder is not empty.
+        ModelError: there is no such model.
+        ArtifactError: the folder is not empty.
     """
     if name not in TINY:
         raise ModelError(f"there is no tiny {name!r}; take one of {', '.join(TINY)}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder} holds something already; name a new folder for the tiny {name}")
+    require_replaceable(folder, overwrite=False)
     silence_transformers()
     builder: Callable[[], DiffusionPipeline] = import_path(TINY[name])
     with torch.random.fork_rng(devices=[]):
