@@ -15,7 +15,8 @@ from ebbflow.models.glyph_training.train import train_glyph_base
 from ebbflow.models.hub import pretrained_folder
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
-from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder, verify_if_committed
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, new_folder, verify, verify_if_committed
+from ebbflow.storage.locks import wait_for_lock
 
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -60,12 +61,21 @@ def cached_base(pretrained: PretrainedSourceConfig) -> Path:
 
     Raises:
         HubError, ModelError: as ``fetch_pipeline``.
+        ArtifactError: it is damaged. It is not made again: the hub's cache shares its files.
     """
     assert pretrained.path
     assert pretrained.revision
-    folder = Path(HF_HUB_CACHE) / f"ebbflow--{pretrained.path.replace('/', '--')}" / pretrained.revision
-    if not (folder / COMMIT).is_file():
-        download_base(pretrained.path, pretrained.revision, folder)
+    repository = pretrained.path.replace("/", "--")
+    folder = Path(HF_HUB_CACHE) / f"ebbflow--{repository}" / pretrained.revision
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with wait_for_lock(folder.with_suffix(".lock")):
+            if not folder.exists():
+                download_base(pretrained.path, pretrained.revision, folder)
+    try:
+        verify(folder)
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}; remove {folder} and {Path(HF_HUB_CACHE) / f'models--{repository}'}") from None
     return folder
 
 

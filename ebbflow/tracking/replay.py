@@ -26,7 +26,9 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from ebbflow.data.schema import SAMPLE_KEY
-from ebbflow.models.prepare import download_base
+from ebbflow.models import ModelError
+from ebbflow.models.hub import HubError
+from ebbflow.models.prepare import cached_base
 from ebbflow.offline.replay import replay_offline_step
 from ebbflow.online.replay import replay_online_step
 from ebbflow.plots.images import open_rgb
@@ -250,9 +252,11 @@ def _bases(run: TrackedFolder, policy: PolicyMetadata, scratch: Path) -> Iterato
     if version := find_version(run.client, run.recipe.promotion.model_name, run.run.info.run_id):
         data = data_folder(download_version(run.tracking_uri, version.name, str(version.version), scratch / "version"))
         yield from (path.parent for path in data.glob(f"base/{COMMIT}"))
-    if policy.model.path and policy.model.revision:
-        download_base(policy.model.path, policy.model.revision, scratch / "base")
-        yield scratch / "base"
+    if policy.model.on_hub:
+        try:
+            yield cached_base(policy.model)
+        except (HubError, ModelError, ArtifactError) as error:
+            logger.warning("passed over %s: %s", policy.model.path, error)
 
 
 def _prompts(run: TrackedFolder) -> Path:

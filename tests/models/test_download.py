@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from ebbflow.models import ModelError, prepare
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.storage.artifacts import COMMIT as MARK
-from ebbflow.storage.artifacts import MANIFEST, verify
+from ebbflow.storage.artifacts import MANIFEST, ArtifactError, verify
 
 COMMIT = "1" * 40
 
@@ -63,6 +65,63 @@ def test_what_the_cache_holds_does_not_change_with_the_folder(hub, tmp_path):
     prepare.download_base("owner/name", COMMIT, tmp_path / "base")
     shutil.rmtree(tmp_path / "base")
     assert (snapshot / "model_index.json").read_text() == before
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(prepare, "HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+PUBLISHED = PretrainedSourceConfig(path="owner/name", revision=COMMIT)
+
+
+def test_a_cached_base_is_made_once(hub, cache, tmp_path):
+    _, asked = hub
+    first = prepare.cached_base(PUBLISHED)
+    needed = len(asked)
+    assert first.is_relative_to(tmp_path / "cache")
+    assert prepare.cached_base(PUBLISHED) == first
+    assert len(asked) == needed
+    assert verify(first)
+
+
+def test_a_damaged_cached_base_is_found_and_never_committed_again(hub, cache):
+    """It shares its files with the hub's cache, which would give the same damage again."""
+    folder = prepare.cached_base(PUBLISHED)
+    weights = next(folder.rglob("*.safetensors"))
+    content = weights.read_bytes()
+    weights.unlink()  # the file is also that of the hub's cache, and of other tests
+    weights.write_bytes(content[:-1] + b"x")
+    digest = (folder / MARK).read_text()
+    with pytest.raises(ArtifactError, match=rf"{weights.name}.*; remove {folder} and .*models--owner--name"):
+        prepare.cached_base(PUBLISHED)
+    assert (folder / MARK).read_text() == digest
+
+
+def test_two_at_once_make_a_cached_base_once(hub, cache, monkeypatch):
+    """The second comes while the first downloads: it waits, and neither writes into what the other one made."""
+    _, asked = hub
+    fetched, locked, both = prepare.pretrained_folder, prepare.wait_for_lock, threading.Barrier(2, timeout=60)
+    others: list[Future[Path]] = []
+
+    def pretrained_folder(pretrained, patterns):
+        if not others:
+            others.append(pool.submit(prepare.cached_base, PUBLISHED))
+            both.wait()
+        return fetched(pretrained, patterns)
+
+    def wait_for_lock(file):
+        if threading.current_thread() is not threading.main_thread():
+            both.wait()
+        return locked(file)
+
+    monkeypatch.setattr(prepare, "pretrained_folder", pretrained_folder)
+    monkeypatch.setattr(prepare, "wait_for_lock", wait_for_lock)
+    with ThreadPoolExecutor(1) as pool:
+        first = prepare.cached_base(PUBLISHED)
+        assert others[0].result(60) == first
+    assert len(asked) == 2  # the index, then the parts
+    assert verify(first)
 
 
 def test_a_repository_without_a_pipeline_is_refused(hub, tmp_path):

@@ -19,6 +19,7 @@ from ebbflow.cli import main
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.records import TrackedRun
 from ebbflow.data.schema import PROMPTS
+from ebbflow.models.hub import HubError
 from ebbflow.online.loop import train_online_folder
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import ModelConfig
@@ -31,6 +32,7 @@ from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.store import connect, find
 from ebbflow.training.policy_metadata import PolicyMetadata, write_base_policy
+from ebbflow.training.replay import ReplayError
 
 HOSTILE = "<b>&"
 STEPS = 2
@@ -219,22 +221,29 @@ def test_damaged_folders_are_passed_over(broken: Ran, tmp_path: Path, base_folde
     assert "has no policy folder after 1.1 online, which 2.1 online began with" in done.output
 
 
-def test_a_base_from_the_hub_is_fetched_again(
-    broken: Ran, tmp_path: Path, base_folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_base_from_the_hub_is_the_one_in_its_cache(
+    broken: Ran, tmp_path: Path, base_folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     shutil.rmtree(broken.folder / "nodes" / "ebbflow-base")
-    fetched = []
+    asked = []
 
-    def download(repository: str, revision: str, folder: Path) -> None:
-        fetched.append((repository, revision))
-        shutil.copytree(base_folder, folder)
+    def cached_base(pretrained: ModelConfig) -> Path:
+        asked.append(pretrained)
+        if fails:
+            raise HubError("owner/name cannot be fetched")
+        return base_folder
 
-    monkeypatch.setattr(replay, "download_base", download)
+    monkeypatch.setattr(replay, "cached_base", cached_base)
     model = ModelConfig(family="sd3", path="owner/name", revision="0" * 40)
     policy = PolicyMetadata(base_digest=verify(base_folder), recipe_digest="r" * 64, config=PolicyConfig(), model=model)
     run = replay._open_run(str(broken.folder), None)
-    assert replay._base(run, policy, None, tmp_path) == tmp_path / "base"
-    assert fetched == [("owner/name", "0" * 40)]
+    if fails:
+        with pytest.raises(ReplayError, match="name its folder with --base"):
+            replay._base(run, policy, None, tmp_path)
+    else:
+        assert replay._base(run, policy, None, tmp_path) == base_folder
+    assert asked == [model]
 
 
 def test_another_base_is_not_taken(ran: Ran, tmp_path: Path) -> None:
