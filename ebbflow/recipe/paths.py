@@ -48,7 +48,7 @@ def require_output(text: str) -> str:
     return require_path(text)
 
 
-def require_store(uri: str) -> str:
+def require_store_uri(uri: str) -> str:
     """Check the URI of an MLflow store. A SQLite store is a file, and its path means the same to everything that reads the URI.
 
     Raises:
@@ -66,4 +66,4 @@ def require_store(uri: str) -> str:
 
 PathText = Annotated[str, AfterValidator(require_path)]
 OutputText = Annotated[str, AfterValidator(require_output)]
-StoreText = Annotated[str, AfterValidator(require_store)]
+StoreText = Annotated[str, AfterValidator(require_store_uri)]

@@ -19,7 +19,7 @@ from mlflow.exceptions import MlflowException
 
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import sanitize
-from ebbflow.recipe.paths import require_store
+from ebbflow.recipe.paths import require_store_uri
 from ebbflow.recipe.secrets import redact
 from ebbflow.storage.disk import DiskFullError, atomic_write
 from ebbflow.storage.locks import wait_for_lock
@@ -63,7 +63,7 @@ def resolve_tracking_uri(recipe: Recipe) -> str:
 
 def _usable(uri: str, fix: str) -> str:
     try:
-        return require_store(uri)
+        return require_store_uri(uri)
     except ValueError as error:
         raise TrackingError(f"tracking URI {sanitize(uri)} cannot be used: {error}; {fix}") from None
 
