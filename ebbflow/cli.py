@@ -22,6 +22,20 @@ from ebbflow.recipe.recipe import describe_yaml_error
 from ebbflow.recipe.registry import ALGORITHMS, REWARDS
 from ebbflow.recipe.registry import reward as reward_named
 
+PROCESSES = click.option(
+    "--processes",
+    default=2,
+    show_default=True,
+    envvar="EBBFLOW_TRAIN_PROCESSES",
+    type=click.IntRange(min=1),
+    help="Training processes of an offline stage.",
+)
+STORE = click.option(
+    "--recipe",
+    type=click.Path(path_type=Path),
+    help="The recipe whose MLflow store it is; left out, MLFLOW_TRACKING_URI or runs/mlflow.db.",
+)
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
@@ -53,14 +67,7 @@ def check(recipe: Path) -> None:
 
 @main.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option(
-    "--processes",
-    default=2,
-    show_default=True,
-    envvar="EBBFLOW_TRAIN_PROCESSES",
-    type=click.IntRange(min=1),
-    help="Training processes of an offline stage.",
-)
+@PROCESSES
 def estimate(recipe: Path, processes: int) -> None:
     """Estimate what RECIPE needs: memory per process, network evaluations, storage. Nothing is run or downloaded."""
     from ebbflow import estimate as estimates  # imports torch
@@ -120,13 +127,6 @@ def rollback(recipe: Path, to: int | None) -> None:
     click.echo(f"The next run is compared with version {done.version}; another rollback restores version {done.previous}.")
 
 
-STORE = click.option(
-    "--recipe",
-    type=click.Path(path_type=Path),
-    help="The recipe whose MLflow store it is; left out, MLFLOW_TRACKING_URI or runs/mlflow.db.",
-)
-
-
 @main.command()
 @click.argument("model", metavar="MODEL[@ALIAS]")
 @click.option("--again", is_flag=True, help="Also generate the held-out samples again, and compare pictures and scores.")
@@ -158,14 +158,7 @@ def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | 
 @click.option("--step", required=True, type=click.IntRange(min=0), help="Training step, from zero, as its metrics are logged.")
 @click.option("--output", type=click.Path(path_type=Path), help="A new or empty folder; left out, replay-STAGE-STEP.")
 @click.option("--base", type=click.Path(path_type=Path), help="Folder of the base model, where the run no longer has it.")
-@click.option(
-    "--processes",
-    default=2,
-    show_default=True,
-    envvar="EBBFLOW_TRAIN_PROCESSES",
-    type=click.IntRange(min=1),
-    help="Training processes of an offline stage.",
-)
+@PROCESSES
 @STORE
 def replay(run: str, stage: str, step: int, output: Path | None, base: Path | None, processes: int, recipe: Path | None) -> None:
     """Replay a training step of RUN: generate its samples again, and show them with their scores and advantages.

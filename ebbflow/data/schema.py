@@ -29,6 +29,7 @@ SAMPLE_KEY = [
     pa.field("prompt_id", pa.int64(), nullable=False),
     pa.field("sample", pa.int64(), nullable=False),
 ]
+KEY = [field.name for field in SAMPLE_KEY]
 
 
 def rollout_schema(latent_shape: tuple[int, ...]) -> pa.Schema:

@@ -17,8 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from ebbflow.data.records import Comparison, Evaluation, GateDecision
+from ebbflow.data.schema import KEY
 from ebbflow.evaluation.non_inferiority import StatisticFinding, check_statistics
-from ebbflow.evaluation.statistics import KEY, compare, held_out_pairs
+from ebbflow.evaluation.statistics import compare, held_out_pairs
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import NO_TARGET
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbflow.data.records import Comparison
+from ebbflow.data.schema import KEY
 
-KEY = ["prompt_id", "sample"]
 DRAWS_PER_CHUNK = 4_000_000
 """Bootstrap draws in memory at a time (32 MB)."""
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ebbflow.data.files import read_lines
 from ebbflow.labeling.sources import LabelError
 from ebbflow.recipe.base import Strict, short
-from ebbflow.storage.disk import raise_if_disk_full
+from ebbflow.storage.disk import raise_if_disk_full, sync
 
 logger = logging.getLogger(__name__)
 
@@ -87,21 +87,12 @@ class AnswerFile:
 def _cut_torn_line(path: Path) -> None:
     if not path.exists():
         path.touch()
-        _sync_folder(path.parent)
+        sync(path.parent)  # so that the new file's name is on the disk, too
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         os.truncate(path, whole)
         logger.warning("%s: removed the last line, which a killed process left without its end", path)
-
-
-def _sync_folder(folder: Path) -> None:
-    """So that a new file's name is on the disk, too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(path: Path) -> Iterator[Answer]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-import jinja2
 import uvicorn
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
@@ -28,6 +27,7 @@ from ebbflow.labeling.session import OutOfTurnError, Session, Side, rater_name
 from ebbflow.labeling.sources import LabelError
 from ebbflow.rewards.http import is_loopback
 from ebbflow.storage.disk import DiskFullError
+from ebbflow.tracking.pages import page_environment
 
 MAX_BYTES = 4096
 """Of a request: an answer has a hundred."""
@@ -127,10 +127,7 @@ def make_app(session: Session, host: str, token: str) -> FastAPI:
 
 
 def _add_page(router: APIRouter, nonce: str) -> None:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    page = environment.get_template("page.html").render(nonce=nonce)
+    page = page_environment(Path(__file__).parent).get_template("page.html").render(nonce=nonce)
 
     @router.get("/", response_class=HTMLResponse)
     async def show_page() -> str:

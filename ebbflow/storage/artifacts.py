@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.recipe.base import sanitize
-from ebbflow.storage.disk import atomic_write, remove, sha256_of
+from ebbflow.storage.disk import atomic_write, remove, sha256_of, sync
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 MAX_LISTED = 5
@@ -84,7 +84,7 @@ def _put_in_place(new: Path, folder: Path) -> None:
             old.rename(folder)
             raise
         remove(old)
-    _to_disk(folder.parent)
+    sync(folder.parent)
 
 
 def commit(folder: Path) -> None:
@@ -92,23 +92,14 @@ def commit(folder: Path) -> None:
     (folder / MANIFEST).write_text(_manifest(folder))
     for path in folder.rglob("*"):
         if path.is_file() or path.is_dir():
-            _to_disk(path)
+            sync(path)
     (folder / COMMIT).write_text(sha256_of(folder / MANIFEST))
-    _to_disk(folder / COMMIT)
-    _to_disk(folder)
+    sync(folder / COMMIT)
+    sync(folder)
 
 
 def _manifest(folder: Path) -> str:
     return json.dumps({"files": _files(folder)}, indent=2, sort_keys=True)
-
-
-def _to_disk(path: Path) -> None:
-    """Wait until a file or a folder would survive a power loss."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def verify(folder: Path) -> str:

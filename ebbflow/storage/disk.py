@@ -89,6 +89,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def sync(path: Path) -> None:
+    """Wait until a file or a folder would survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def raise_if_disk_full(path: Path) -> Iterator[None]:
     """Turn every error about missing space, of any library, into one.

@@ -18,7 +18,7 @@ How
     - ``registry``: challenger and champion; ``model_version``: what a version contains; ``registry_lock``: one promotion at a
       time; ``serving``: how MLflow loads a version.
     - ``evidence``: what the gate decided from, stored with a version; ``verification`` checks it and decides again.
-    - ``replay``: a training step of a run again, as a page and a table.
+    - ``replay``: a training step of a run again, as a page and a table. ``pages``: how pages are made from templates.
     - ``report``: one HTML page without references to other files, summary.json, and a table for the terminal.
 
 Gotchas

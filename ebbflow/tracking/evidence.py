@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.records import Evaluation, GateDecision
-from ebbflow.data.schema import PROMPTS
+from ebbflow.data.schema import KEY, PROMPTS, SAMPLE_KEY
 from ebbflow.recipe import Recipe
 from ebbflow.storage.disk import sha256_of
 from ebbflow.storage.tables import read_table, write_table
@@ -42,11 +42,7 @@ REWARD_KEYS = ("rewards", "guardrails", "max_failed_share")
 """Sections of the recipe that say how samples are scored; they have a digest of their own."""
 PICTURE_DIGEST = "image_sha256"
 """The column of a table of scores that stands for the pictures."""
-KEY = ("prompt_id", "sample")
-"""The columns that tell which sample a row is."""
-PICTURE_TABLE = pa.schema(
-    [*(pa.field(name, pa.int64(), nullable=False) for name in KEY), pa.field("image", pa.binary(), nullable=False)]
-)
+PICTURE_TABLE = pa.schema([*SAMPLE_KEY, pa.field("image", pa.binary(), nullable=False)])
 MAX_STORED_PICTURES = 2**26
 """Bytes up to which the candidate's held-out pictures are stored; of more, only their sha256 is."""
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import jinja2
 import mlflow.artifacts
 import pyarrow as pa
 import yaml
@@ -38,6 +37,7 @@ from ebbflow.storage.artifacts import COMMIT, ArtifactError, require_replaceable
 from ebbflow.storage.disk import write_text
 from ebbflow.storage.tables import write_table
 from ebbflow.tracking.model_version import find_version
+from ebbflow.tracking.pages import page_environment
 from ebbflow.tracking.registry import data_folder, download_version, require_store
 from ebbflow.tracking.report import MAX_SHARP_WIDTH, data_uri
 from ebbflow.tracking.store import DIGEST, NODE, PARENT, ROLE, connect, find, resolve_tracking_uri
@@ -322,13 +322,7 @@ def _write_table(path: Path, run: TrackedFolder, done: Replay) -> None:
 
 def _page(run: TrackedFolder, done: Replay) -> str:
     """One HTML page without references to other files or the network."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,  # prompts come from users
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment(Path(__file__).parent)
     environment.filters["number"] = _number
     names = list(dict.fromkeys(name for row in done.samples.rows for name in row["scores"]))
     return environment.get_template("replay.html").render(recipe=run.recipe, replay=done, groups=_groups(done), scores=names)

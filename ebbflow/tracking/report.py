@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import pyarrow.parquet as pq
 import yaml
 from PIL import Image
@@ -22,6 +21,7 @@ from ebbflow.plots import charts
 from ebbflow.plots.images import fit, open_rgb
 from ebbflow.recipe import Recipe
 from ebbflow.storage.disk import write_text
+from ebbflow.tracking.pages import page_environment
 
 MAX_PROMPTS = 16
 MAX_COLUMNS = 6
@@ -137,13 +137,7 @@ def summary_table(inputs: ReportInputs) -> str:
 
 def write_report(path: Path, inputs: ReportInputs) -> None:
     """Write one HTML file without references to other files or the network."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,  # prompts come from users
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment(Path(__file__).parent)
     environment.globals["refused"] = REFUSED
     environment.filters |= {"number": _number, "label": charts.label, "duration": _duration}
     write_text(path, environment.get_template("report.html").render(_page(inputs)))

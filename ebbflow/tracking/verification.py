@@ -21,6 +21,7 @@ from mlflow.entities.model_registry import ModelVersion
 from ebbflow.data.images import decode_png
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import Evaluation, GateDecision
+from ebbflow.data.schema import KEY
 from ebbflow.evaluation.gate import decide
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import iter_leaves, sanitize
@@ -365,7 +366,7 @@ def _by_how_much(found: Registered, rows: pa.Table, differ: list[tuple[int, int]
 
 
 def _scores_again(found: Registered, path: Path) -> str:
-    in_order = [(name, "ascending") for name in stored.KEY]
+    in_order = [(name, "ascending") for name in KEY]
     was, now = found.scores("candidate").sort_by(in_order), stored.held_out(read_table(path)).sort_by(in_order)
     names = [field.name for field in was.schema if pa.types.is_floating(field.type)]
     if absent := [name for name in names if name not in now.column_names]:

@@ -37,7 +37,7 @@ POINTS = {
     "before shards": "ebbflow.training.checkpoint:Checkpoints.saving",
     "mid-shard": "ebbflow.training.checkpoint:save_file",
     "before the manifest": "ebbflow.storage.artifacts:commit",
-    "after the manifest": "ebbflow.storage.artifacts:_to_disk",
+    "after the manifest": "ebbflow.storage.artifacts:sync",
     "after COMMIT": "ebbflow.storage.artifacts:_put_in_place",
     "an older checkpoint goes": "ebbflow.training.checkpoint:Checkpoints._forget",
     "the policy folder": "ebbflow.training.policy:Policy.save",

@@ -125,7 +125,7 @@ def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
     for calls in range(1, 100):
         with monkeypatch.context() as patched:
             full = Full(calls)
-            for owner, name in ((Path, "write_text"), (Path, "mkdir"), (Path, "rename"), (artifacts, "_to_disk")):
+            for owner, name in ((Path, "write_text"), (Path, "mkdir"), (Path, "rename"), (artifacts, "sync")):
                 patched.setattr(owner, name, full.instead_of(getattr(owner, name)))
             try:
                 write("new")
