@@ -28,7 +28,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --constraints constraints.txt --editable . --group dev
 	touch $@
 
-demo: setup ## train the glyph model from scratch, post-train it, and write a report (about 6 minutes on 2 cores)
+demo: setup ## train the glyph model from scratch, post-train it, and write a report
 	@$(MAKE) --no-print-directory run RECIPE=workflows/recipes/glyph.yaml
 
 run: setup ## run the pipeline on RECIPE=path/to/recipe.yaml
