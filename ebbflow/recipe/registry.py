@@ -19,7 +19,10 @@ from ebbflow.recipe.rewards import CustomRewardConfig, RewardConfig
 ALGORITHMS = {config.model_fields["name"].default: config for config in built_in("ebbflow.algorithms.built_in", AlgorithmConfig)}
 """The class of hyper-parameters of each algorithm, by the name that ``algorithm.name`` takes."""
 
-REWARDS = {config.model_fields["name"].default: config for config in built_in("ebbflow.rewards.built_in", RewardConfig)}
+REWARDS = {
+    config.model_fields["name"].default: config
+    for config in built_in("ebbflow.rewards.built_in", RewardConfig)  # type: ignore[type-abstract]
+}
 """The class of options of each reward, by its name."""
 
 

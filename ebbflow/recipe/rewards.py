@@ -5,12 +5,13 @@ The first line of a class says what the reward measures and on which scale (``eb
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from ebbflow.recipe.base import Strict
-from ebbflow.recipe.plugins import name_or_path
+from ebbflow.recipe.plugins import import_path, name_or_path
 
 MAX_SCORE, MAX_WEIGHT = 1e30, 1e6
 """Of a score, in magnitude, and of a reward: float64 then holds the squares of weighted sums."""
@@ -35,9 +36,9 @@ class RewardConfig(Strict):
         """Whether it compares an image with the prompt's target text, which every prompt must then have."""
         return False
 
+    @abstractmethod
     def build(self) -> Any:
         """The ``ebbflow.rewards.base.Reward`` with these options."""
-        raise NotImplementedError(f"{type(self).__name__} has no build(); add one that returns the reward with these options")
 
 
 class ReadingRewardConfig(RewardConfig):
@@ -58,3 +59,12 @@ class CustomRewardConfig(RewardConfig):
     @property
     def column(self) -> str:
         return self.label or self.path.rpartition(":")[2]
+
+    def build(self) -> Any:
+        """As of every reward.
+
+        Raises:
+            RecipeError: nothing can be imported from the path.
+            TypeError: what it leads to does not take the options.
+        """
+        return import_path(self.path)(**self.options)

@@ -157,9 +157,9 @@ def load_reward(config: RewardConfig) -> Reward:
 
 
 def _custom(config: CustomRewardConfig) -> Reward:
-    make = import_path(config.path)
+    import_path(config.path)  # whatever goes wrong in the module itself comes through as it is
     try:
-        made: Reward = make(**config.options)
+        made: Reward = config.build()
     except TypeError as error:
         raise RewardError(f"{config.path} rejects the options {', '.join(config.options)}: {error}") from error
     if missing := [part for part in ("unavailable", "__call__") if not hasattr(made, part)]:

@@ -269,19 +269,21 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _committed_state(checkpoint: Path) -> dict[str, Any]:
-    """The content of ``state.json`` if that is what was committed; else nothing: ``newest`` logs what is damaged.
+    """The content of ``state.json`` if that is what was committed; else nothing, and a warning.
 
     Only this file is checked: which checkpoint was best is asked after every save, and the others take long to read.
     """
     try:
         content, manifest = (checkpoint / STATE).read_bytes(), (checkpoint / MANIFEST).read_bytes()
         committed = (checkpoint / COMMIT).read_text().strip() == hashlib.sha256(manifest).hexdigest()
-        if committed and json.loads(manifest)["files"][STATE]["sha256"] == hashlib.sha256(content).hexdigest():
-            state = json.loads(content)
-            return state if isinstance(state, dict) else {}
+        expected = json.loads(manifest)["files"][STATE]["sha256"] if committed else None
+        state = json.loads(content) if expected == hashlib.sha256(content).hexdigest() else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
-    return {}
+        state = None
+    if not isinstance(state, dict):
+        logger.warning("%s is damaged: what it says is not used", checkpoint / STATE)
+        return {}
+    return state
 
 
 def _is_score(value: Any) -> bool:

@@ -134,7 +134,7 @@ def _run_node(engine: _Engine, node: Node, inputs: Values, path: str) -> Values:
         raise PodFailed(f"{path}: {node.gate_node.approve.signal_id} was not approved")
     if kind == "workflow_node" and node.workflow_node.HasField("sub_workflow_ref"):
         return _run_workflow(engine, engine.package.workflows[node.workflow_node.sub_workflow_ref.name], inputs, path)
-    raise NotImplementedError(f"{path} is a {kind}, which this engine does not run; add it to _run_node")
+    raise ValueError(f"{path} is a {kind}, which this engine does not run; add it to _run_node")
 
 
 def _run_task(engine: _Engine, task: TaskTemplate, inputs: Values, path: str) -> Values:
@@ -153,7 +153,7 @@ def _run_array(engine: _Engine, array: ArrayNode, inputs: Values, path: str) -> 
     task = engine.package.tasks[array.node.task_node.reference_id.name]
     lengths = {len(value.collection.literals) for name, value in inputs.items() if name not in array.bound_inputs}
     if len(lengths) != 1 or array.is_original_sub_node_interface.value:
-        raise NotImplementedError(f"{path} maps over inputs of lengths {lengths}, or over single inputs; add that to _run_array")
+        raise ValueError(f"{path} maps over inputs of lengths {lengths}, or over single inputs; add that to _run_array")
     prefixes = [_attempts(engine, task, inputs, f"{path}/{index}", index) for index in range(*lengths)]
     parts = [_outputs(engine, prefix) for prefix in prefixes]
     return {name: Literal(collection=LiteralCollection(literals=[part[name] for part in parts])) for name in parts[0]}

@@ -1,4 +1,5 @@
 import warnings
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from reward_cases import as_prompt
 
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.registry import REWARDS, reward
+from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import (
     FRAMES_SCORED,
@@ -132,6 +134,14 @@ def test_scores_are_called_by_the_label():
     scorer = load_scorer([reward("similarity", label="letters", weight=2.0)], [reward("similarity")])
     assert list(scorer(IMAGES, PROMPTS).metrics) == ["letters", "similarity"]
     assert scorer.reward_weights == {"letters": 2.0}
+
+
+def test_options_that_build_no_reward_cannot_be_made():
+    class Unfinished(RewardConfig):
+        name: Literal["unfinished"] = "unfinished"
+
+    with pytest.raises(TypeError, match="build"):
+        Unfinished()
 
 
 def test_a_path_leads_to_a_reward_of_ones_own():

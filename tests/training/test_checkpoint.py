@@ -146,7 +146,7 @@ DAMAGED = ['{"score": 99.0}', '{"score": "high"}', '{"score": NaN}', "[]", "null
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_state_of_an_older_one_is_never_the_best(checkpoints, tmp_path, content):
+def test_a_damaged_state_of_an_older_one_is_never_the_best(checkpoints, tmp_path, content, caplog):
     stage, all_kept = (checkpoints(checkpoints={"keep": count}) for count in (1, 9))
     for step, score in ((1, 0.5), (2, 0.1)):
         save(all_kept, step, score)
@@ -155,6 +155,7 @@ def test_a_damaged_state_of_an_older_one_is_never_the_best(checkpoints, tmp_path
     assert there(tmp_path / "kept") == [1, 3]
     assert stage.best().step == 1
     assert stage.newest()[1] == {"done": 3}
+    assert re.search(r"step-00002.state\.json is damaged: what it says is not used", caplog.text)
 
 
 @pytest.mark.parametrize("content", DAMAGED)
