@@ -26,12 +26,12 @@ from ebbflow.labeling.results import write_results
 from ebbflow.labeling.session import OutOfTurnError, Session, Side, rater_name
 from ebbflow.labeling.sources import LabelError
 from ebbflow.rewards.http import is_loopback
+from ebbflow.rewards.server_limits import server_options
 from ebbflow.storage.disk import DiskFullError
 from ebbflow.tracking.pages import page_environment
 
 MAX_BYTES = 4096
 """Of a request: an answer has a hundred."""
-MAX_CONNECTIONS = 256
 KEEP_IMAGES = "private, max-age=86400, immutable"
 """The address of a picture has the token in it, and always leads to the same picture."""
 
@@ -70,9 +70,7 @@ def serve(session: Session, host: str, port: int, announce: Callable[[str], obje
     """
     token = secrets.token_urlsafe(24)
     with _listener(host, port) as listener:
-        config = uvicorn.Config(
-            make_app(session, host, token), log_config=None, access_log=False, limit_concurrency=MAX_CONNECTIONS
-        )
+        config = uvicorn.Config(make_app(session, host, token), log_config=None, access_log=False, **server_options())
         announce(f"http://{_shown(host)}:{listener.getsockname()[1]}/{token}/")
         with suppress(KeyboardInterrupt):  # uvicorn raises it again after it has shut down
             uvicorn.Server(config).run(sockets=[listener])

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from urllib.parse import urljoin, urlsplit
 
 import pytest
@@ -24,6 +24,7 @@ from ebbflow.cli import main
 from ebbflow.labeling import server
 from ebbflow.labeling.server import make_app, serve
 from ebbflow.labeling.sources import LabelError, load_comparison
+from ebbflow.rewards import server_limits
 from ebbflow.storage.disk import DiskFullError
 
 TOKEN = "t0ken"
@@ -413,3 +414,15 @@ def test_many_raters_at_once_lose_no_answer(tmp_path):
             raters = [f"rater{number}" for number in range(6)]
             assert list(pool.map(lambda rater: send_answers(address, rater, 100), raters)) == [16] * 6
         assert len((tmp_path / "a" / "answers.jsonl").read_text().splitlines()) == 96
+
+
+def test_connections_without_a_request_starve_nobody(session, monkeypatch):
+    """A rater's page opens however many others hold connections on which they send half a request."""
+    monkeypatch.setattr(server_limits, "MAX_CONNECTIONS", 2)
+    with serving(session) as address, ExitStack() as held:
+        target = (urlsplit(address).hostname, urlsplit(address).port)
+        connections = [held.enter_context(socket.create_connection(target, timeout=60)) for _ in range(3)]
+        for connection in connections:
+            connection.sendall(b"GET / HTTP/1.1\r\n")
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            assert answer.status == 200
