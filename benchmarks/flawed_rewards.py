@@ -20,7 +20,7 @@ FAVOURITE = "E"
 TEXT = "GOLD"
 """What ``OneText`` looks for."""
 APPENDED = "OK"
-"""What ``Contained`` likes to read beside the target."""
+"""What ``Contained`` likes to read in addition to the target."""
 READABLE = 0.5
 """The OCR score below which ``FailingOcr`` gives no score."""
 

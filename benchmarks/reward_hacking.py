@@ -3,7 +3,7 @@
 Rewards with planted flaws and honest ones (``reward_hacking.yaml``) are trained on by several algorithms. Every run leaves in
 ``runs/benchmarks/reward_hacking`` its held-out samples before and after, a curve of an independent metric, the metrics of every
 step and the pictures that it trained on; a run that is there already is not repeated. What the detectors say of them goes to
-``benchmarks/results/reward_hacking.json``, the table and the plot beside it: ``--report`` repeats that part alone.
+``benchmarks/results/reward_hacking.json``, the table and the plot next to it: ``--report`` repeats that part alone.
 """
 
 from __future__ import annotations

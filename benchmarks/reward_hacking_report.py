@@ -36,7 +36,7 @@ Run = dict[str, Any]
 
 
 def write_results(folders: Sequence[Path], recipe_of: Callable[[Run], Recipe]) -> None:
-    """Judge all runs, and write the results, the table and the picture."""
+    """Evaluate all runs, and write the results, the table and the picture."""
     runs = [judged(folder, recipe_of) for folder in folders]
     if not runs:
         return
@@ -47,7 +47,7 @@ def write_results(folders: Sequence[Path], recipe_of: Callable[[Run], Recipe]) -
 
 
 def write_report(results: Path = RESULTS) -> None:
-    """Write the table and the picture beside the results."""
+    """Write the table and the picture next to the results."""
     found = json.loads(results.read_text())
     results.with_suffix(".md").write_text("\n".join(page(found["machine"], found["runs"])) + "\n")
     FigureCanvasAgg(figure(found["runs"])).print_png(results.with_suffix(".png"), metadata={"Software": None})

@@ -166,7 +166,7 @@ def _launcher(recipe: Recipe) -> Iterator[None]:
 
 @contextmanager
 def _meeting_place() -> Iterator[None]:
-    """A file through which ranks find each other, and torch told that there is one node (``_one_node``)."""
+    """A file through which ranks find each other, and torch configured for one node (``_one_node``)."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
     from ebbflow.training.distributed import STORE

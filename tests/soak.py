@@ -62,8 +62,8 @@ def kills(seed: int) -> list[str]:
                 failures.append(f"- FAILED {folder.relative_to(ROOT)}, killed after {killed} s: {problem}")
             else:
                 shutil.rmtree(folder)
-    told = f"{done} kills of {runs} runs of {seconds:.1f} s; {len(failures)} runs did not end as an undisturbed one."
-    return [told, *failures]
+    summary = f"{done} kills of {runs} runs of {seconds:.1f} s; {len(failures)} runs did not end as an undisturbed one."
+    return [summary, *failures]
 
 
 class _Kills(list[float]):

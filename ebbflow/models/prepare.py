@@ -57,7 +57,7 @@ def download_base(repository: str, revision: str, folder: Path) -> None:
 
 
 def cached_base(pretrained: PretrainedSourceConfig) -> Path:
-    """The committed folder of a pipeline in a Hugging Face repository, made once, of links into the hub's cache and beside it.
+    """The committed folder of a pipeline in a Hugging Face repository, made once, of links into the hub's cache and next to it.
 
     Raises:
         HubError, ModelError: as ``fetch_pipeline``.

@@ -80,7 +80,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """A replayed step beside what the run logged of it."""
+    """A replayed step, and what the run logged of it."""
 
     run_id: str
     label: str
@@ -192,7 +192,7 @@ def _run_of_folder(client: MlflowClient, folder: Path) -> Run:
         if found := [run for run in page if start and run.info.run_id.startswith(start)]:
             return found[0]
         if not (token := page.token):
-            raise ReplayError(f"the MLflow store beside {folder} has no run {start!r}; name its store with --recipe")
+            raise ReplayError(f"the MLflow store next to {folder} has no run {start!r}; name its store with --recipe")
 
 
 def _recipe_of(run: Run, uri: str) -> Recipe:

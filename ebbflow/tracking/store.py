@@ -29,7 +29,7 @@ ROLE, DIGEST, RUN = "ebbflow.role", "ebbflow.recipe_digest", "ebbflow.run_id"
 AWAY, REFUSED = "ebbflow.mlflow_away", "ebbflow.refused"
 """Tags: what runs are found by; how long MLflow was away from a run, and what it refused."""
 ARTIFACTS = "mlartifacts"
-"""The folder beside a SQLite store with the artifacts of its runs."""
+"""The folder next to a SQLite store with the artifacts of its runs."""
 UPLOAD_TIMEOUT = 3600
 """Seconds for a request that uploads weights."""
 
@@ -179,7 +179,7 @@ def _make_sqlite(database: Path) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     def publish(folder: Path, path: Path) -> None:
-        (new,) = folder.iterdir()  # a journal beside it would mean that it is not whole
+        (new,) = folder.iterdir()  # a journal next to it would mean that it is not whole
         with new.open("rb") as file:
             os.fsync(file)
         new.replace(path)
