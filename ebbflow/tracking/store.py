@@ -21,7 +21,7 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import sanitize
 from ebbflow.recipe.paths import require_store_uri
 from ebbflow.recipe.secrets import redact
-from ebbflow.storage.disk import DiskFullError, atomic_write
+from ebbflow.storage.disk import DiskFullError, atomic_write, sync
 from ebbflow.storage.locks import wait_for_lock
 
 EXECUTION, NODE, PARENT = "flyte.execution_id", "ebbflow.node", "mlflow.parentRunId"
@@ -180,8 +180,7 @@ def _make_sqlite(database: Path) -> None:
 
     def publish(folder: Path, path: Path) -> None:
         (new,) = folder.iterdir()  # a journal next to it would mean that it is not whole
-        with new.open("rb") as file:
-            os.fsync(file)
+        sync(new)
         new.replace(path)
 
     with atomic_write(database, create=Path.mkdir, publish=publish) as folder, _connections_that_wait_for_no_disk():
