@@ -1,8 +1,8 @@
 """A small server that makes any reward of this machine a remote one (``ebbflow.rewards.protocol``).
 
 A request is checked before it is unpacked: its token, then the size of its body and of its JSON (``server_limits``), then the
-chunks of its images and the sizes that their headers give. Only chunks with pixels are decoded: compressed text in other chunks can
-be a thousand times as large as the file.
+chunks of its images and the sizes that their headers give. Only chunks with pixels are decoded: compressed text in other chunks
+can be a thousand times as large as the file.
 """
 
 from __future__ import annotations
