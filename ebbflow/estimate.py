@@ -8,8 +8,8 @@ latents, a process holds these bytes:
 weights        LoRA: b (P + B) + 4 A. Full: 4 (P + B), and 2 P of casts that autocast keeps where b = 2
 optimiser      8 A of AdamW (1711.05101), and 4 A of gradients. While a copy is swapped in, the swapped-out parameters
                take the gradients' place
-copies         4 A each (``ebbflow.training.policy``): the reference always, old, ema and teacher where a stage
-               has them; where nothing trains, also the swapped-out parameters
+copies         4 A each (``ebbflow.training.policy``): the reference always, old, sampling, ema and teacher where a
+               stage has them; where nothing trains, also the swapped-out parameters
 activations    n s h L 34 b / 2 (2205.05198, without the scores that flash attention never stores), times 1.5:
                modulation and gates, which that transformer lacks. With ``gradient_checkpointing``
                n s h (L b + 34 1.5 b / 2). Twice with classifier-free guidance in training. Without
@@ -243,7 +243,8 @@ class _Facts:
 
     @property
     def prompt_bytes(self) -> int:
-        return BYTES[self.recipe.model.precision] * self.sample.conditioning * self.sample.passes
+        guided = any(stage.reference.guided for stage in self.recipe.stages)
+        return BYTES[self.recipe.model.precision] * self.sample.conditioning * max(self.sample.passes, 1 + guided)
 
     @property
     def latents(self) -> int:
@@ -257,7 +258,7 @@ class _Facts:
 
     def copies(self, ctx: StageContext) -> int:
         """Of the copies that the policy of a stage has."""
-        return 4 * self.trained * (1 + ctx.keeps_old + bool(self.recipe.policy.ema) + bool(ctx.teacher))
+        return 4 * self.trained * (1 + len(ctx.following) + bool(self.recipe.policy.ema) + bool(ctx.teacher))
 
     def encoding(self) -> Memory:
         """The text encoders are loaded with the policy."""
@@ -340,7 +341,8 @@ class _Facts:
 
     def _update(self, ctx: StageContext, samples: int) -> int:
         """Of one optimiser step: three latents and a prediction of every copy for each term, and the encoded prompts."""
-        return samples * (self.prompt_bytes + trained_steps(ctx) * self.latents * (3 + len(compared_copies(ctx))))
+        predictions = len(compared_copies(ctx)) + ctx.config.reference.guided
+        return samples * (self.prompt_bytes + trained_steps(ctx) * self.latents * (3 + predictions))
 
     def _generating(self, samples: int, at_once: int, precision: Precision) -> int:
         """The network's, or the VAE's after it."""
@@ -369,6 +371,7 @@ def _work(facts: _Facts, ctx: StageContext) -> Work:
     rows = repeats * kept * trained_steps(ctx)
     anchored = config.hyper.kind == "trajectory" and correction_of(config, facts.recipe.model.precision)
     comparing = rows * len(compared_copies(ctx)) + (samples * trained_steps(ctx) if anchored else 0)
+    comparing += 2 * rows * config.reference.guided  # only on final latents, where ``passes`` is 1
     if "reference" not in compared_copies(ctx):  # then the drift is measured on the first pass of every update
         comparing += updates * min(max(config.micro_batch, group_index), math.ceil(rows / updates))
     return Work(
@@ -377,7 +380,7 @@ def _work(facts: _Facts, ctx: StageContext) -> Work:
         training=rows * passes,
         comparing=comparing * passes,
         shards=shard_bytes(facts.sample, samples) if config.kind == "offline" else 0,
-        policy=4 * (facts.trained * (1 + ctx.keeps_old + bool(facts.recipe.policy.ema)) + _buffers(facts)),
+        policy=4 * (facts.trained * (1 + len(ctx.following) + bool(facts.recipe.policy.ema)) + _buffers(facts)),
     )
 
 
@@ -427,8 +430,10 @@ def denoising_steps(ctx: StageContext) -> float:
 
 
 def compared_copies(ctx: StageContext) -> set[str]:
-    """The copies whose predictions an update needs for every row."""
-    return set(ctx.algorithm.copies(ctx.config.hyper)) | ({"reference"} if ctx.config.reference.weight else set())
+    """The copies whose predictions an update needs for every row, apart from a reference under guidance."""
+    reference = ctx.config.reference
+    anchor = {"reference"} if reference.weight and not reference.guided else set()
+    return set(ctx.algorithm.copies(ctx.config.hyper)) | anchor
 
 
 def _buffers(facts: _Facts) -> int:

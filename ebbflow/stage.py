@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # scoring and advantages know their stage and do without torc
     import pyarrow as pa
     from PIL import Image
 
-    from ebbflow.algorithms.base import Algorithm
+    from ebbflow.algorithms.base import Algorithm, FollowingName
     from ebbflow.flow.noise import SampleKeys
 
 
@@ -66,9 +66,9 @@ class StageContext:
         return algorithm_of(self.config.algorithm)
 
     @property
-    def keeps_old(self) -> bool:
-        """Whether the stage's policy has an old copy."""
-        return self.algorithm.generates == "old" or "old" in self.algorithm.copies(self.config.hyper)
+    def following(self) -> tuple[FollowingName, ...]:
+        """The copies of the stage's policy that follow it, as ``old``."""
+        return self.algorithm.following(self.config.hyper)
 
     @property
     def teacher(self) -> str | None:

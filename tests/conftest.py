@@ -141,6 +141,8 @@ def make_recipe() -> Callable[..., Recipe]:
             "sampler": {"name": "ode", "steps": 3},
         }
         stages = [first | (online or {}), second | (offline or {})]
+        for stage in stages:  # the glyph model has no guidance
+            stage["reference"] = {"guidance": 1, **stage.get("reference", {})}
         return Recipe.model_validate({"stages": stages, "evaluation": {"steps": 3, "samples": 1}, **rest})
 
     return make

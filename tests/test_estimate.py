@@ -251,6 +251,7 @@ ONLINE = [
     {"algorithm": {"name": "sft"}, **FEW, "updates_per_step": 1},
     {"algorithm": {"name": "diffusion_dpo"}, **FEW, "updates_per_step": 1},
     {"algorithm": {"name": "dgpo"}, **FEW},
+    {"algorithm": {"name": "crd"}, **FEW},
 ]
 
 
@@ -259,8 +260,8 @@ def test_an_online_stage_evaluates_the_network_as_often(make_recipe, make_prompt
     recipe = make_recipe(MORE | keys)
     ctx, model = StageContext(recipe, 0, 0), load_model(base_folder)
     policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
-    if ctx.keeps_old:
-        policy.ensure("old")
+    for name in ctx.following:
+        policy.ensure(name)
     run_online_stage(ctx, local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(8), MetricsRecorder())
     work = estimate(recipe).work["1.1 online"]
     assert (work.samples, work.shards) == (3 * 2 * 4, 0)
@@ -284,6 +285,22 @@ def test_guidance_doubles_the_work_of_a_real_family(tiny_recipe, make_prompts, s
     work = estimate(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
     assert work.denoising == 8 * 3 * (1 + guided)
+
+
+def test_a_guided_reference_is_two_evaluations_of_each_term(tiny_recipe, make_prompts, scorer):
+    """The policy, its copies and the rollouts are not guided, and the drift is still measured without guidance."""
+    stage = {"kind": "online", **MORE, "steps": 1, "algorithm": {"name": "crd"}, **FEW}
+    recipe = tiny_recipe("sd3", stages=[stage], policy={"train": "lora"})
+    model = load_model(Path(recipe.model.path), recipe.model)
+    policy, counter, ctx = Policy(model, recipe.policy, 0), Counter(model.transformer), StageContext(recipe, 0, 0)
+    assert ctx.config.reference.guidance == 4.5
+    for name in ctx.following:
+        policy.ensure(name)
+    run_online_stage(ctx, local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(4), MetricsRecorder())
+    work = estimate(recipe).work["1.1 online"]
+    assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
+    assert (work.denoising, work.training) == (8 * 3, 8 * 2)
+    assert work.comparing > (1 + 2) * work.training
 
 
 def test_an_offline_stage_generates_trains_and_stores_as_much(tiny_recipe, make_prompts, tmp_path):

@@ -9,7 +9,7 @@ Why
     checked against its closed form, and every stage runs it unchanged.
 
 How
-    - ``base``: ``Algorithm`` (loss, policy copies, grouping, decay of the old copy) and the rows that a loss gets:
+    - ``base``: ``Algorithm`` (loss, policy copies, grouping, how copies follow) and the rows that a loss gets:
       ``TrajectoryRows`` (transitions with log-probs) or ``ForwardRows`` (noised final latents).
     - ``built_in``: a file per algorithm with its hyper-parameters and its loss. Nothing else lists them: ``ebbflow.recipe`` finds
       the files, and reads the classes of hyper-parameters from them.
@@ -22,7 +22,8 @@ Gotchas
       checking only, or inside functions.
     - Log-probs are means over latent elements, not sums: a clip range depends on their number.
     - A loss returns one value per row, [M], and takes no mean; the update averages over all processes.
-    - Rows of one ``group_index`` (a pair, a group) share sigma and noise and are always in the same micro-batch.
+    - Rows of one ``group_index`` (a pair, a group) share sigma, and the noise unless the algorithm says otherwise, and are always
+      in the same micro-batch.
 """
 
 import ebbflow.recipe  # noqa: F401  first: it imports the files in built_in, which need its base classes

@@ -8,11 +8,12 @@ corrected, adds the reference penalty, and names a row that is not finite: no al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from ebbflow.algorithms import grouping
 from ebbflow.recipe.algorithms import AlgorithmConfig
+from ebbflow.recipe.choices import AdvantagesConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
     from ebbflow.flow.transition import Transition
 
-CopyName = Literal["reference", "old", "teacher"]
+CopyName = Literal["reference", "old", "sampling", "teacher"]
+FollowingName = Literal["old", "sampling"]
+FOLLOWING: tuple[FollowingName, ...] = get_args(FollowingName)
+"""The copies that move with the training, each by the schedule of the algorithm that keeps it; the others stand still."""
+Decay: TypeAlias = Callable[[Any, int], float]
 RowMetrics: TypeAlias = "dict[str, Tensor]"
 """Metrics by name, a value for each row: [M]."""
 
@@ -36,6 +41,7 @@ class TrajectoryRows:
         old_log_prob: [M], under the same.
         copies: the step under each policy copy that the algorithm asked for.
         advantage: [M].
+        advantage_clip: ``advantages.clip``; every advantage lies within plus and minus this.
     """
 
     transition: Transition
@@ -44,6 +50,7 @@ class TrajectoryRows:
     old_log_prob: Tensor
     copies: Mapping[CopyName, Transition]
     advantage: Tensor
+    advantage_clip: float = AdvantagesConfig().clip
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,9 @@ class ForwardRows:
         velocity: under the policy being trained, with gradient, [M, ...].
         copies: the velocity under each policy copy that the algorithm asked for.
         advantage: [M].
-        group_index: integer [M], ascending; equal for rows of one pair or group, which share sigma and noise and are all here.
+        advantage_clip: ``advantages.clip``; every advantage lies within plus and minus this.
+        group_index: integer [M], ascending; equal for rows of one pair or group, which share sigma, and with ``shared_noise``
+            the noise, and are all here.
     """
 
     clean: Tensor
@@ -67,6 +76,7 @@ class ForwardRows:
     copies: Mapping[CopyName, Tensor]
     advantage: Tensor
     group_index: Tensor
+    advantage_clip: float = AdvantagesConfig().clip
 
 
 @dataclass(frozen=True)
@@ -79,17 +89,23 @@ class Algorithm:
         copies: the policy copies whose predictions the loss needs, given its hyper-parameters.
         select: (advantage [N], keep [N], prompt ids [N], hyper-parameters) -> the groups to train on, each the indices of samples
             whose rows must stay together; by default every kept sample by itself.
-        old_decay: (hyper-parameters, step from one) -> d of old <- d old + (1 - d) theta, after every rollout step where the old
-            copy generates and after every optimiser step elsewhere.
-        generates: which policy makes the rollouts.
+        follows: for each copy that moves with the training, (hyper-parameters, step from one) -> d of
+            copy <- d copy + (1 - d) theta. Where a copy generates, all of them follow after every rollout step, elsewhere after
+            every optimiser step. A copy without an entry stays as it was at the start.
+        generates: which policy makes the rollouts: the one that is trained, or one of the copies that follow it.
     """
 
     config: type[AlgorithmConfig]
     loss: Callable[[Any, Any], tuple[Tensor, RowMetrics]]
     copies: Callable[[Any], frozenset[CopyName]] = lambda config: frozenset()
     select: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], list[np.ndarray]] = grouping.each_kept_sample
-    old_decay: Callable[[Any, int], float] = lambda config, optimizer_step: 1.0
-    generates: Literal["current", "old"] = "current"
+    follows: Mapping[FollowingName, Decay] = field(default_factory=dict)
+    generates: Literal["current"] | FollowingName = "current"
+
+    def following(self, config: Any) -> tuple[FollowingName, ...]:
+        """The copies that the policy of a stage has because the algorithm asks for them, and that may follow it."""
+        used = {self.generates, *self.copies(config)}
+        return tuple(name for name in FOLLOWING if name in used)
 
 
 def per_row(values: Tensor) -> Tensor:

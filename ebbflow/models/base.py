@@ -27,8 +27,8 @@ class Conditioning:
 
     Attributes:
         tensors: the network's inputs beside latents and sigma, by name; each [N, ...], padded along dimension 1 from rank 2 on.
-        negative: the encoded negative prompts, a row each; None without classifier-free guidance.
-        guidance: scale of classifier-free guidance, or the guidance that the network takes as an input.
+        negative: the encoded negative prompts, a row each; None where no classifier-free guidance needs them.
+        guidance: scale of classifier-free guidance, or the guidance that the network takes as an input. 1 is none.
     """
 
     tensors: Mapping[str, Tensor]
@@ -157,6 +157,8 @@ def predict(
     Rollout, training and evaluation all call this one forward pass, which makes the first ratio of a policy gradient exactly 1.
     """
     precision = precision or model.precision
+    if conditioning.guidance == 1:  # negative prompts may be there for the reference alone
+        conditioning = conditioning.unguided()
     if precision == "float32":  # nothing casts then, so prompts that were encoded in 16 bits are cast here
         conditioning = conditioning.float()
     with torch.autocast(latents.device.type, DTYPES[precision], enabled=precision != "float32"):

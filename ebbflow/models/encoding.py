@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.base import Conditioning, Model, device_of
+from ebbflow.models.base import Conditioning, Model, ModelError, device_of
 
 Encode = Callable[[Sequence[Prompt]], Conditioning]
 Key = tuple[str, str, bytes | None]
@@ -26,16 +26,30 @@ class Embeddings:
         return self.table.rows(torch.tensor([self.row[_key(prompt)] for prompt in prompts]))
 
 
-def embed(model: Model, prompts: Iterable[Prompt]) -> Embeddings:
-    """Encode every different prompt."""
+def embed(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Embeddings:
+    """Encode every different prompt.
+
+    Args:
+        negatives: with its negative prompt, even if the model generates without guidance.
+
+    Raises:
+        ModelError: ``negatives`` of a family without classifier-free guidance.
+    """
     unique = {_key(prompt): prompt for prompt in prompts}
     table = model.encode(list(unique.values())).to(torch.device("cpu"))
+    if negatives and table.negative is None:
+        if not getattr(model, "guided", False):
+            raise ModelError(
+                f"reference.guidance needs classifier-free guidance, which {type(model).__name__} has not; set it to 1"
+            )
+        empty = [replace(prompt, prompt=prompt.negative_prompt) for prompt in unique.values()]
+        table = replace(table, negative=model.encode(empty).to(torch.device("cpu")))
     return Embeddings(table, {key: index for index, key in enumerate(unique)})
 
 
-def encode_once(model: Model, prompts: Iterable[Prompt]) -> Encode:
-    """Encode prompts now; the result looks up the conditioning of any of them, on the model's device."""
-    embeddings, device = embed(model, prompts), device_of(model)
+def encode_once(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Encode:
+    """``embed`` now; the result looks up the conditioning of any of the prompts, on the model's device."""
+    embeddings, device = embed(model, prompts, negatives), device_of(model)
     return lambda wanted: embeddings(wanted).to(device)
 
 

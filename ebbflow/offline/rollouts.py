@@ -45,7 +45,7 @@ def generate_shard(
     """Generate every group of one shard of an offline stage and write it to ``path``.
 
     Args:
-        policy: rolls out with its old copy where the algorithm keeps one.
+        policy: rolls out with the copy that the algorithm generates with, if any.
         version: the policy's version, stored with every sample.
         prompts: the training split; the stage's prompts are chosen from it, and shard i of n gets every n-th.
         engine: with the policy's weights; left out, diffusers in this process.

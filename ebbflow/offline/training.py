@@ -83,7 +83,7 @@ def train_epochs(
 ) -> StageRecord:
     """Train the updater's policy in place on stored rollouts; every process of an FSDP group calls it with the same arguments.
 
-    An old policy that generated the rollouts stays as it is.
+    Where a copy of the policy generated the rollouts, the copies stay as they are.
 
     Args:
         prompts: the training split.
@@ -160,8 +160,9 @@ def train_offline_folder(
         for path in rollouts:
             require_shard(ctx, path, trained_on, policy.model.latent_shape)
         record = train_epochs(ctx, policy.model, updater, trained_on, rollouts, advantages, recorder, checkpoints)
-        if ctx.algorithm.generates == "old":
-            policy.snapshot("old")  # the next stage generates with what this one learnt
+        if ctx.algorithm.generates != "current":
+            for name in ctx.following:
+                policy.snapshot(name)  # the next stage generates with what this one learnt, and compares with it
         save_policy(ctx, updater, metadata, record, trained, write=ranks.rank == 0)
     return record
 
@@ -266,7 +267,8 @@ def _parts(
     if not shards:
         return iter(())
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    encode = encode_once(model, (by_id[i] for shard in shards for i in shard.prompt_ids.tolist()))
+    wanted = (by_id[i] for shard in shards for i in shard.prompt_ids.tolist())
+    encode = encode_once(model, wanted, negatives=ctx.config.reference.guided)
     schedule = islice(_schedule(ctx, shards, ranks), done, None)
 
     def parts() -> Iterator[Part]:

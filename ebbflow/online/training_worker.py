@@ -55,7 +55,7 @@ class TrainingWorker:
 
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         """Every different prompt, once."""
-        return embed(self.updater.policy.model, prompts)
+        return embed(self.updater.policy.model, prompts, negatives=self.ctx.config.reference.guided)
 
     def train(self, batch: TrainingBatch, *rollouts: Rollouts) -> TrainingReport:
         """The updates of a step, on the rollouts of all its requests."""

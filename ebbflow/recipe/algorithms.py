@@ -16,18 +16,25 @@ from ebbflow.recipe.plugins import import_path, name_or_path
 
 
 class EmaScheduleConfig(Strict):
-    """A copy that follows: copy <- d copy + (1 - d) theta after step n, d = min(slope max(n - flat, 0), most).
+    """A copy that follows: copy <- d copy + (1 - d) theta after step n, d = min(min_decay + slope max(n - warmup, 0), max_decay).
 
-    A step is an optimiser step; of a copy that generates the rollouts (DiffusionNFT, CRD) it is a rollout step.
+    A step is an optimiser step; where a copy generates the rollouts (DiffusionNFT, CRD) it is a rollout step.
     """
 
     warmup: int = Field(0, ge=0)
+    min_decay: float = Field(0.0, ge=0, lt=1)
     slope: float = Field(0.09, ge=0)
     max_decay: float = Field(0.9, ge=0, lt=1)
 
+    @model_validator(mode="after")
+    def _decay_does_not_fall(self) -> EmaScheduleConfig:
+        if self.min_decay > self.max_decay:
+            raise ValueError(f"min_decay = {self.min_decay:g} is above max_decay = {self.max_decay:g}; raise the second")
+        return self
+
     def decay(self, step: int) -> float:
         """d after a step, counted from one."""
-        return min(self.slope * max(step - self.warmup, 0), self.max_decay)
+        return min(self.min_decay + self.slope * max(step - self.warmup, 0), self.max_decay)
 
 
 class AlgorithmConfig(Strict):
@@ -62,6 +69,8 @@ class ForwardConfig(AlgorithmConfig):
 
     kind: ClassVar = "forward"
     stages: ClassVar = ("online", "offline")
+    shared_noise: ClassVar[bool] = True
+    """The samples of a pair or a group share the noise, as they share sigma."""
 
     noise_levels: int = Field(2, ge=1)
     """Draws of (sigma, noise) per sample and pass, one from each of as many equal parts of the distribution."""

@@ -173,6 +173,17 @@ class ReferenceConfig(Strict):
     penalty: Literal["kl", "kl_without_dt", "velocity"] = "velocity"
     """``kl``: mean((mu - mu_ref)^2) / (2 b^2) with the true standard deviation b of the step; ``kl_without_dt``: over 2 s^2, as
     Flow-GRPO's code has it; ``velocity``: mean((v - v_ref)^2). Default: ``kl`` on trajectories, ``velocity`` otherwise."""
+    guidance: float = Field(1.0, ge=1)
+    """Scale of classifier-free guidance of v_ref alone, for algorithms on final latents: their policy is pulled to the base model
+    as it draws with guidance. 1 is none."""
+    adaptive: bool = False
+    """Weigh each row's penalty by its advantage: from 1e-4 at -``advantages.clip`` up to ``weight`` at the other end. What scores
+    badly is left sooner, and what scores well stays near the base model (CRD, 2603.14128)."""
+
+    @property
+    def guided(self) -> bool:
+        """Whether it needs the base model's predictions under guidance."""
+        return self.weight > 0 and self.guidance > 1
 
 
 class CorrectionConfig(Strict):

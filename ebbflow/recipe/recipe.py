@@ -211,6 +211,17 @@ class Recipe(Strict):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _references_can_be_guided(self) -> Recipe:
+        unguided = [name for name, family in FAMILIES.items() if not family.guided]
+        for index, stage in enumerate(self.stages):
+            if stage.reference.guided and self.model.family in unguided:
+                raise ValueError(
+                    f"stages.{index}.reference.guidance = {stage.reference.guidance:g} (a default of some algorithms) needs "
+                    f"classifier-free guidance, which model.family = {self.model.family!r} has not; set reference.guidance to 1"
+                )
+        return self
+
     @model_validator(mode="wrap")
     @classmethod
     def _explain_what_is_wrong(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Recipe:

@@ -118,6 +118,11 @@ class StageConfig(Strict):
                 f"{name} needs the log-probabilities of a stochastic sampler and {sampler.name!r} has none; "
                 "set sampler.name to flow_sde, dance_sde or cps, or algorithm.name to diffusion_nft"
             )
+        if self.reference.guided:
+            raise ValueError(
+                f"reference.guidance = {self.reference.guidance:g} is for algorithms on final latents, whose policy is unguided; "
+                f"{name} guides policy and base model by model.guidance: leave it out"
+            )
         if window is None:
             raise ValueError(f"{name} trains on a window of the denoising steps; leave 'window' out for the default one")
         _check_window(window, sampler.steps)

@@ -118,8 +118,9 @@ def _integers(value: Any) -> Any:
 
 
 def _sides(conditioning: Conditioning) -> list[Conditioning]:
-    """The conditioning and, where there is one, what guidance steers away from."""
-    return [conditioning, *([conditioning.negative] if conditioning.negative else [])]
+    """The conditioning and, where it is guided, what guidance steers away from."""
+    guided = conditioning.negative is not None and conditioning.guidance != 1
+    return [conditioning, *([conditioning.negative] if conditioning.negative and guided else [])]
 
 
 def pack_rollouts(rollouts: Rollouts, images: np.ndarray) -> dict[str, Tensor]:

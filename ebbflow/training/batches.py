@@ -34,16 +34,28 @@ class ForwardInputs:
         sigma: [M].
         conditioning: of the samples; large, so it is repeated for the rows of one micro-batch at a time.
         sample_index: integer [M], the sample of each row.
+        negative: negative prompts of the samples, where ``conditioning`` leaves them out and there are any.
     """
 
     latents: Tensor
     sigma: Tensor
     conditioning: Conditioning
     sample_index: Tensor
+    negative: Conditioning | None = None
 
     def at(self, part: slice) -> tuple[Tensor, Tensor, Conditioning]:
         """The arguments of the model's velocity at some rows."""
         return self.latents[part], self.sigma[part], self.conditioning.rows(self.sample_index[part])
+
+    def guided(self, scale: float) -> ForwardInputs:
+        """The same under classifier-free guidance.
+
+        Raises:
+            ValueError: there are no negative prompts.
+        """
+        if self.negative is None:
+            raise ValueError(f"guidance = {scale:g} needs negative prompts, and these samples were encoded without")
+        return replace(self, conditioning=replace(self.conditioning, negative=self.negative, guidance=scale))
 
     def __len__(self) -> int:
         return len(self.sigma)
@@ -223,7 +235,8 @@ def forward_batch(
     """``config.noise_levels`` rows for each of N clean latents.
 
     Args:
-        group_index: integer [N], ascending; the samples of a group share sigma and noise, those of its first sample.
+        group_index: integer [N], ascending; the samples of a group share sigma, that of its first sample, and the noise likewise
+            if ``config.shared_noise``.
         visit: how often these samples were trained on before.
 
     The draws of a sample are stratified: one sigma from each of as many equal parts of the distribution. The loss is on the
@@ -231,17 +244,21 @@ def forward_batch(
     """
     draws = config.noise_levels
     _, first, index = np.unique(group_index, return_index=True, return_inverse=True)
-    drawn = [_draw(clean.shape[1:], keys.take(first), config, visit, draw) for draw in range(draws)]
+    drawing = first if config.shared_noise else np.arange(len(keys))  # the samples that draw
+    drawn = [_draw(clean.shape[1:], keys.take(drawing), config, visit, draw) for draw in range(draws)]
     # All draws of a group are adjacent, so that every micro-batch sees the whole range of noise levels.
     draw, sample_index = np.repeat(np.arange(draws), len(keys)), np.tile(np.arange(len(keys)), draws)
     order = np.argsort(index[sample_index], kind="stable")
     draw, sample_index = draw[order], sample_index[order]
-    sigma = torch.stack([sigma for sigma, _ in drawn])[draw, index[sample_index]].to(clean)
-    noise = torch.stack([noise for _, noise in drawn])[draw, index[sample_index]].to(clean)
+    group = index[sample_index]
+    of_sigma, of_noise = (group, group) if config.shared_noise else (first[group], sample_index)
+    sigma = torch.stack([sigma for sigma, _ in drawn])[draw, of_sigma].to(clean)
+    noise = torch.stack([noise for _, noise in drawn])[draw, of_noise].to(clean)
     rows_of = torch.from_numpy(sample_index).to(clean.device)
     repeated, share = clean[rows_of], expand_like(sigma, clean)
+    noised = (1 - share) * repeated + share * noise
     return ForwardBatch(
-        inputs=ForwardInputs((1 - share) * repeated + share * noise, sigma, conditioning.unguided(), rows_of),
+        inputs=ForwardInputs(noised, sigma, conditioning.unguided(), rows_of, conditioning.negative),
         weight=torch.ones_like(sigma),
         group_index=torch.from_numpy(index[sample_index] * draws + draw).to(clean.device),
         clean=repeated,

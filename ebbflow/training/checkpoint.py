@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from ebbflow.algorithms.base import FOLLOWING
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, new_folder, verify
 from ebbflow.training.distributed import Ranks
@@ -36,7 +37,7 @@ from ebbflow.training.update import PolicyUpdater
 logger = logging.getLogger(__name__)
 
 PARAMETERS, OPTIMIZER, COUNTERS, STATE = "parameters", "optimizer", "counters.json", "state.json"
-FOLLOWING = ("old", "ema")
+MOVING = (*FOLLOWING, "ema")
 """Copies that move with the training; the others are what they were at the start of the stage."""
 COUNTED = ("updates", "steps", "alarms", "drifted", "loss_scale")
 
@@ -89,7 +90,7 @@ def _moving(updater: PolicyUpdater) -> dict[str, dict[str, Tensor]]:
     optimizer = {
         f"{name}/{key}": value for name, parameter in policy.parameters.items() for key, value in state.get(parameter, {}).items()
     }
-    copies = {name: values for name, values in policy.copies.items() if name in FOLLOWING}
+    copies = {name: values for name, values in policy.copies.items() if name in MOVING}
     return {PARAMETERS: policy.parameters, **copies, OPTIMIZER: optimizer}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ebbflow.algorithms.advantages import PromptStatistics
+from ebbflow.algorithms.base import FOLLOWING
 from ebbflow.data.records import StageRecord
 from ebbflow.models import Model, load_model
 from ebbflow.recipe import Recipe
@@ -42,12 +43,13 @@ def open_policy(
     policy = Policy(model, ctx.recipe.policy, ctx.recipe.seed, shard)
     metadata = policy.load(folder, to_train=True)
     if metadata.progress.algorithm != ctx.config.algorithm_name:
-        policy.copies.pop("old", None)
+        for name in FOLLOWING:
+            policy.copies.pop(name, None)
     if teacher:
         _require_same_base(metadata, read_policy_metadata(teacher), teacher)
         policy.load_copy("teacher", teacher)
-    if ctx.keeps_old:
-        policy.ensure("old")
+    for name in ctx.following:
+        policy.ensure(name)
     if ctx.recipe.policy.ema:
         policy.ensure("ema")
     return policy, metadata
@@ -100,7 +102,7 @@ def save_policy(
             "recipe_digest": ctx.recipe.digest,
             "version": metadata.version + updater.updates,
             "progress": updater.progress,
-            "copies": (*(["old"] if ctx.keeps_old else []), *([ITERATE] if ctx.recipe.policy.ema else [])),
+            "copies": (*ctx.following, *([ITERATE] if ctx.recipe.policy.ema else [])),
             "stages": (*metadata.stages, record.label),
         }
     )

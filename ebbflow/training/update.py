@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ebbflow.algorithms.base import CopyName, RowMetrics, per_row
-from ebbflow.algorithms.reference import penalty
+from ebbflow.algorithms.reference import penalty, penalty_weight
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.models.base import predict
 from ebbflow.recipe.choices import OptimizerConfig
@@ -75,10 +75,10 @@ class PolicyUpdater:
         return self.before.model_copy(update=done)
 
     def finish_step(self) -> None:
-        """Count a rollout step; an old copy that generates the rollouts follows now, once all of them were learnt from."""
+        """Count a rollout step; where a copy generates the rollouts, the copies follow now, once all of them were learnt from."""
         self.steps += 1
-        if self.algorithm.generates == "old":
-            self._let_old_follow(self.progress.steps)
+        if self.algorithm.generates != "current":
+            self._let_copies_follow(self.progress.steps)
 
     def update(self, batch: RowBatch, passes: int) -> dict[str, float]:
         """Take one optimiser step on the mean loss over all rows of all processes.
@@ -107,7 +107,7 @@ class PolicyUpdater:
         self.optimizer.step()
         self.updates += 1
         if self.algorithm.generates == "current":
-            self._let_old_follow(self.progress.updates)
+            self._let_copies_follow(self.progress.updates)
         if self.policy.config.ema:
             self.policy.blend("ema", self.policy.config.ema.decay(self.version + self.updates))
         metrics = means | _gradient_metrics(norm, done.first_norm, passes, total) | {"lr": self.optimizer.param_groups[0]["lr"]}
@@ -119,13 +119,15 @@ class PolicyUpdater:
         weight = self.loss_scale * _world_size() / total
         self.optimizer.zero_grad(set_to_none=True)
         copies = self._copies(batch.inputs, slices)
+        anchor = self._anchor(batch.inputs, slices, copies)
         known = slices if "reference" in copies else slices[:1]  # where the base's prediction costs nothing, or little
         base = copies["reference"] if known is slices else _velocities(self.policy, "reference", batch.inputs, known)
         done = _Passes()
         for part in slices:
             velocity = _velocity(self.policy, batch.inputs, part)
             velocity.retain_grad()
-            loss, metrics = self._loss(batch, part, velocity, {name: values[part] for name, values in copies.items()})
+            values = {name: values[part] for name, values in copies.items()}
+            loss, metrics = self._loss(batch, part, velocity, values, None if anchor is None else anchor[part])
             (loss.sum() * weight).backward()
             done.add(loss, metrics, velocity)
             if part in known:
@@ -137,10 +139,10 @@ class PolicyUpdater:
         return done
 
     def _loss(
-        self, batch: RowBatch, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
+        self, batch: RowBatch, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor], anchor: Tensor | None
     ) -> tuple[Tensor, RowMetrics]:
-        """The loss of each row with its weight and the reference penalty, and the metrics of each row."""
-        rows = batch.rows(part, velocity, copies)
+        """The loss of each row with its weight and the penalty for leaving ``anchor``, and the metrics of each row."""
+        rows = replace(batch.rows(part, velocity, copies), advantage_clip=self.stage.advantages.clip)
         loss, metrics = self.algorithm.loss(rows, self.hyper)
         for name, values in {"loss": loss, **metrics}.items():
             if values.shape != rows.advantage.shape:
@@ -149,24 +151,31 @@ class PolicyUpdater:
                     "rows; an algorithm gives a value for each row and takes no mean"
                 )
         loss = loss * batch.weight[part]
-        reference = self.stage.reference
-        if reference.weight > 0:
-            divergence = penalty(reference, rows, velocity, copies["reference"])
-            loss = loss + reference.weight * divergence
+        if anchor is not None:
+            divergence = penalty(self.stage.reference, rows, velocity, anchor)
+            loss = loss + penalty_weight(self.stage.reference, rows) * divergence
             metrics = metrics | {"kl/reference": divergence}
         return loss, metrics
 
     def _copies(self, inputs: ForwardInputs, slices: list[slice]) -> dict[CopyName, Tensor]:
         """The predictions of the copies that the loss needs, at every point."""
         needed = set(self.algorithm.copies(self.hyper))
-        if self.stage.reference.weight > 0:
+        if self.stage.reference.weight > 0 and not self.stage.reference.guided:
             needed.add("reference")
         # In the same order on every process: a swap communicates.
         return {name: _velocities(self.policy, name, inputs, slices) for name in sorted(needed)}
 
-    def _let_old_follow(self, count: int) -> None:
-        if "old" in self.policy.copies:
-            self.policy.blend("old", self.algorithm.old_decay(self.hyper, count))
+    def _anchor(self, inputs: ForwardInputs, slices: list[slice], copies: Mapping[CopyName, Tensor]) -> Tensor | None:
+        """What the reference penalty pulls to, at every point; None without a penalty."""
+        reference = self.stage.reference
+        if reference.guided:
+            return _velocities(self.policy, "reference", inputs.guided(reference.guidance), slices)
+        return copies["reference"] if reference.weight > 0 else None
+
+    def _let_copies_follow(self, count: int) -> None:
+        for name, decay in self.algorithm.follows.items():
+            if name in self.policy.copies:
+                self.policy.blend(name, decay(self.hyper, count))
 
     def _watch(self, drift: float) -> dict[str, float]:
         """Whether the policy has drifted too far; the first time is worth a warning."""

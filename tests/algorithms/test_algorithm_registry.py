@@ -60,10 +60,11 @@ def test_a_stage_needs_nothing_but_the_algorithm_s_name(of_class):
 
 
 def test_the_implicit_policies_learn_from_the_old_one_s_samples():
-    from_old = {of_class for of_class, algorithm in registry.BUILT_IN.items() if algorithm.generates == "old"}
-    assert from_old == {DiffusionNFTConfig, CRDConfig}
-    for of_class in from_old:
-        assert "old" in registry.BUILT_IN[of_class].copies(of_class())
+    from_copies = {of_class: algorithm for of_class, algorithm in registry.BUILT_IN.items() if algorithm.generates != "current"}
+    assert from_copies.keys() == {DiffusionNFTConfig, CRDConfig}
+    for of_class, algorithm in from_copies.items():
+        assert "old" in algorithm.copies(of_class())
+        assert algorithm.generates in algorithm.follows.keys() & algorithm.following(of_class())
 
 
 def rows_of(of_class):

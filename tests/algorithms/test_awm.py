@@ -106,4 +106,4 @@ def test_a_copy_is_kept_only_for_the_pull():
 
 def test_the_copy_follows_as_published():
     for step in (1, 7, 299, 300, 301, 5000):
-        assert ALGORITHM.old_decay(AWMConfig(), step) == pytest.approx(min(0.3, 0.001 * step))
+        assert ALGORITHM.follows["old"](AWMConfig(), step) == pytest.approx(min(0.3, 0.001 * step))

@@ -1,17 +1,18 @@
-"""CRD: the implied reward regressed on the advantage, both centred inside the group."""
+"""CRD: the implied reward regressed on the advantage, both centred inside the group, against a closed form in numpy."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from algorithm_rows import ELEMENTS, at_velocity, doubles, forward_rows, gradient, mean_square, target, wide
+from algorithm_rows import at_velocity, doubles, forward_rows, gradient, target, wide
 
 from ebbflow.algorithms.built_in.crd import ALGORITHM, CRDConfig
-from ebbflow.recipe.algorithms import EmaScheduleConfig
 
 ADVANTAGES = [1.0, -0.4, 0.3, -2.0, 1.2, 0.8]  # that are not centred already
 GROUPS = [0, 0, 1, 1, 1, 1]
-BETAS = [0.1, 1.0]
+BETAS = [0.3, 1.0]
+CLIPS = [5.0, 2.0]
 
 
 def group_rows(seed=0):
@@ -20,51 +21,67 @@ def group_rows(seed=0):
 
 def centred(values):
     """By hand, of GROUPS."""
-    return torch.cat([values[:2] - values[:2].mean(), values[2:] - values[2:].mean()])
+    return np.concatenate([values[:2] - values[:2].mean(), values[2:] - values[2:].mean()])
 
 
-def weight(rows, velocity):
-    return (velocity - target(rows)).abs().mean((1, 2)).detach()
+def published(rows, beta, clip):
+    """(loss of each row, its gradient with respect to the velocity), float64, written out from the published port.
+
+    The port's target is A / clip / 2 + 1/2 within [0, 1]; it takes no gradient of the group's mean and none of the weights.
+    """
+    u = (rows.noise - rows.clean).numpy()
+    velocity, old = rows.velocity.detach().numpy(), rows.copies["old"].numpy()
+    weights = [np.abs(each - u).mean((1, 2)) for each in (velocity, old)]
+    errors = [((each - u) ** 2).mean((1, 2)) / weight for each, weight in zip((velocity, old), weights, strict=True)]
+    preference = np.clip(rows.advantage.numpy() / clip / 2 + 0.5, 0, 1)
+    miss = beta * centred(errors[1] - errors[0]) - centred(preference)
+    slope = -2 * (velocity - u) / u[0].size / weights[0][:, None, None]
+    return clip / beta * miss**2, (2 * clip * miss)[:, None, None] * slope
 
 
-def miss(rows, beta):
-    """beta r~ - a~."""
-    velocity, old = rows.velocity.detach(), rows.copies["old"]
-    errors = [mean_square(each - target(rows)) / weight(rows, each) for each in (velocity, old)]
-    return beta * centred(-(errors[0] - errors[1])) - centred(rows.advantage)
-
-
+@pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_loss_is_the_published_formula(beta, seed):
-    rows = group_rows(seed)
-    torch.testing.assert_close(
-        ALGORITHM.loss(rows, CRDConfig(beta=beta))[0], 5 / beta * miss(rows, beta) ** 2, rtol=1e-12, atol=0
-    )
+def test_loss_and_gradient_are_the_published_ones(beta, clip, seed):
+    rows, config = replace(group_rows(seed), advantage_clip=clip), CRDConfig(beta=beta)
+    loss, slope = published(rows, beta, clip)
+    np.testing.assert_allclose(ALGORITHM.loss(rows, config)[0].detach().numpy(), loss, rtol=1e-12)
+    found = gradient(ALGORITHM, rows, config, rows.velocity).numpy()
+    np.testing.assert_allclose(found, slope, rtol=1e-10, atol=1e-12)
+
+
+def test_two_samples_of_one_element_by_hand():
+    """With one element r = |v_old - u| - |v - u|: .3 and -.1; A / 10 = .2 and -.3. Centred .2, -.2 and .25, -.25."""
+    one = [doubles(values).view(2, 1, 1) for values in ([0.0, 0.0], [1.0, 1.0], [1.2, 1.4], [1.5, 0.7])]
+    rows = replace(forward_rows([2.0, -3.0], [0, 0]), clean=one[0], noise=one[1], copies={"old": one[3]})
+    rows = at_velocity(rows, one[2])
+    loss, metrics = ALGORITHM.loss(rows, CRDConfig())
+    assert loss.tolist() == pytest.approx([5 * 0.05**2] * 2)
+    assert metrics["crd/implied"].tolist() == pytest.approx([0.3, -0.1])
+    # 2 * 5 * miss * dr / dv, with the misses -.05 and .05 and dr / dv = -2 sign(v - u): the weight takes no gradient.
+    assert gradient(ALGORITHM, rows, CRDConfig(), rows.velocity).flatten().tolist() == pytest.approx([1, -1])
+
+
+def test_the_target_can_be_reached():
+    """Gradient descent brings the loss to 0 with predictions near the target: a policy can have the wanted implied rewards."""
+    rows = forward_rows([5.0, -5.0, 5.0, -5.0, 5.0, -5.0], GROUPS)
+    rows = at_velocity(rows, rows.copies["old"])
+    start = ALGORITHM.loss(rows, CRDConfig())[0].sum().item()
+    for _ in range(400):
+        rows = at_velocity(rows, rows.velocity - 0.02 * gradient(ALGORITHM, rows, CRDConfig(), rows.velocity))
+    assert ALGORITHM.loss(rows, CRDConfig())[0].sum().item() < 1e-6 * start
+    assert (rows.velocity - target(rows)).abs().max() < 10
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_the_gradient_by_hand(beta):
-    # sum_i (5 / beta) m_i^2 with m = beta r~ - a~ has the gradient 10 m_i dr~_i; as the m_i of a group add up to 0, the centring
-    # of r drops out, and dr_i = -2 (v - u) / (D w) with the weight held fixed.
-    rows = group_rows()
-    slope = -2 * (rows.velocity.detach() - target(rows)) / ELEMENTS / wide(weight(rows, rows.velocity))
-    expected = wide(10 * miss(rows, beta)) * slope
-    torch.testing.assert_close(gradient(ALGORITHM, rows, CRDConfig(beta=beta), rows.velocity), expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_at_the_old_policy_only_the_advantages_are_left(beta):
+def test_at_the_old_policy_the_gradient_does_not_depend_on_beta(beta):
     rows = group_rows()
     rows = at_velocity(rows, rows.copies["old"])
     loss, metrics = ALGORITHM.loss(rows, CRDConfig(beta=beta))
-    advantage = centred(rows.advantage)
-    torch.testing.assert_close(loss, 5 / beta * advantage**2, rtol=1e-12, atol=0)
+    np.testing.assert_allclose(loss.detach().numpy(), 5 / beta * centred(rows.advantage.numpy() / 10) ** 2, rtol=1e-12)
     assert (metrics["crd/implied"] == 0).all()
-    # ... and beta drops out of the gradient: good samples are approached, bad ones left.
-    error = rows.velocity.detach() - target(rows)
-    expected = wide(20 * advantage / ELEMENTS / weight(rows, rows.velocity)) * error
-    torch.testing.assert_close(gradient(ALGORITHM, rows, CRDConfig(beta=beta), rows.velocity), expected, rtol=1e-10, atol=1e-12)
+    found, expected = (gradient(ALGORITHM, rows, CRDConfig(beta=each), rows.velocity) for each in (beta, 1.0))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_constant_on_the_advantages_of_a_group_changes_nothing():
@@ -104,15 +121,20 @@ def test_a_prediction_without_error_keeps_its_weight_above_zero():
 
 def test_agreement_counts_the_rows_whose_change_has_the_sign_of_the_advantage():
     rows = group_rows()
-    old = rows.copies["old"]
-    right = old + 0.3 * wide(centred(rows.advantage).sign()) * (target(rows) - old)
-    wrong = old - 0.3 * wide(centred(rows.advantage).sign()) * (target(rows) - old)
+    old, sign = rows.copies["old"], wide(torch.from_numpy(centred(rows.advantage.numpy())).sign())
+    right, wrong = (old + by * sign * (target(rows) - old) for by in (0.3, -0.3))
     agreement = [ALGORITHM.loss(at_velocity(rows, each), CRDConfig())[1]["crd/agreement"].tolist() for each in (right, wrong)]
     assert agreement == [[1] * 6, [0] * 6]
 
 
-def test_the_old_policy_generates_is_needed_and_follows():
-    assert ALGORITHM.generates == "old"
+def test_the_sampler_is_not_the_reference():
+    assert ALGORITHM.generates == "sampling"
     assert ALGORITHM.copies(CRDConfig()) == {"old"}
-    config = CRDConfig(old=EmaScheduleConfig(warmup=2, slope=0.1, max_decay=0.25))
-    assert [ALGORITHM.old_decay(config, step) for step in range(1, 7)] == pytest.approx([0, 0, 0.1, 0.2, 0.25, 0.25])
+    assert ALGORITHM.following(CRDConfig()) == ("old", "sampling")
+
+
+def test_each_copy_follows_by_its_published_schedule():
+    for step in (1, 2, 74, 75, 76, 149, 150, 151, 208, 209, 1000):
+        old, sampling = (ALGORITHM.follows[name](CRDConfig(), step) for name in ("old", "sampling"))
+        assert old == pytest.approx(min(0.25 + 0.005 * step, 0.999))
+        assert sampling == pytest.approx(0 if step < 75 else min(0.0075 * (step - 75), 0.999))

@@ -95,15 +95,15 @@ def test_a_pair_far_on_the_wrong_side_has_a_finite_loss_and_the_full_gradient():
 def test_without_refreshing_the_reference_is_the_base_model_for_good():
     config = DiffusionDPOConfig()
     assert ALGORITHM.copies(config) == {"reference"}
-    assert [ALGORITHM.old_decay(config, step) for step in (1, 2, 100)] == [1, 1, 1]
+    assert [ALGORITHM.follows["old"](config, step) for step in (1, 2, 100)] == [1, 1, 1]
 
 
 def test_refreshed_the_reference_is_an_older_self():
     config = DiffusionDPOConfig(refresh_every=3)
     assert ALGORITHM.copies(config) == {"old"}
     # old <- d old + (1 - d) theta: d = 0 replaces it.
-    assert [ALGORITHM.old_decay(config, step) for step in range(1, 8)] == [1, 1, 0, 1, 1, 0, 1]
-    assert [ALGORITHM.old_decay(DiffusionDPOConfig(refresh_every=1), step) for step in (1, 2)] == [0, 0]
+    assert [ALGORITHM.follows["old"](config, step) for step in range(1, 8)] == [1, 1, 0, 1, 1, 0, 1]
+    assert [ALGORITHM.follows["old"](DiffusionDPOConfig(refresh_every=1), step) for step in (1, 2)] == [0, 0]
     rows = pairs()
     change = changes(rows, "old")
     alone = replace(rows, copies={"old": rows.copies["old"]})

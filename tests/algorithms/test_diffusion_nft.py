@@ -174,11 +174,11 @@ def test_metrics():
 def test_the_three_published_decays_of_the_old_policy(old, published):
     config = DiffusionNFTConfig(old=old)
     for step in [1, 2, 74, 75, 76, 100, 207, 208, 209, 499, 500, 501, 10_000]:
-        assert ALGORITHM.old_decay(config, step) == pytest.approx(published(step), abs=1e-12)
+        assert ALGORITHM.follows["old"](config, step) == pytest.approx(published(step), abs=1e-12)
 
 
 def test_by_default_the_old_policy_is_nearly_kept_after_ten_steps():
-    decay = [ALGORITHM.old_decay(DiffusionNFTConfig(), step) for step in (1, 5, 10, 11, 99)]
+    decay = [ALGORITHM.follows["old"](DiffusionNFTConfig(), step) for step in (1, 5, 10, 11, 99)]
     assert decay == pytest.approx([0.09, 0.45, 0.9, 0.9, 0.9])
 
 

@@ -1,7 +1,9 @@
 """The three reference penalties against the divergences that they stand for."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from algorithm_rows import (
@@ -17,7 +19,7 @@ from algorithm_rows import (
     rollout,
 )
 
-from ebbflow.algorithms.reference import penalty
+from ebbflow.algorithms.reference import penalty, penalty_weight
 from ebbflow.flow.transition import DEFAULT_ETA
 from ebbflow.recipe.choices import ReferenceConfig
 
@@ -95,3 +97,21 @@ def test_the_weight_is_not_the_penalty_s_business():
     rows, velocity, reference = steps_apart("flow_sde")
     heavy = ReferenceConfig(penalty="kl", weight=0.3)
     assert torch.equal(penalty(heavy, rows, velocity, reference), penalty(KL, rows, velocity, reference))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_without_adaptation_every_row_has_the_weight(adaptive):
+    rows = forward_rows([-5.0, -1.0, 0.0, 5.0])
+    weight = penalty_weight(ReferenceConfig(weight=0.3, adaptive=adaptive), rows)
+    assert (weight == 0.3).all() == (not adaptive)
+
+
+def test_the_adaptive_weight_is_the_published_one_of_the_reward():
+    """Its source: kl_beta (m + p (1 - m)) with m = 1e-4 / kl_beta and p = clip(A / c / 2 + 1/2, 0, 1)."""
+    for clip, advantages in ((5.0, [-5.0, -2.5, 0.0, 1.0, 5.0]), (2.0, [-2.0, -0.5, 0.0, 1.0, 2.0])):
+        rows = replace(forward_rows(advantages), advantage_clip=clip)
+        for weight in (0.1, 2.0):
+            least, share = 1e-4 / weight, np.clip(np.array(advantages) / clip / 2 + 0.5, 0, 1)
+            found = penalty_weight(ReferenceConfig(weight=weight, adaptive=True), rows)
+            np.testing.assert_allclose(found.numpy(), weight * (least + share * (1 - least)), rtol=1e-12)
+            assert (found[0].item(), found[-1].item()) == pytest.approx((1e-4, weight))

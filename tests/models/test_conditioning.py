@@ -9,7 +9,8 @@ import torch
 from pipeline_cases import LONG, SHORT, TINY, few_tokens, picture, prompts
 
 from ebbflow.models import Conditioning, ModelError
-from ebbflow.models.encoding import encode_once
+from ebbflow.models.base import predict
+from ebbflow.models.encoding import embed, encode_once
 
 
 def given(count, length, negative=None, start=0):
@@ -84,6 +85,30 @@ def test_a_prompt_is_encoded_alike_in_any_company(tiny, monkeypatch, name):
                 length = values.shape[1]
                 assert torch.allclose(other[key][:, :length].float(), values.float(), atol=1e-5), key
                 assert not other[key][:, length:].any()
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name != "flux"])
+def test_negative_prompts_can_be_asked_for_without_guidance(tiny, name):
+    """As guidance encodes them; a pass without guidance does not look at them."""
+    model, wanted = tiny(name, guidance=1.0), prompts(name)
+    asked, guided = embed(model, wanted, negatives=True)(wanted), tiny(name).encode(wanted)
+    assert asked.guidance == 1
+    for one, other in ((asked, guided), (asked.negative, guided.negative)):
+        for key, values in one.tensors.items():
+            assert torch.allclose(values.float(), other[key].float(), atol=1e-5), key
+    latents, sigma = torch.randn(len(wanted), *model.latent_shape), torch.full((len(wanted),), 0.5)
+    plain, with_negatives = (predict(model, latents, sigma, each) for each in (asked.unguided(), asked))
+    assert torch.equal(plain, with_negatives)
+    full = predict(model, latents, sigma, replace(asked, guidance=guided.guidance))
+    assert torch.allclose(full, predict(model, latents, sigma, guided), atol=1e-4)
+    assert not torch.allclose(full, plain, atol=1e-3)
+
+
+def test_a_family_without_guidance_has_no_negative_prompts(tiny):
+    with pytest.raises(
+        ModelError, match=r"reference.guidance needs classifier-free guidance, which FluxModel has not; set it to 1"
+    ):
+        embed(tiny("flux", guidance=1.0), prompts("flux"), negatives=True)
 
 
 @pytest.mark.parametrize("name", TINY)

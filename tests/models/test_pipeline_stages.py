@@ -10,6 +10,7 @@ import torch
 from pipeline_cases import SHORT, TINY, few_tokens, prompts
 
 from ebbflow.flow.noise import SampleKeys
+from ebbflow.models.base import predict
 from ebbflow.models.encoding import encode_once
 from ebbflow.online.local_workers import LocalWorkers, local_workers
 from ebbflow.online.loop import run_online_stage
@@ -51,8 +52,8 @@ def start(open_tiny):
         recipe = Recipe.model_validate({"model": model.config.model_dump(), "policy": LORA, "stages": [small | stage]})
         ctx = StageContext(recipe, 0, 0)
         policy = Policy(model, recipe.policy, seed=0)
-        if ctx.keeps_old:
-            policy.ensure("old")
+        for name in ctx.following:
+            policy.ensure(name)
         return ctx, model, PolicyUpdater(policy, ctx.config)
 
     return begin
@@ -124,6 +125,44 @@ def test_the_time_of_the_gate_is_told_and_a_profile_is_of_the_rollouts(start, op
     assert done.index(("parity", 0)) < done.index(("rollout", 0)) < done.index(("profile", 0))
     assert record.seconds["parity"] > 0
     assert "profile/step-00000/rollout-0.json.gz" in recorder.files
+
+
+def test_the_policy_is_pulled_to_the_base_model_as_it_draws_with_guidance(start):
+    """By CRD's published defaults. The policy is unguided, and so is the base model that the drift is measured from."""
+    online = {"kind": "online", "algorithm": {"name": "crd"}, "sampler": {"steps": 3}}
+    ctx, model, updater = start("sd3", online | {"optimizer": {"lr": 0}}, guidance=1.0)
+    wanted = [prompt for prompt in prompts("sd3", SHORT[:2]) for _ in range(2)]
+    keys = SampleKeys(ctx.seed, [prompt.prompt_id for prompt in wanted], [0, 1, 0, 1])
+    trainer = TrainingWorker(ctx, updater)
+    conditioning = trainer.encode(wanted)(wanted)
+    clean = torch.randn(4, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+    advantage = torch.tensor([5.0, -5.0, 1.0, -1.0])
+    batch = forward_batch(clean, conditioning, advantage, keys, np.array([0, 0, 1, 1]), ctx.config.hyper, visit=0)
+    latents, sigma, rows = batch.inputs.latents, batch.inputs.sigma, conditioning.rows(batch.inputs.sample_index)
+    with torch.no_grad():
+        plain, negative = (predict(model, latents, sigma, each) for each in (rows.unguided(), rows.negative))
+    apart = ((plain - (negative + 4.5 * (plain - negative))) ** 2).flatten(1).mean(1)
+    metrics = updater.update(batch, 2)
+    assert metrics["kl/reference"] == pytest.approx(apart.mean().item(), rel=1e-4) != 0
+    assert metrics["velocity_drift"] == pytest.approx(0, abs=1e-9)
+    assert metrics["crd/implied"] == pytest.approx(0, abs=1e-6)
+    share = 1e-4 + (0.1 - 1e-4) * (batch.advantage / 10 + 0.5)
+    centred = batch.advantage / 10  # the groups' means are 0
+    assert metrics["loss"] == pytest.approx((5 * centred**2 + share * apart).mean().item(), rel=1e-4)
+
+
+def test_a_stage_of_crd_trains_and_generates_without_guidance(start):
+    online = {"kind": "online", "algorithm": {"name": "crd"}, "steps": 2, "prompts_per_step": 2, "updates_per_step": 1}
+    online |= {"sampler": {"steps": 3}, "optimizer": {"lr": 1e-3}, "statistics_alarm": 1e9}
+    ctx, _, updater = start("sd3", online, guidance=1.0)
+    before, recorder = values(updater.policy), MetricsRecorder()
+    run_online_stage(ctx, local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))), prompts("sd3", SHORT[:2]), recorder)
+    assert all(np.isfinite(value) for metrics in recorder.metrics for value in metrics.values())
+    assert all(metrics["kl/reference"] > 0 for metrics in recorder.metrics)
+    assert len(changed(updater.policy, before)) > len(before) / 3
+    # On policy for the first 75 steps, while the reference lags behind.
+    assert all(torch.equal(value, updater.policy.parameters[name]) for name, value in updater.policy.copies["sampling"].items())
+    assert any(not torch.equal(value, updater.policy.parameters[name]) for name, value in updater.policy.copies["old"].items())
 
 
 @pytest.mark.parametrize("name", TINY)

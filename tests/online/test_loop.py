@@ -75,8 +75,8 @@ def run(make_recipe, make_prompts, base_folder, scorer):
         policy = Policy(model, recipe.policy, 0)
         before = values(policy)
         policy.copies["teacher"] = moved(policy, 0.02)
-        if ctx.keeps_old:
-            policy.ensure("old")
+        for name in ctx.following:
+            policy.ensure(name)
         optimizer = torch.optim.SGD(policy.parameters.values(), sgd) if sgd else None
 
         updater = PolicyUpdater(policy, ctx.online, optimizer=optimizer)
@@ -108,7 +108,7 @@ ITS_OWN = {
     "awm": {"awm/error", "awm/old_deviation", "kl/reference"},
     "diffusion_dpo": {"dpo/margin", "dpo/accuracy", "dpo/better_change", "dpo/worse_change"},
     "dgpo": {"dgpo/weight", "dgpo/change"},
-    "crd": {"crd/implied", "crd/agreement", "kl/reference"},
+    "crd": {"crd/implied", "crd/miss", "crd/agreement", "kl/reference"},
     "sft": set(),
     "rwr": {"rwr/weight"},
 }

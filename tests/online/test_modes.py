@@ -21,6 +21,7 @@ from ebbflow.training.update import PolicyUpdater
 
 MODES = [{"mode": "sync"}, {"mode": "one_step_off"}, {"mode": "async", "staleness": 2}]
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
+CRD = {**NFT, "algorithm": {"name": "crd"}}
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
 
 
@@ -32,8 +33,8 @@ def run(make_recipe, make_prompts, base_folder, scorer):
         online = {"prompts_per_step": 3, "micro_batch": 4, **online}
         ctx = StageContext(make_recipe(online=online, policy=policy or {}, **(keys or {})), 0, 0)
         trained = Policy(load_model(base_folder), ctx.recipe.policy, 0)
-        if ctx.keeps_old:
-            trained.ensure("old")
+        for name in ctx.following:
+            trained.ensure(name)
         placement, asked, recorder = local_workers(ctx, PolicyUpdater(trained, ctx.online), judge), [], MetricsRecorder(None)
         generate = placement.rollout_worker.generate
 
@@ -63,7 +64,7 @@ def test_without_a_learning_rate_the_ratio_is_one_for_as_long_as_it_runs(run, mo
         assert step["ratio/deviation"] < 1e-6
 
 
-@pytest.mark.parametrize("online", [{}, NFT], ids=["mix_grpo", "nft"])
+@pytest.mark.parametrize("online", [{}, NFT, CRD], ids=["mix_grpo", "nft", "crd"])
 @pytest.mark.parametrize("policy", [{}, {"train": "lora", "rank": 4}], ids=["full", "lora"])
 def test_without_a_learning_rate_every_mode_is_the_same(run, online, policy):
     modes = [run(**mode, **online, policy=policy, steps=4, optimizer={"lr": 0})[1] for mode in MODES]
@@ -72,7 +73,7 @@ def test_without_a_learning_rate_every_mode_is_the_same(run, online, policy):
     assert same[0] == same[1] == same[2]
     watched = [step["rollout/delta_max"] for mode in modes[1:] for step in mode if "rollout/delta_max" in step]
     assert max(watched, default=0.0) < 1e-6
-    assert bool(watched) == (online != NFT)
+    assert bool(watched) == (online == {})
 
 
 class SlowAtFirst:

@@ -115,8 +115,8 @@ def run(make_recipe, make_prompts, base_folder, scorer, validation):
 
 def opened(ctx, base_folder):
     policy = Policy(load_model(base_folder), ctx.recipe.policy, 0)
-    if ctx.keeps_old:
-        policy.ensure("old")
+    for name in ctx.following:
+        policy.ensure(name)
     if ctx.recipe.policy.ema:
         policy.ensure("ema")
     return policy

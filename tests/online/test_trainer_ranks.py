@@ -46,6 +46,7 @@ CASES = {
     "bypass": {"algorithm": {"name": "flow_dppo"}, **ROUGH, "correction": BYPASS},
     "samples": {"algorithm": {"name": "diffusion_nft", "noise_levels": 1}, **ODE, "policy": LORA},
     "groups": {"algorithm": {"name": "dgpo", "noise_levels": 2}, **ODE},
+    "two copies": {"algorithm": {"name": "crd", "old": {"slope": 0.5}, "sampling": {"slope": 0.7}}, **ODE, "policy": LORA},
     "a group an update": {"algorithm": {"name": "dgpo", "noise_levels": 2}, **ODE, "updates_per_step": 4},
     "one term": {"algorithm": {"name": "mix_grpo"}, **SHIFTED, "updates_per_step": 1},
     "nothing": {"algorithm": {"name": "mix_grpo"}, **SHIFTED},
@@ -56,7 +57,12 @@ LEFT = {"one term": [(4, 1)], "nothing": []}
 
 def recipe_of(case: str) -> Recipe:
     stage = {"kind": "online", "group_size": 3, "prompts_per_step": 5, "micro_batch": 4, "updates_per_step": 2}
-    stage |= {"sampler": {"steps": 4}, "reference": {"weight": 0.1}, "optimizer": {"max_grad_norm": 0.5}, **CASES[case]}
+    stage |= {
+        "sampler": {"steps": 4},
+        "reference": {"weight": 0.1, "guidance": 1},
+        "optimizer": {"max_grad_norm": 0.5},
+        **CASES[case],
+    }
     policy = stage.pop("policy", {"train": "full"})
     if stage["sampler"].get("name") != "ode":
         stage["window"] = {"kind": "fixed", "size": 2}
@@ -82,8 +88,8 @@ def batch_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[Traini
 
 def trainer_of(base: Path, ctx: StageContext, ranks: Ranks) -> TrainingWorker:
     policy = Policy(load_model(base), ctx.recipe.policy, 0, shard=ranks.world > 1)
-    if ctx.keeps_old:
-        policy.ensure("old")
+    for name in ctx.following:
+        policy.ensure(name)
     # Adam's first step is a sign, which turns rounding into full steps.
     updater = PolicyUpdater(policy, ctx.online, optimizer=torch.optim.SGD(policy.parameters.values(), lr=0.05))
     return TrainingWorker(ctx, updater, rank=ranks.rank)

@@ -43,8 +43,12 @@ def offline(name="diffusion_nft", **stage):
     return {"kind": "offline", "algorithm": keys_of(name), **stage}
 
 
+GUIDED = {"family": "sd3", "path": "base"}
+"""A model with classifier-free guidance, for the published reference of CRD."""
+
+
 def resolved(stage):
-    return Recipe.model_validate({"stages": [stage]}).stages[0]
+    return Recipe.model_validate({"model": GUIDED, "stages": [stage]}).stages[0]
 
 
 def problem(stage):
@@ -57,6 +61,7 @@ def problem(stage):
 # Refusals: each says what does not fit and what would.
 
 REFUSED = [
+    (online("mix_grpo", reference={"weight": 1, "guidance": 2}), "reference.guidance = 2", "policy and base", "leave it out"),
     *((online(name, sampler={"name": s}), name, f"'{s}' has none", "flow_sde, dance_sde or cps", "diffusion_nft")
       for name in TRAJECTORY for s in ("ode", "dpm_solver")),
     *((online(name, window={"kind": "all"}), name, "final latents alone", "leave 'window' out", "mix_grpo") for name in FORWARD),
@@ -161,6 +166,7 @@ def test_an_algorithm_sets_what_the_recipe_leaves_open(name):
         ("flow_dppo", "flow_sde", "progressive", "global", 0, "kl"),
         ("diffusion_nft", "ode", None, "global", 1e-4, "velocity"),
         ("awm", "ode", None, "global", 0.1, "velocity"),
+        ("crd", "ode", None, "global", 0.1, "velocity"),
         ("sft", "ode", None, "global", 0, "velocity"),
     ],
 )
@@ -184,7 +190,7 @@ def test_the_published_choices(name, sampler, window, std, weight, penalty):
         (online("flow_grpo_fast", window={"start": 1}), {"window": WindowConfig(kind="random", size=2, start=1)}),
         (online("flow_grpo", reference={"penalty": "velocity"}), {"reference": ReferenceConfig(weight=0.02, penalty="velocity")}),
         (online("flow_grpo", reference={"weight": 0}), {"reference": ReferenceConfig(weight=0, penalty="kl")}),
-        (online("crd", reference={"weight": 0.5}), {"reference": ReferenceConfig(weight=0.5, penalty="velocity")}),
+        (online("crd", reference={"weight": 0.5}), {"reference": ReferenceConfig(weight=0.5, guidance=4.5, adaptive=True)}),
         (online("mix_grpo", window={"tail": 0.4}), {"window": WindowConfig(kind="progressive", tail=0.4)}),
         (offline("awm", sampler={"steps": 9}), {"sampler": SamplerConfig(name="ode", steps=9)}),
     ],
@@ -239,7 +245,7 @@ def test_a_resolved_recipe_reloads_to_itself(name, kind):
     if kind not in CONFIGS[name].stages:
         assert name in problem({"kind": kind, "algorithm": keys_of(name)})
         return
-    recipe = Recipe.model_validate({"stages": [{"kind": kind, "algorithm": keys_of(name)}]})
+    recipe = Recipe.model_validate({"model": GUIDED, "stages": [{"kind": kind, "algorithm": keys_of(name)}]})
     again = Recipe.model_validate_json(recipe.model_dump_json())
     assert again == recipe == Recipe.model_validate(recipe.model_dump())
     assert again.digest == recipe.digest
@@ -343,12 +349,27 @@ def test_the_default_thresholds_agree_with_each_other(unit, squared):
 # Copies that follow.
 
 
-@given(st.integers(0, 10), st.floats(0, 1), st.floats(0, 0.99), st.integers(1, 40))
-def test_a_following_copy_lags_ever_more_up_to_a_limit(flat, slope, most, step):
-    following = EmaScheduleConfig(warmup=flat, slope=slope, max_decay=most)
-    assert 0 <= following.decay(step) <= following.decay(step + 1) <= most
+@given(st.integers(0, 10), st.floats(0, 1), st.lists(st.floats(0, 0.99), min_size=2, max_size=2), st.integers(1, 40))
+def test_a_following_copy_lags_ever_more_up_to_a_limit(flat, slope, limits, step):
+    least, most = sorted(limits)
+    following = EmaScheduleConfig(warmup=flat, min_decay=least, slope=slope, max_decay=most)
+    assert least <= following.decay(step) <= following.decay(step + 1) <= most
     if step <= flat:
-        assert following.decay(step) == 0
+        assert following.decay(step) == least
+
+
+def test_a_reference_is_guided_only_where_the_family_has_guidance():
+    says = r"stages.0.reference.guidance = 4.5 .* model.family = 'glyph' has not; set reference.guidance to 1"
+    with pytest.raises(RecipeError, match=says):
+        Recipe.model_validate({"stages": [online("crd")]})
+    for reference in ({"guidance": 1}, {"weight": 0}):
+        assert not Recipe.model_validate({"stages": [online("crd", reference=reference)]}).stages[0].reference.guided
+    assert resolved(online("crd")).reference == ReferenceConfig(weight=0.1, guidance=4.5, adaptive=True)
+
+
+def test_a_decay_that_begins_above_its_limit_is_refused():
+    stage = online("crd", algorithm={"name": "crd", "old": {"min_decay": 0.9, "max_decay": 0.5}})
+    assert "min_decay = 0.9 is above max_decay = 0.5" in problem(stage)
 
 
 @pytest.mark.parametrize(
@@ -357,6 +378,7 @@ def test_a_following_copy_lags_ever_more_up_to_a_limit(flat, slope, most, step):
         ({"max_decay": 0}, {1: 0, 50: 0}),
         ({"slope": 0.001, "max_decay": 0.5}, {1: 0.001, 100: 0.1, 500: 0.5, 900: 0.5}),
         ({"warmup": 75, "slope": 0.0075, "max_decay": 0.999}, {75: 0, 76: 0.0075, 175: 0.75, 300: 0.999}),
+        ({"min_decay": 0.25, "slope": 0.005, "max_decay": 0.999}, {1: 0.255, 50: 0.5, 149: 0.995, 150: 0.999}),
     ],
 )
 def test_the_published_schedules(keys, expected):

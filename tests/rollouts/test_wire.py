@@ -53,6 +53,13 @@ def same(first, second):
         same(first.negative, second.negative)
 
 
+def test_negative_prompts_that_guide_nothing_stay_behind():
+    task = Task(encoded(3, 1.0, encoded(3)), SampleKeys(1, [0, 1, 2], [0, 0, 0]), SamplerConfig(name="ode", steps=3), None)
+    header, tensors = task.pack()
+    assert header["guidance"] == [1.0]
+    assert len(tensors) == len(task.conditioning.tensors)
+
+
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("plan", [None, Plan((1, 2), (2,), 0.5), Plan((0,), (0,))], ids=str)
 def test_a_task_arrives_as_it_was(pair, negative, plan):

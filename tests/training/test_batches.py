@@ -117,8 +117,25 @@ def test_a_unit_shares_sigma_and_noise_and_stays_together(model, group_index):
     assert len({tuple(batch.noise[row].flatten()[:4].tolist()) for row in starts}) == len(starts)
 
 
-def test_a_unit_draws_the_same_alone(model):
-    stage = stage_of({"name": "dgpo", "noise_levels": 2})
+def test_samples_of_a_group_can_have_noise_of_their_own(model):
+    shared, own = (forward_rows(model, stage_of({"name": name, "noise_levels": 2}), GROUPS) for name in ("dgpo", "crd"))
+    assert torch.equal(own.inputs.sigma, shared.inputs.sigma)
+    assert torch.equal(own.group_index, shared.group_index)
+    assert len({tuple(noise.flatten()[:4].tolist()) for noise in own.noise}) == len(own.noise) == 12
+    by_itself = forward_rows(model, stage_of({"name": "awm", "noise_levels": 2}))
+    rows = {(sample, draw): noise for sample, draw, noise in numbered(by_itself)}
+    assert all(torch.equal(noise, rows[sample, draw]) for sample, draw, noise in numbered(own))
+
+
+def numbered(batch):
+    """(sample, number of its draw, noise) of each row."""
+    return [(sample, int(group) % 2, noise) for sample, group, noise in
+            zip(batch.keys.prompt_ids, batch.group_index, batch.noise, strict=True)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["dgpo", "crd"])
+def test_a_unit_draws_the_same_alone(model, name):
+    stage = stage_of({"name": name, "noise_levels": 2})
     whole, last = forward_rows(model, stage, GROUPS), forward_rows(model, stage, GROUPS, 3, 6)
     rows = [row for row in range(12) if whole.keys.prompt_ids[row] >= 3]
     assert torch.equal(last.noise, whole.noise[rows])

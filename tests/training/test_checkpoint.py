@@ -23,7 +23,7 @@ def start(make_recipe, base_folder):
     def updater(policy=None, **online):
         ctx = StageContext(make_recipe(online=online, policy=policy or {}), 0, 0)
         trained = Policy(load_model(base_folder), ctx.recipe.policy, 0)
-        for name in ("old", "ema"):
+        for name in ("old", "sampling", "ema"):
             trained.ensure(name)
         return PolicyUpdater(trained, ctx.online)
 
@@ -44,7 +44,7 @@ def push(updater, count, seed):
             parameter.grad = torch.randn(parameter.shape, generator=draws)
         updater.optimizer.step()
         updater.updates += 1
-        for name, decay in (("old", 0.5), ("ema", 0.9)):
+        for name, decay in (("old", 0.5), ("sampling", 0.2), ("ema", 0.9)):
             updater.policy.blend(name, decay)
 
 

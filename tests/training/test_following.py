@@ -1,4 +1,4 @@
-"""The copies that follow the policy: the old one by its algorithm's schedule, the average that gets evaluated and served."""
+"""The copies that follow the policy: each by its algorithm's schedule for it, and the average that is evaluated and served."""
 
 from __future__ import annotations
 
@@ -54,6 +54,32 @@ def test_the_old_copy_follows_by_its_schedule(model, algorithm):
     seen = take_steps(updater, 4, GROUPS)
     assert farthest(start, seen[-1]) > 1e-4
     assert farthest(updater.policy.copies["old"], followed(start, seen, [0, 0.4, 0.5, 0.5])) < 1e-6
+    assert same(updater.policy.copies["reference"], start)
+
+
+CRD = {
+    "name": "crd",
+    "old": {"min_decay": 0.25, "slope": 0.25, "max_decay": 0.7},
+    "sampling": {"warmup": 2, "slope": 0.5, "max_decay": 0.9},
+}
+
+
+@pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
+def test_the_sampler_and_the_moving_reference_follow_each_by_its_own_schedule(model, config):
+    updater = updater_of(model, CRD, config, lr=0.5)
+    start, batch, seen = values(updater.policy), forward_rows(model, updater.stage, GROUPS), []
+    for step in range(4):
+        for _ in range(2):  # the copies wait for the end of the rollout step
+            before = {name: dict(updater.policy.copies[name]) for name in ("old", "sampling")}
+            updater.update(batch, 1)
+            assert all(same(updater.policy.copies[name], copy) for name, copy in before.items())
+        updater.finish_step()
+        seen.append(values(updater.policy))
+        on_policy = same(updater.policy.copies["sampling"], seen[-1])
+        assert on_policy == (step < 2)
+        assert farthest(updater.policy.copies["old"], updater.policy.copies["sampling"]) > 1e-6
+    assert farthest(updater.policy.copies["old"], followed(start, seen, [0.5, 0.7, 0.7, 0.7])) < 1e-6
+    assert farthest(updater.policy.copies["sampling"], followed(start, seen, [0, 0, 0.5, 0.9])) < 1e-6
     assert same(updater.policy.copies["reference"], start)
 
 
@@ -157,12 +183,13 @@ def train(ctx, base_folder, folder, trained, updates):
         {"name": "diffusion_nft", "old": {"warmup": 1, "slope": 0.3, "max_decay": 0.8}},
         {"name": "awm", "old": {"slope": 0.2, "max_decay": 0.9}},
         {"name": "diffusion_dpo", "refresh_every": 2},
+        CRD,
     ],
     ids=lambda algorithm: algorithm["name"],
 )
 def test_a_schedule_goes_on_in_the_next_stage_of_the_algorithm(base_folder, start, ctx, tmp_path, algorithm):
-    """Three steps in one stage, or one and two in two: the old copy is the same, so its schedule did not start again."""
-    ctx, olds = ctx(online={"algorithm": algorithm}), []
+    """Three steps in one stage, or one and two in two: the copies are the same, so their schedules did not start again."""
+    ctx, ends = ctx(online={"algorithm": algorithm}), []
     for stages in ((3,), (1, 2)):
         folder = start(FULL)
         for number, steps in enumerate(stages):
@@ -172,10 +199,10 @@ def test_a_schedule_goes_on_in_the_next_stage_of_the_algorithm(base_folder, star
             folder = tmp_path / f"{len(stages)}-{number}"
             record = StageRecord(label="x", algorithm="x", samples=0, optimizer_steps=steps, seconds={})
             save_policy(ctx, updater, metadata, record, folder)
-        olds.append(policy.copies["old"])
+        ends.append({name: policy.copies[name] for name in ctx.following})
         assert read_policy_metadata(folder).progress == Progress(algorithm=algorithm["name"], steps=3, updates=3)
-        assert farthest(policy.copies["old"], values(policy)) > 1e-7
-    assert farthest(*olds) < 1e-7
+        assert all(farthest(copy, values(policy)) > 1e-7 for copy in ends[-1].values())
+    assert all(farthest(copy, ends[1][name]) < 1e-7 for name, copy in ends[0].items())
 
 
 @BOTH
@@ -228,41 +255,44 @@ def test_an_average_of_a_stage_that_learnt_nothing_is_the_base(base_folder, star
 # What a folder brings along.
 
 
-def save_with_old(folder, model, algorithm, config=FULL):
-    """A trained policy folder with an old copy that lags behind."""
+def save_with_copies(folder, model, algorithm, names=("old",), config=FULL):
+    """A trained policy folder with copies that lag behind, no two alike."""
     policy = Policy(model, config, 0)
-    policy.snapshot("old")
-    move(policy)
-    old = dict(policy.copies["old"])
+    for seed, name in enumerate(names):
+        policy.snapshot(name)
+        move(policy, seed=seed)
+    copies = {name: dict(policy.copies[name]) for name in names}
     metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=3,
-                      progress=Progress(algorithm=algorithm), copies=("old",))  # fmt: skip
+                      progress=Progress(algorithm=algorithm), copies=names)  # fmt: skip
     policy.save(folder, metadata)
-    return values(policy), old
+    return values(policy), copies
 
 
-@pytest.mark.parametrize("algorithm", ["diffusion_nft", "awm", "crd"])
-def test_the_old_copy_of_the_same_algorithm_goes_on(base_folder, model, ctx, tmp_path, algorithm):
-    parameters, old = save_with_old(tmp_path / "policy", model, algorithm)
+@pytest.mark.parametrize(
+    ("algorithm", "names"), [("diffusion_nft", ("old",)), ("awm", ("old",)), ("crd", ("old", "sampling"))], ids=str
+)
+def test_the_copies_of_the_same_algorithm_go_on(base_folder, model, ctx, tmp_path, algorithm, names):
+    parameters, copies = save_with_copies(tmp_path / "policy", model, algorithm, names)
     policy, _ = open_policy(ctx(online={"algorithm": {"name": algorithm}}), load_model(base_folder), tmp_path / "policy")
     assert same(values(policy), parameters)
-    assert same(policy.copies["old"], old)
+    assert all(same(policy.copies[name], copy) for name, copy in copies.items())
 
 
 @pytest.mark.parametrize("before", ["awm", "mix_grpo", ""])
-def test_the_old_copy_of_another_algorithm_is_dropped(base_folder, model, ctx, tmp_path, before):
-    parameters, old = save_with_old(tmp_path / "policy", model, before)
+def test_the_copies_of_another_algorithm_are_dropped(base_folder, model, ctx, tmp_path, before):
+    parameters, copies = save_with_copies(tmp_path / "policy", model, before, ("old", "sampling"))
     policy, _ = open_policy(ctx(online={"algorithm": {"name": "diffusion_nft"}}), load_model(base_folder), tmp_path / "policy")
     assert same(policy.copies["old"], parameters)
-    assert not same(policy.copies["old"], old)
+    assert not same(policy.copies["old"], copies["old"])
     without, _ = open_policy(ctx(online={"algorithm": {"name": "sft"}}), load_model(base_folder), tmp_path / "policy")
-    assert "old" not in without.copies
+    assert not {"old", "sampling"} & without.copies.keys()
 
 
 @pytest.mark.parametrize(
     ("algorithm", "kept"),
     [
         ({"name": "diffusion_nft"}, ("old",)),
-        ({"name": "crd"}, ("old",)),
+        ({"name": "crd"}, ("old", "sampling")),
         ({"name": "awm"}, ("old",)),
         ({"name": "awm", "old_weight": 0}, ()),
         ({"name": "diffusion_dpo"}, ()),

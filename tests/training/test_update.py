@@ -185,6 +185,36 @@ def test_nonsense_in_a_step_of_a_trajectory_names_sample_and_step(model, field, 
     assert f"of prompt 3, sample 7, denoising step 1 (sigma {batch.inputs.sigma[10].item():.4f})" in text
 
 
+def test_a_reference_under_guidance_needs_negative_prompts(model):
+    updater = updater_of(model, NFT, reference={"weight": 0.1, "guidance": 2})
+    with pytest.raises(ValueError, match="guidance = 2 needs negative prompts"):
+        updater.update(forward_rows(model, updater.stage), 1)
+
+
+def test_an_adaptive_penalty_weighs_rows_by_their_advantage_and_the_clip(base_folder):
+    """At one row of each advantage, of which the largest possible one is 4 here."""
+    losses = {}
+    for name, reference in {"none": {"weight": 0}, "same": {"weight": 1}, "adaptive": {"weight": 1, "adaptive": True}}.items():
+        model = load_model(base_folder)
+        updater = updater_of(model, "rwr", lr=0, reference=reference, advantages={"clip": 4})
+        move(updater.policy)
+        batch = forward_rows(model, stage_of(NFT))
+        losses[name] = [updater.update(one_row(batch, row), 1)["loss"] for row in range(6)]
+    penalties = np.subtract(losses["same"], losses["none"])
+    shares = np.subtract(losses["adaptive"], losses["none"]) / penalties
+    advantage = np.array([2.0, -1.0, -1.5, 1.0, -2.0, 3.0])
+    assert (penalties > 1e-3).all()
+    assert shares == pytest.approx(1e-4 + (1 - 1e-4) * (advantage / 8 + 0.5), rel=1e-2)
+
+
+def one_row(batch, row):
+    part = slice(row, row + 1)
+    inputs = ForwardInputs(batch.inputs.latents[part], batch.inputs.sigma[part], batch.inputs.conditioning,
+                           batch.inputs.sample_index[part])  # fmt: skip
+    values = {name: getattr(batch, name)[part] for name in ("weight", "group_index", "clean", "noise", "advantage")}
+    return ForwardBatch(inputs=inputs, keys=batch.keys.rows(part), **values)
+
+
 def test_what_is_wrong_with_a_term_is_said_by_its_metrics(model):
     updater = updater_of(model, "mix_grpo")
     batch = trajectory_rows(model, updater.stage)

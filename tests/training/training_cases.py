@@ -27,6 +27,7 @@ NFT = {"name": "diffusion_nft", "beta": 0.5, "noise_levels": 1}
 def stage_of(algorithm, **stage):
     """An online stage that trains with an algorithm, given as its keys or its name; nothing is clipped unless asked for."""
     algorithm = {"name": algorithm} if isinstance(algorithm, str) else algorithm
+    stage["reference"] = {"guidance": 1, **stage.get("reference", {})}  # the glyph model has no guidance
     return OnlineStageConfig.model_validate({"optimizer": {"max_grad_norm": 1e9}, **stage, "algorithm": algorithm})
 
 
@@ -38,7 +39,7 @@ def sgd(policy, lr=0.1):
 def updater_of(model, algorithm, config=FULL, lr=0.1, version=0, **stage):
     """A updater of a new policy with every copy that the algorithm may ask for, all of them the base model."""
     policy = Policy(model, config, 0)
-    for name in ("old", "teacher", *(["ema"] if config.ema else [])):
+    for name in ("old", "sampling", "teacher", *(["ema"] if config.ema else [])):
         policy.ensure(name)
     metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=version)
     return PolicyUpdater(policy, stage_of(algorithm, **stage), metadata, sgd(policy, lr))

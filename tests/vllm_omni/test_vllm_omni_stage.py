@@ -41,8 +41,8 @@ def run(both, make_prompts, scorer):
         one = both(family, train)
         ctx, recorder = stage_of(one.ctx.recipe, **online), MetricsRecorder()
         policy = Policy(load_model(Path(ctx.recipe.model.path), ctx.recipe.model), ctx.recipe.policy, 0)
-        if ctx.keeps_old:
-            policy.ensure("old")
+        for name in ctx.following:
+            policy.ensure(name)
         before = {name: value.detach().clone() for name, value in policy.parameters.items()}
         trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online))
         run_online_stage(ctx, LocalWorkers(trainer, scorer, RolloutWorker(one.engine)), make_prompts(4), recorder)

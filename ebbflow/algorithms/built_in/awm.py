@@ -66,4 +66,4 @@ def copies(config: AWMConfig) -> frozenset[CopyName]:
     return frozenset({"old"} if config.old_weight > 0 else ())
 
 
-ALGORITHM = Algorithm(AWMConfig, loss, copies=copies, old_decay=lambda config, step: config.old.decay(step))
+ALGORITHM = Algorithm(AWMConfig, loss, copies=copies, follows={"old": lambda config, step: config.old.decay(step)})

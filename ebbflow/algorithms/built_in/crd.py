@@ -1,9 +1,24 @@
-r"""CRD (2603.14128): regress the change against the old policy on the advantage, both centred inside the group of a prompt.
+r"""CRD (2603.14128): regress the change against a moving reference on the advantage, both centred inside the group of a prompt.
 
     r = -[mean((v - u)^2) / w - mean((v_old - u)^2) / w_old],   w = sg max(mean|v - u|, 1e-5),  w_old likewise,  u = eps - x0
-    L = (5 / beta) mean((beta (r - mean_group r) - (A - mean_group A))^2)
+    L = (c / beta) mean((beta (r - mean_group r) - (A - mean_group A) / (2 c))^2)        c = advantages.clip, 5 by default
 
-sigma and eps are shared inside a group. Rollouts come from the old policy, as in DiffusionNFT.
+A lies within +-c, and A / (2 c) within +-1/2. That scale matters: r is at most mean((v_old - u)^2) / w_old, about 1.
+
+Two copies follow the policy, each by its own schedule: ``old``, the moving reference of r, and ``sampling``, which generates. The
+penalty is the stage's ``reference``: towards the base model under classifier-free guidance, and heavier for better samples.
+
+Sources: for the idea the paper's abstract; for formulas and numbers its port in Flow-Factory (trainers/crd.py) and that port's
+settings for SD3.5-medium and OCR, which it says are those of the paper's table 3. Deviations from the port:
+
+- It centres over the rows that all GPUs have at a time, whichever prompts they are of; here each prompt's group is centred by
+  itself, as in the paper. (Its mean of r takes no gradient. Here it may: the misses of a group add up to 0, so nothing changes.)
+- It counts optimiser steps in the two schedules and lets the copies follow once a rollout step, of two optimiser steps. Here both
+  count rollout steps; with two optimiser steps in each, its schedules are ``old: {min_decay: .25, slope: .01, max_decay: .999}``
+  and ``sampling: {warmup: 37, slope: .015, max_decay: .999}``.
+- In an offline stage both copies stay as they are, and become copies of the policy at its end.
+- It trains at the denoising steps of its sampler's shifted schedule; here sigma is drawn as ``sigmas`` says.
+- Left out: a binary cross-entropy in place of the square, and softmax weights in place of the group's mean (both off by default).
 """
 
 from __future__ import annotations
@@ -21,23 +36,28 @@ if TYPE_CHECKING:
 
 
 class CRDConfig(ForwardConfig):
-    """Regression of the change against the old policy on the advantage, both centred inside the group."""
+    """Regression of the change against a moving reference on the advantage, both centred inside the group."""
 
     paper: ClassVar = "2603.14128"
-    stage_defaults: ClassVar = {"reference": {"weight": 1e-4}}
+    shared_noise: ClassVar = False
+    stage_defaults: ClassVar = {"reference": {"weight": 0.1, "guidance": 4.5, "adaptive": True}}
 
     name: Literal["crd"] = "crd"
-    beta: float = Field(0.1, gt=0)
+    beta: float = Field(1.0, gt=0)
     """Scale of the implied reward."""
-    old: EmaScheduleConfig = EmaScheduleConfig()
+    old: EmaScheduleConfig = EmaScheduleConfig(min_decay=0.25, slope=0.005, max_decay=0.999)
+    """The moving reference online; offline it stays as it was."""
+    sampling: EmaScheduleConfig = EmaScheduleConfig(warmup=75, slope=0.0075, max_decay=0.999)
+    """The copy that generates online; offline it stays as it was."""
 
 
 def loss(rows: ForwardRows, config: CRDConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     implied = -(_weighted_error(rows, rows.velocity) - _weighted_error(rows, rows.copies["old"]))
-    target = _centred(rows.advantage, rows.group_index)
+    target = _centred(rows.advantage, rows.group_index) / (2 * rows.advantage_clip)
     miss = config.beta * _centred(implied, rows.group_index) - target
-    return 5 / config.beta * miss**2, {"crd/implied": implied, "crd/agreement": (implied * target > 0).float()}
+    metrics = {"crd/implied": implied, "crd/miss": miss.abs(), "crd/agreement": (implied * target > 0).float()}
+    return rows.advantage_clip / config.beta * miss**2, metrics
 
 
 def _weighted_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
@@ -54,6 +74,9 @@ ALGORITHM = Algorithm(
     loss,
     copies=lambda config: frozenset({"old"}),
     select=grouping.groups,
-    old_decay=lambda config, step: config.old.decay(step),
-    generates="old",
+    follows={
+        "old": lambda config, step: config.old.decay(step),
+        "sampling": lambda config, step: config.sampling.decay(step),
+    },
+    generates="sampling",
 )

@@ -73,5 +73,5 @@ def pairs(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, confi
 
 
 ALGORITHM = Algorithm(
-    DiffusionDPOConfig, loss, copies=lambda config: frozenset({reference_copy(config)}), select=pairs, old_decay=old_decay
+    DiffusionDPOConfig, loss, copies=lambda config: frozenset({reference_copy(config)}), select=pairs, follows={"old": old_decay}
 )

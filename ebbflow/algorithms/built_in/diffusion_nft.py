@@ -80,6 +80,6 @@ ALGORITHM = Algorithm(
     DiffusionNFTConfig,
     loss,
     copies=lambda config: frozenset({"old"}),
-    old_decay=lambda config, step: config.old.decay(step),
+    follows={"old": lambda config, step: config.old.decay(step)},
     generates="old",
 )
