@@ -49,6 +49,17 @@ class ReadingRewardConfig(RewardConfig):
         return True
 
 
+Match = Literal["exact", "contained"]
+
+
+class OcrRewardConfig(ReadingRewardConfig):
+    """A reward that spells out what it reads, and compares it with the target."""
+
+    match: Match = "exact"
+    """``exact``: every letter read beside the target costs. ``contained``: a reading that contains the target scores 1, as in
+    published code; a policy can then write more than it was asked for."""
+
+
 class CustomRewardConfig(RewardConfig):
     """A user's own: what ``package.module:Name`` leads to, called with the options."""
 

@@ -8,13 +8,15 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.recipe.rewards import Match
 from ebbflow.rewards.base import NO_TARGET, RewardResult
 
 
-def text_similarity(read: str, target: str) -> float:
+def text_similarity(read: str, target: str, match: Match = "exact") -> float:
     """1 - min(Levenshtein, len) / len on lower-cased text without white space, len that of the target: in [0, 1].
 
-    The OCR reward of Flow-GRPO (2505.05470).
+    The OCR reward of Flow-GRPO (2505.05470). Its code, and that of DiffusionNFT and VeRL-Omni, gives 1 whenever the target is
+    contained in the reading ("OPEN DAILY" for "OPEN"): ``match`` "contained".
 
     Raises:
         ValueError: the target is blank, so that there is nothing to read.
@@ -22,6 +24,8 @@ def text_similarity(read: str, target: str) -> float:
     read, target = _fold(read), _fold(target)
     if not target:
         raise ValueError("the target text is blank; leave it out instead")
+    if match == "contained" and target in read:
+        return 1.0
     return 1 - min(Levenshtein.distance(read, target), len(target)) / len(target)
 
 
@@ -31,9 +35,13 @@ def exact(read: str, target: str) -> float:
 
 
 def judge_readings(
-    readings: Sequence[str | None], prompts: Sequence[Prompt], exact_name: str, failures: Mapping[int, str] | None = None
+    readings: Sequence[str | None],
+    prompts: Sequence[Prompt],
+    exact_name: str,
+    failures: Mapping[int, str] | None = None,
+    match: Match = "exact",
 ) -> RewardResult:
-    """Scores of N readings against their prompts' targets, with exact matches as the metric ``exact_name``.
+    """Scores of N readings against their prompts' targets, with exact matches as the metric ``exact_name`` whatever ``match`` is.
 
     A reading of None failed; ``failures`` says why, by position. A prompt without a target is a failure too.
     """
@@ -43,7 +51,7 @@ def judge_readings(
         if prompt.target is None:
             reasons[index] = NO_TARGET
         elif reading is not None:
-            values[index] = text_similarity(reading, prompt.target)
+            values[index] = text_similarity(reading, prompt.target, match)
             matches[index] = exact(reading, prompt.target)
     return RewardResult(values, {exact_name: matches}, reasons)
 

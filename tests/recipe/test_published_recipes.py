@@ -184,6 +184,8 @@ def test_what_is_fetched_is_pinned_and_guards_fetch_nothing(name):
     recipe = recipe_of(name)
     assert [reward.name for reward in recipe.rewards] == REWARDS[name]
     assert all(reward.layout == "page" for reward in recipe.rewards if reward.name == "ocr")
+    assert all(reward.match == "contained" for reward in recipe.rewards if reward.name == "ocr")  # as all published code
+    assert all(guardrail.match == "exact" for guardrail in recipe.guardrails if guardrail.name == "ocr")
     assert {guardrail.name for guardrail in recipe.guardrails} <= {"ocr", "jpeg_incompressibility"}
     assert re.fullmatch("[0-9a-f]{40}", recipe.model.revision)
 

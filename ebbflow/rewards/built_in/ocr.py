@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from ebbflow.recipe.rewards import ReadingRewardConfig
+from ebbflow.recipe.rewards import OcrRewardConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ebbflow.rewards.base import Reward, RewardResult
 
 
-class OcrConfig(ReadingRewardConfig):
+class OcrConfig(OcrRewardConfig):
     """1 - edit distance / length between what PP-OCR reads and the prompt's target text, 0 to 1."""
 
     name: Literal["ocr"] = "ocr"
@@ -52,7 +52,5 @@ class Ocr:
         from ebbflow.rewards.ppocr import read, read_pages
         from ebbflow.rewards.text import judge_readings
 
-        if self.config.layout == "line":
-            return judge_readings(read(images), prompts, "exact_match")
-        readings, failures = read_pages(images)
-        return judge_readings(readings, prompts, "exact_match", failures)
+        readings, failures = (read(images), None) if self.config.layout == "line" else read_pages(images)
+        return judge_readings(readings, prompts, "exact_match", failures, self.config.match)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-from ebbflow.recipe.rewards import ReadingRewardConfig
+from ebbflow.recipe.rewards import OcrRewardConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,19 +35,22 @@ MARGIN = 20
 PAGE_LEVEL, WORD_LEVEL = "1", "5"
 
 
-class TesseractConfig(ReadingRewardConfig):
+class TesseractConfig(OcrRewardConfig):
     """The same distance, as tesseract reads: an independent second OCR, 0 to 1."""
 
     name: Literal["tesseract"] = "tesseract"
 
     def build(self) -> Reward:
-        return Tesseract()
+        return Tesseract(self)
 
 
 class Tesseract:
     """Similarity of what tesseract reads to the prompt's target; ``tesseract_exact`` is 1 where they are equal."""
 
     name = "tesseract"
+
+    def __init__(self, config: TesseractConfig | None = None) -> None:
+        self.config = config or TesseractConfig()
 
     def unavailable(self) -> str | None:
         return _unavailable()
@@ -62,7 +65,7 @@ class Tesseract:
             texts, reason = read(chunk)
             failures |= {start + index: reason for index, text in enumerate(texts) if text is None}
             readings += texts
-        return judge_readings(readings, prompts, "tesseract_exact", failures)
+        return judge_readings(readings, prompts, "tesseract_exact", failures, self.config.match)
 
 
 def read(images: np.ndarray) -> tuple[list[str | None], str]:
