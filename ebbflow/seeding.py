@@ -21,6 +21,7 @@ class Stream(IntEnum):
     PROMPTS = 2
     WINDOWS = 3
     ORDER = 4
+    SIGMAS = 5
 
 
 def generator(seed: int, prompt_id: int, sample: int, step: int, stream: Stream = Stream.ROLLOUT) -> np.random.Generator:

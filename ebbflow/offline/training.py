@@ -224,7 +224,8 @@ def _update(ctx: StageContext, updater: PolicyUpdater, part: Part, ranks: Ranks)
     assert isinstance(hyper, ForwardConfig)
     device = part.conditioning.device
     clean, advantage = part.clean.to(device), part.advantage.to(device)
-    batch = forward_batch(clean, part.conditioning, advantage, part.keys, part.group_index, hyper, visit=part.epoch)
+    samples = (clean, part.conditioning, advantage, part.keys, part.group_index)
+    batch = forward_batch(*samples, hyper, updater.schedule, visit=part.epoch)
     return updater.update(batch, num_micro_batches(part.groups, ranks.world, hyper.noise_levels, ctx.config.micro_batch))
 
 

@@ -125,7 +125,8 @@ def train_on_batch(ctx: StageContext, updater: PolicyUpdater, batch: TrainingBat
     updates: list[dict[str, float]] = []
     for groups in _groups_of_updates(ctx, batch):
         if left := groups if trajectory is None else trajectory.kept(np.concatenate(groups)):
-            rows = _loss_rows(ctx, batch, rollouts, conditioning, trajectory, shard_for_rank(left, Ranks.current()))
+            shard = shard_for_rank(left, Ranks.current())
+            rows = _loss_rows(ctx, batch, rollouts, conditioning, trajectory, shard, updater.schedule)
             updates.append(_update(ctx, updater, rows, left))
     if updates and "ratio/deviation" in updates[0]:
         metrics["ratio/first_deviation"] = updates[0]["ratio/deviation"]
@@ -147,6 +148,7 @@ def _loss_rows(
     conditioning: Conditioning,
     trajectory: CorrectedRollout | None,
     groups: SampleGroups,
+    schedule: torch.Tensor,
 ) -> RowBatch:
     """The rows of the loss for some sample groups: samples, or single denoising steps of trajectories."""
     numbers, device = np.concatenate(groups), conditioning.device
@@ -158,7 +160,8 @@ def _loss_rows(
     hyper = ctx.config.hyper
     assert isinstance(hyper, ForwardConfig)
     group_index = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    return forward_batch(rollouts.latents[samples].to(device), conditioning, advantages, keys, group_index, hyper, visit=0)
+    clean = rollouts.latents[samples].to(device)
+    return forward_batch(clean, conditioning, advantages, keys, group_index, hyper, schedule, visit=0)
 
 
 def _update(ctx: StageContext, updater: PolicyUpdater, rows: RowBatch, groups: SampleGroups) -> dict[str, float]:

@@ -64,6 +64,44 @@ class TrajectoryConfig(AlgorithmConfig):
     stages: ClassVar = ("online",)
 
 
+SIGMAS = {
+    "uniform": "evenly spread",
+    "logit_normal": "1 / (1 + exp(-z)) of a standard normal z, mostly in the middle (2403.03206)",
+    "schedule": "the sigmas of the stage's sampler, which its family has shifted",
+}
+
+
+class SigmaConfig(Strict):
+    """The sigmas to which a loss on the forward process noises final latents."""
+
+    kind: Literal["uniform", "logit_normal", "schedule"] = Field(
+        description="; ".join(f"{name}: {text}" for name, text in SIGMAS.items()) + "."
+    )
+    shift: float = Field(1.0, gt=0)
+    """Of ``uniform`` and ``logit_normal``: sigma <- shift sigma / (1 + (shift - 1) sigma); 3 is that of SD3's schedule."""
+    min: float = Field(0.0, ge=0, le=1)
+    """The distribution is that of the sigmas in [``min``, ``max``], after the shift."""
+    max: float = Field(1.0, ge=0, le=1)
+    stratified: bool = True
+    """One sigma from each of as many equal parts of the distribution, or runs of the schedule, as there are ``noise_levels``;
+    false: independent draws, and of a schedule draws without replacement."""
+
+    @model_validator(mode="after")
+    def _some_sigma_lies_in_the_band(self) -> SigmaConfig:
+        if self.min >= self.max:
+            raise ValueError(f"min = {self.min:g} is not below max = {self.max:g}, so no sigma is left; lower min or raise max")
+        return self
+
+    @model_validator(mode="after")
+    def _a_schedule_has_its_own_shift(self) -> SigmaConfig:
+        if self.kind == "schedule" and self.shift != 1:
+            raise ValueError(
+                f"shift = {self.shift:g}: the sampler's schedule is shifted by its family; "
+                "leave shift out, or take kind uniform or logit_normal"
+            )
+        return self
+
+
 class ForwardConfig(AlgorithmConfig):
     """Algorithms on noised final latents: any sampler, no log-probs."""
 
@@ -73,8 +111,9 @@ class ForwardConfig(AlgorithmConfig):
     """The samples of a pair or a group share the noise, as they share sigma."""
 
     noise_levels: int = Field(2, ge=1)
-    """Draws of (sigma, noise) per sample and pass, one from each of as many equal parts of the distribution."""
-    sigmas: Literal["uniform", "logit_normal"] = "uniform"
+    """Draws of (sigma, noise) per sample and pass."""
+    sigma: SigmaConfig = SigmaConfig(kind="uniform")
+    """Where these draws lie."""
 
 
 class CustomAlgorithmConfig(Strict):

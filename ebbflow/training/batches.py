@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ebbflow.algorithms.base import CopyName, ForwardRows, TrajectoryRows, expand_like
 from ebbflow.flow.noise import SampleKeys
+from ebbflow.flow.training_sigmas import training_sigmas
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.transition import Transition, log_prob, transition
 from ebbflow.models.base import Conditioning
@@ -230,6 +231,7 @@ def forward_batch(
     keys: SampleKeys,
     group_index: np.ndarray,
     config: ForwardConfig,
+    schedule: Tensor,
     visit: int,
 ) -> ForwardBatch:
     """``config.noise_levels`` rows for each of N clean latents.
@@ -237,30 +239,31 @@ def forward_batch(
     Args:
         group_index: integer [N], ascending; the samples of a group share sigma, that of its first sample, and the noise likewise
             if ``config.shared_noise``.
+        schedule: the sigmas of the stage's sampler, [steps + 1]; ``config.sigma`` may draw from them.
         visit: how often these samples were trained on before.
 
-    The draws of a sample are stratified: one sigma from each of as many equal parts of the distribution. The loss is on the
-    network's own prediction, without classifier-free guidance: that is what noised samples are regressed on.
+    The loss is on the network's own prediction, without classifier-free guidance: that is what noised samples are regressed on.
     """
     draws = config.noise_levels
     _, first, index = np.unique(group_index, return_index=True, return_inverse=True)
-    drawing = first if config.shared_noise else np.arange(len(keys))  # the samples that draw
-    drawn = [_draw(clean.shape[1:], keys.take(drawing), config, visit, draw) for draw in range(draws)]
+    drawing = first if config.shared_noise else np.arange(len(keys))  # the samples that draw noise
+    drawn = [_draw(clean.shape[1:], keys.take(drawing), visit * draws + draw) for draw in range(draws)]
+    uniforms = torch.stack([uniform for uniform, _ in drawn])[:, np.searchsorted(drawing, first)]
+    sigmas = training_sigmas(config.sigma, schedule, keys.take(first), visit, uniforms)
     # All draws of a group are adjacent, so that every micro-batch sees the whole range of noise levels.
     draw, sample_index = np.repeat(np.arange(draws), len(keys)), np.tile(np.arange(len(keys)), draws)
     order = np.argsort(index[sample_index], kind="stable")
     draw, sample_index = draw[order], sample_index[order]
     group = index[sample_index]
-    of_sigma, of_noise = (group, group) if config.shared_noise else (first[group], sample_index)
-    sigma = torch.stack([sigma for sigma, _ in drawn])[draw, of_sigma].to(clean)
-    noise = torch.stack([noise for _, noise in drawn])[draw, of_noise].to(clean)
+    sigma = sigmas[draw, group].to(clean)
+    noise = torch.stack([noise for _, noise in drawn])[draw, group if config.shared_noise else sample_index].to(clean)
     rows_of = torch.from_numpy(sample_index).to(clean.device)
     repeated, share = clean[rows_of], expand_like(sigma, clean)
     noised = (1 - share) * repeated + share * noise
     return ForwardBatch(
         inputs=ForwardInputs(noised, sigma, conditioning.unguided(), rows_of, conditioning.negative),
         weight=torch.ones_like(sigma),
-        group_index=torch.from_numpy(index[sample_index] * draws + draw).to(clean.device),
+        group_index=torch.from_numpy(group * draws + draw).to(clean.device),
         clean=repeated,
         noise=noise,
         advantage=advantage[rows_of],
@@ -268,23 +271,15 @@ def forward_batch(
     )
 
 
-def _draw(shape: torch.Size, keys: SampleKeys, config: ForwardConfig, visit: int, draw: int) -> tuple[Tensor, Tensor]:
-    """(sigma [N], noise [N, *shape]) of one draw; from the sample's own generator, so ranks and batches do not matter."""
-    draws = config.noise_levels
-    quantile = np.empty(len(keys), dtype=np.float32)
+def _draw(shape: torch.Size, keys: SampleKeys, number: int) -> tuple[Tensor, Tensor]:
+    """(uniform in [0, 1) [N], noise [N, *shape]) of one draw; from the sample's own generator, so batches do not matter."""
+    uniform = np.empty(len(keys), dtype=np.float32)
     noise = np.empty((len(keys), *shape), dtype=np.float32)
     for row, (prompt_id, sample) in enumerate(zip(keys.prompt_ids, keys.samples, strict=True)):
-        stream = generator(keys.seed, prompt_id, sample, visit * draws + draw, Stream.TRAINING)
-        quantile[row] = (draw + stream.random(dtype=np.float32)) / draws
+        stream = generator(keys.seed, prompt_id, sample, number, Stream.TRAINING)
+        uniform[row] = stream.random(dtype=np.float32)
         stream.standard_normal(dtype=np.float32, out=noise[row])
-    return _sigma(torch.from_numpy(quantile), config), torch.from_numpy(noise)
-
-
-def _sigma(quantile: Tensor, config: ForwardConfig) -> Tensor:
-    """The sigma at a quantile of the distribution that the algorithm draws from."""
-    if config.sigmas == "uniform":
-        return quantile
-    return torch.sigmoid(torch.special.ndtri(quantile.clamp(1e-6, 1 - 1e-6)))
+    return torch.from_numpy(uniform), torch.from_numpy(noise)
 
 
 def split_evenly(groups: SampleGroups, count: int) -> list[SampleGroups]:

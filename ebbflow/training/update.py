@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from ebbflow.algorithms.base import CopyName, RowMetrics, per_row
 from ebbflow.algorithms.reference import penalty, penalty_weight
 from ebbflow.algorithms.registry import algorithm_of
+from ebbflow.flow.training_sigmas import schedule_points
 from ebbflow.models.base import predict
+from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.choices import OptimizerConfig
 from ebbflow.recipe.stages import StageConfig
 from ebbflow.training.batches import ForwardInputs, RowBatch, parts
@@ -43,6 +45,7 @@ class PolicyUpdater:
     Attributes:
         updates: optimiser steps of this stage.
         steps: rollout steps of this stage.
+        schedule: the sigmas of the stage's sampler, [steps + 1].
         alarms: what a person should look at, a line each.
         drifted: whether the drift alarm went off.
     """
@@ -54,13 +57,18 @@ class PolicyUpdater:
         metadata: PolicyMetadata | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """``metadata``: of the policy folder that the stage starts from, where there is one."""
+        """``metadata``: of the policy folder that the stage starts from, where there is one.
+
+        Raises:
+            TrainingError: the sampler's schedule has no sigma that the algorithm may draw.
+        """
         self.policy = policy
         self.stage = stage
         self.version = metadata.version if metadata else 0
         self.before = progress_of(metadata, stage.algorithm_name) if metadata else Progress(algorithm=stage.algorithm_name)
         self.algorithm = algorithm_of(stage.algorithm)
         self.hyper = stage.hyper
+        self.schedule = _schedule(policy, stage)
         self.optimizer = optimizer or make_optimizer(policy, stage.optimizer)
         # Gradients of means over many latent elements are below what float16 can hold.
         self.loss_scale = FIRST_LOSS_SCALE if policy.model.precision == "float16" else 1.0
@@ -191,6 +199,17 @@ class PolicyUpdater:
                 stacklevel=3,
             )
         return {"alarm/velocity_drift": float(too_far)}
+
+
+def _schedule(policy: Policy, stage: StageConfig) -> Tensor:
+    """The sampler's sigmas, [steps + 1], once a loss that draws from them finds some: before rollouts are paid for."""
+    schedule = policy.model.sigmas(stage.sampler.steps)
+    if isinstance(stage.hyper, ForwardConfig) and stage.hyper.sigma.kind == "schedule":
+        try:
+            schedule_points(stage.hyper.sigma, schedule)
+        except ValueError as error:
+            raise TrainingError(str(error)) from None
+    return schedule
 
 
 @dataclass

@@ -183,7 +183,7 @@ def test_an_offline_update(start, name):
     conditioning = encode_once(model, wanted)(wanted)
     clean = generate(model, conditioning, keys, ctx.config.sampler).latents
     advantage = torch.tensor([1.0, -1.0, 0.5, -0.5])
-    batch = forward_batch(clean, conditioning, advantage, keys, np.arange(4), ctx.config.hyper, visit=0)
+    batch = forward_batch(clean, conditioning, advantage, keys, np.arange(4), ctx.config.hyper, updater.schedule, visit=0)
     assert batch.inputs.conditioning.negative is None
     before = values(updater.policy)
     metrics = updater.update(batch, micro_batches(batch.group_index, ctx.config.micro_batch))

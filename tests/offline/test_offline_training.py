@@ -95,7 +95,7 @@ class Watched:
     """A updater that keeps a record of what it was given and learns nothing."""
 
     def __init__(self):
-        self.calls, self.alarms = [], []
+        self.calls, self.alarms, self.schedule = [], [], torch.tensor([1, 2 / 3, 1 / 3, 0])
 
     @property
     def updates(self):
@@ -204,6 +204,12 @@ def test_every_epoch_draws_noise_of_its_own(make_recipe, stored, run):
     ctx = StageContext(make_recipe(offline={"epochs": 2}), 0, 1)
     noise = [tuple(row.flatten().tolist()) for call in run(ctx, *stored(12)[:2])[1] for row in call.batch.noise]
     assert len(set(noise)) == len(noise)
+
+
+def test_noise_levels_of_a_schedule_are_the_samplers(ctx, stored, run):
+    calls = run(ctx, *stored(12)[:2])[1]
+    sigmas = torch.cat([call.batch.inputs.sigma for call in calls])
+    assert sorted(sigmas.unique().tolist()) == sorted(Watched().schedule[:-1].tolist())
 
 
 def units_seen(call):
@@ -401,5 +407,7 @@ def test_the_noise_of_a_sample_is_its_own(ctx, stored, run):
     keys = SampleKeys(ctx.seed, [call.keys[0][0]], [call.keys[0][1]])
     conditioning = call.batch.inputs.conditioning.rows(first)
     clean, advantage = call.batch.clean[first], call.batch.advantage[first]
-    alone = forward_batch(clean, conditioning, advantage, keys, np.array([0]), ctx.config.hyper, visit=0)
+    alone = forward_batch(
+        clean, conditioning, advantage, keys, np.array([0]), ctx.config.hyper, torch.tensor([1, 2 / 3, 1 / 3, 0]), visit=0
+    )
     assert torch.equal(alone.noise[0], call.batch.noise[0])

@@ -348,6 +348,13 @@ def test_whole_groups_are_dealt_out_to_the_updates(run, monkeypatch):
     assert not set(members[0]) & set(members[1])
 
 
+def test_noise_levels_of_a_schedule_are_the_samplers(run, monkeypatch):
+    batches = watch_updates(monkeypatch)
+    run(**NFT, steps=1)
+    sigmas = torch.cat([batch.inputs.sigma for batch, _ in batches])
+    assert sorted(sigmas.unique().tolist()) == pytest.approx([1 / 3, 2 / 3, 1], abs=1e-6)
+
+
 def test_pairs_are_of_one_prompt_the_better_first(run, monkeypatch):
     batches = watch_updates(monkeypatch)
     run(algorithm={"name": "diffusion_dpo", "noise_levels": 1, "pairs_share": 0.5}, steps=1, updates_per_step=2)

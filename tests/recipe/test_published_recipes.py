@@ -11,6 +11,7 @@ from ebbflow.data.prepare import prepare
 from ebbflow.data.prompt_files import QUOTED, read_prompt_file
 from ebbflow.flow.windows import plan
 from ebbflow.recipe import Recipe, load_recipe
+from ebbflow.recipe.algorithms import SigmaConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 
@@ -52,7 +53,8 @@ PUBLISHED = {
         | {"guidance": 1.0, "max_tokens": 128},
         "policy": {"train": "lora", "rank": 32, "alpha": 64},
         "stage": {"prompts_per_step": 48, "group_size": 24, "updates_per_step": 1, "window": None},
-        "algorithm": {"name": "diffusion_nft", "beta": 1.0, "noise_levels": 9, "advantages": "all"},
+        "algorithm": {"name": "diffusion_nft", "beta": 1.0, "noise_levels": 9, "advantages": "all"}
+        | {"sigma": SigmaConfig(kind="schedule", stratified=False)},
         "sampler": {"name": "dpm_solver", "steps": 10, "eta": None},
         "advantages": {"std": "global", "clip": 5.0},
         "reference": {"weight": 1e-4, "penalty": "velocity"},

@@ -62,6 +62,16 @@ def test_the_default_recipe_is_complete():
             "stages.0.offline.algorithm.diffusion_nft.bta",
             "beta",
         ),
+        (
+            one_stage(kind="offline", algorithm={"name": "awm", "sigmas": "uniform"}),
+            "stages.0.offline.algorithm.awm.sigmas",
+            "sigma",
+        ),
+        (
+            one_stage(kind="offline", algorithm={"name": "awm", "sigma": {"kind": "uniform", "shft": 3}}),
+            "stages.0.offline.algorithm.awm.sigma.shft",
+            "shift",
+        ),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_known_one(data, path, nearest):
@@ -98,6 +108,18 @@ def test_every_problem_is_named_at_once():
         (one_stage(kind="offline", prompts=2, shards=3), "3 shards for 2 prompts leave some empty"),
         (one_stage(kind="online", algorithm={"name": "ppo"}), "stages.0.online.algorithm"),
         (one_stage(kind="hybrid"), "stages.0"),
+        (
+            one_stage(kind="offline", algorithm={"name": "dgpo", "sigma": {"kind": "uniform", "min": 0.5, "max": 0.2}}),
+            "stages.0.offline.algorithm.dgpo.sigma: min = 0.5 is not below max = 0.2, so no sigma is left; lower min or raise",
+        ),
+        (
+            one_stage(kind="online", algorithm={"name": "awm", "sigma": {"kind": "schedule", "shift": 3}}),
+            "stages.0.online.algorithm.awm.sigma: shift = 3: the sampler's schedule is shifted by its family; leave shift out",
+        ),
+        (
+            one_stage(kind="online", algorithm={"name": "awm", "sigma": {"kind": "schedule", "min": 1.5}}),
+            "stages.0.online.algorithm.awm.sigma.min = 1.5: Input should be less than or equal to 1",
+        ),
         ({"seed": 2**31}, "seed"),
         ({"name": "../x"}, "name"),
         ({"promotion": {"model_name": "a/b"}}, "promotion.model_name"),

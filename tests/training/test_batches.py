@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_cases import ALONE, GROUPS, PAIRS, TEXTS, forward_rows, rollout, samples, stage_of, trajectory_rows
+from training_cases import ALONE, GROUPS, PAIRS, TEXTS, forward_rows, rollout, samples, schedule_of, stage_of, trajectory_rows
 
 from ebbflow.flow.noise import SampleKeys
+from ebbflow.seeding import Stream, generator
 from ebbflow.training.batches import CorrectedRollout, forward_batch, micro_batches, parts, passes, trajectory_batch
 
 STAGE = stage_of("mix_grpo", sampler={"steps": 5})
@@ -73,7 +74,8 @@ def test_the_terms_of_a_part_are_those_rows_of_the_whole(model):
 def test_forward_terms_are_stratified_and_belong_to_their_sample(model):
     clean, conditioning, _, keys = samples(model)
     advantage, stage = torch.arange(6.0), stage_of({"name": "sft", "noise_levels": 3})
-    batch = forward_batch(clean, conditioning, advantage, keys, ALONE, stage.hyper, visit=0)
+    schedule = schedule_of(model, stage)
+    batch = forward_batch(clean, conditioning, advantage, keys, ALONE, stage.hyper, schedule, visit=0)
     sigma = batch.inputs.sigma.view(6, 3)  # the draws of a sample are adjacent
     for draw in range(3):
         assert ((sigma[:, draw] >= draw / 3) & (sigma[:, draw] <= (draw + 1) / 3)).all()
@@ -87,11 +89,11 @@ def test_forward_terms_are_stratified_and_belong_to_their_sample(model):
     assert len({tuple(row.flatten()[:4].tolist()) for row in batch.noise}) == 18
     assert batch.group_index.tolist() == list(range(18))
     assert batch.weight.tolist() == [1.0] * 18
-    later = forward_batch(clean, conditioning, advantage, keys, ALONE, stage.hyper, visit=1)
+    later = forward_batch(clean, conditioning, advantage, keys, ALONE, stage.hyper, schedule, visit=1)
     assert not (later.noise == batch.noise).flatten(1).all(1).any()
     # A sample's draws are its own: they do not depend on who else is in the batch.
     alone = forward_batch(*(of[4:5] for of in (clean,)), conditioning.rows(slice(4, 5)), advantage[4:5],
-                          keys.rows(slice(4, 5)), ALONE[:1], stage.hyper, visit=0)  # fmt: skip
+                          keys.rows(slice(4, 5)), ALONE[:1], stage.hyper, schedule, visit=0)  # fmt: skip
     assert torch.equal(alone.noise, batch.noise[12:15])
     assert torch.equal(alone.inputs.sigma, batch.inputs.sigma[12:15])
     assert batch.describe(13) == f"prompt 4, sample 7, noised to sigma {batch.inputs.sigma[13].item():.4f}"
@@ -144,10 +146,11 @@ def test_a_unit_draws_the_same_alone(model, name):
 
 def test_logit_normal_sigmas_are_stratified_in_their_own_distribution(model):
     count, draws = 400, 4
-    stage = stage_of({"name": "diffusion_dpo", "noise_levels": draws})
+    stage = stage_of({"name": "diffusion_dpo", "noise_levels": draws, "sigma": {"kind": "logit_normal"}})
     keys = SampleKeys(1, list(range(count)), [0] * count)
     clean, conditioning = torch.zeros(count, 1, 1, 1), model.encode_texts(TEXTS[:1]).rows(torch.zeros(count, dtype=torch.long))
-    batch = forward_batch(clean, conditioning, torch.zeros(count), keys, np.arange(count), stage.hyper, visit=0)
+    advantage, schedule = torch.zeros(count), schedule_of(model, stage)
+    batch = forward_batch(clean, conditioning, advantage, keys, np.arange(count), stage.hyper, schedule, visit=0)
     logit = torch.logit(batch.inputs.sigma.double())
     quantile = torch.special.ndtr(logit).view(count, draws)
     for draw in range(draws):
@@ -156,6 +159,29 @@ def test_logit_normal_sigmas_are_stratified_in_their_own_distribution(model):
     assert logit.mean().item() == pytest.approx(0, abs=0.05)
     assert logit.std().item() == pytest.approx(1, abs=0.05)
     assert logit.median().item() == pytest.approx(NormalDist().inv_cdf(0.5), abs=0.05)
+
+
+def test_sigma_and_noise_are_the_first_numbers_of_the_samples_own_generator(model):
+    """Which keeps the draws of a recipe the same for good."""
+    stage = stage_of({"name": "sft", "noise_levels": 3})
+    *_, keys = samples(model)
+    batch = forward_batch(*samples(model), ALONE, stage.hyper, schedule_of(model, stage), visit=2)
+    for row in range(18):
+        sample, draw = divmod(row, 3)
+        own = generator(keys.seed, keys.prompt_ids[sample], keys.samples[sample], 2 * 3 + draw, Stream.TRAINING)
+        expected = (np.float32(draw) + own.random(dtype=np.float32)) / np.float32(3)
+        assert batch.inputs.sigma[row].item() == expected.item()
+        assert np.array_equal(batch.noise[row].numpy(), own.standard_normal(model.latent_shape, dtype=np.float32))
+
+
+@pytest.mark.parametrize("group_index", [ALONE, GROUPS], ids=["alone", "groups"])
+def test_sigmas_of_the_schedule_are_those_of_the_stages_sampler(model, group_index):
+    stage = stage_of({"name": "diffusion_nft", "noise_levels": 4}, sampler={"name": "ode", "steps": 5})
+    batch = forward_rows(model, stage, group_index)
+    for sample in range(6):
+        drawn = batch.inputs.sigma[[prompt_id == sample for prompt_id in batch.keys.prompt_ids]]
+        assert len(drawn.unique()) == 4
+        assert torch.isin(drawn, model.sigmas(5)[:-1]).all()
 
 
 groups = st.lists(st.integers(1, 5), min_size=1, max_size=12)

@@ -367,7 +367,9 @@ def test_a_policy_that_stays_near_the_base_raises_no_alarm(model):
 def linear_policy(elements):
     weight = torch.nn.Parameter(torch.zeros(elements))
     model = SimpleNamespace(
-        velocity=lambda latents, sigma, conditioning: weight.expand(len(latents), elements), precision="float32"
+        velocity=lambda latents, sigma, conditioning: weight.expand(len(latents), elements),
+        sigmas=lambda steps: torch.linspace(1, 0, steps + 1),
+        precision="float32",
     )
     return SimpleNamespace(
         parameters={"weight": weight}, model=model, copies={}, using=lambda name: nullcontext(), config=PolicyConfig()
@@ -448,3 +450,12 @@ def test_a_loss_that_is_not_finite_is_no_overflow(base_folder):
     with pytest.raises(TrainingError, match="not finite"):
         updater.update(batch, passes=1)
     assert updater.loss_scale == 2.0**16
+
+
+@pytest.mark.parametrize("stage", [{}, {"sampler": {"name": "dpm_solver", "steps": 4}}], ids=["euler", "dpm_solver"])
+def test_a_band_that_holds_no_sigma_of_the_sampler_stops_the_stage_before_its_rollouts(model, stage):
+    band = {"name": "dgpo", "sigma": {"kind": "schedule", "min": 0.97, "max": 0.99}}
+    with pytest.raises(TrainingError, match=r"algorithm.sigma: no sigma .* min = 0.97 and max = 0.99; widen the band, or raise"):
+        updater_of(model, band, **stage)
+    steps = stage_of("dgpo", **stage).sampler.steps
+    assert torch.equal(updater_of(model, "dgpo", **stage).schedule, model.sigmas(steps))

@@ -31,6 +31,11 @@ def stage_of(algorithm, **stage):
     return OnlineStageConfig.model_validate({"optimizer": {"max_grad_norm": 1e9}, **stage, "algorithm": algorithm})
 
 
+def schedule_of(model, stage):
+    """The sigmas of the stage's sampler."""
+    return model.sigmas(stage.sampler.steps)
+
+
 def sgd(policy, lr=0.1):
     """Plain gradient descent: Adam's first step is a sign, which turns rounding into full steps."""
     return torch.optim.SGD(policy.parameters.values(), lr=lr)
@@ -55,7 +60,7 @@ def samples(model, start=0, stop=6):
 
 def forward_rows(model, stage, group_index=ALONE, start=0, stop=6):
     """The forward-process rows of those samples."""
-    return forward_batch(*samples(model, start, stop), group_index[start:stop], stage.hyper, visit=0)
+    return forward_batch(*samples(model, start, stop), group_index[start:stop], stage.hyper, schedule_of(model, stage), visit=0)
 
 
 def rollout(model, sampler, steps=(0, 1, 2), precision="float32", micro_batch=4):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, CopyName, ForwardRows, RowMetrics, flow_matching_error, per_row
-from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig, SigmaConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +33,8 @@ class AWMConfig(ForwardConfig):
     name: Literal["awm"] = "awm"
     noise_levels: int = Field(6, ge=1)
     """Draws of (sigma, noise) per sample and pass."""
+    sigma: SigmaConfig = SigmaConfig(kind="schedule", min=0.35, max=0.99)
+    """Published: of 14 steps with shift 3, one of each run of the sigmas .97 to .36; for PickScore from 1 on (``max: 1``)."""
     surrogate: Literal["power", "plain", "sigma", "sigma_squared"] = "power"
     """The stand-in for the log-prob: -(sigma / q) ((l + 1e-10)^q - (1e-10)^q), -l, -sigma l or -sigma^2 l."""
     power: float = Field(0.25, gt=0, le=1)

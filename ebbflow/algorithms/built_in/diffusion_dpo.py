@@ -3,9 +3,9 @@ r"""Diffusion-DPO (2311.12908): of a pair, the better sample's error must fall m
     e = mean((v - u)^2),   u = eps - x0
     L = -log sigmoid( -(beta / 2) [(e_better - e_better_ref) - (e_worse - e_worse_ref)] )
 
-sigma (logit-normal) and eps are shared inside a pair. Pairs come from a file, or from a group: the best quarter against the worst
-quarter; ties make no pair (published code trains on them). The reference is the base model, or, refreshed every n optimiser
-steps, an older self. Both rows of a pair carry its loss, so that the mean over the rows is the mean over the pairs.
+sigma (logit-normal, shifted by 3) and eps are shared inside a pair. Pairs come from a file, or from a group: the best quarter
+against the worst quarter; ties make no pair (published code trains on them). The reference is the base model, or, refreshed every
+n optimiser steps, an older self. Both rows of a pair carry its loss, so that the mean over the rows is the mean over the pairs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field
 
 from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, CopyName, ForwardRows, RowMetrics, flow_matching_error
-from ebbflow.recipe.algorithms import ForwardConfig
+from ebbflow.recipe.algorithms import ForwardConfig, SigmaConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,8 @@ class DiffusionDPOConfig(ForwardConfig):
     paper: ClassVar = "2311.12908"
 
     name: Literal["diffusion_dpo"] = "diffusion_dpo"
-    sigmas: Literal["uniform", "logit_normal"] = "logit_normal"
+    sigma: SigmaConfig = SigmaConfig(kind="logit_normal", shift=3.0)
+    """As SD3 was trained, and as Flow-GRPO's code has it."""
     beta: float = Field(50.0, gt=0)
     """Strength of the preference, on errors that are means over the latent's elements (published: 100 to 2000 and more)."""
     pairs_share: float = Field(0.25, gt=0, le=0.5)

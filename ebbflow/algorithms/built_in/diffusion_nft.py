@@ -9,7 +9,7 @@ It needs the final latents and the reward, no trajectory and no log-probability,
 the OLD policy, which is part of the policy folder.
 
 Deviations: online, the old policy follows after every rollout step, its epoch; offline it stays fixed through the stage.
-The sigmas of a sample are stratified. Published code adds the penalty k mean((v - v_ref)^2), k = 1e-4: the stage's ``reference``.
+Published code adds the penalty k mean((v - v_ref)^2), k = 1e-4: the stage's ``reference``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, expand_like, per_row
-from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig, SigmaConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,8 @@ class DiffusionNFTConfig(ForwardConfig):
     name: Literal["diffusion_nft"] = "diffusion_nft"
     beta: float = Field(0.1, gt=0, le=1)
     """How far the implicit policies stand from the old one: 1 in the paper, .1 for OCR or several rewards."""
+    sigma: SigmaConfig = SigmaConfig(kind="schedule", stratified=False)
+    """Published: 9 of the sampler's 10 sigmas, in a random order of each sample's own."""
     advantages: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     """What becomes of the advantages: as they are; only those above or below zero; 1 above zero and 0 elsewhere; their sign."""
     old: EmaScheduleConfig = EmaScheduleConfig()
