@@ -1,7 +1,8 @@
 r"""The pull back to the base model, a choice of its own beside the algorithm.
 
 kl             mean((mu - mu_ref)^2) / (2 b^2)      b: the true standard deviation of the step, dt included
-kl_without_dt  mean((mu - mu_ref)^2) / (2 s^2)      s = b / sqrt|dt|: the scaling of Flow-GRPO's published code
+kl_without_dt  mean((mu - mu_ref)^2) / (2 s^2)      s = b / sqrt|dt|: the scaling of Flow-GRPO's published code; under cps, whose
+                                                    published std has no dt, that code divides by 2 b^2, as kl
 velocity       mean((v - v_ref)^2)             v_ref under classifier-free guidance, if the stage says so
 
 Its weight k is the same for all rows, or ``adaptive`` (CRD, 2603.14128): 1e-4 + (k - 1e-4) p with p = A / (2 c) + 1/2 in [0, 1]
@@ -26,7 +27,8 @@ def penalty(config: ReferenceConfig, rows: TrajectoryRows | ForwardRows, velocit
         return per_row((velocity - reference) ** 2)
     assert isinstance(rows, TrajectoryRows)
     divergence = gaussian_kl(rows.transition, rows.copies["reference"].mean)
-    return divergence if config.penalty == "kl" else divergence * rows.transition.dt.abs()
+    std_has_dt = rows.transition.sampler != "cps"
+    return divergence * rows.transition.dt.abs() if config.penalty == "kl_without_dt" and std_has_dt else divergence
 
 
 def penalty_weight(config: ReferenceConfig, rows: TrajectoryRows | ForwardRows) -> Tensor:

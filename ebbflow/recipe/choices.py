@@ -172,7 +172,8 @@ class ReferenceConfig(Strict):
     """Its weight in the loss; every algorithm has its own default."""
     penalty: Literal["kl", "kl_without_dt", "velocity"] = "velocity"
     """``kl``: mean((mu - mu_ref)^2) / (2 b^2) with the true standard deviation b of the step; ``kl_without_dt``: over 2 s^2, as
-    Flow-GRPO's code has it; ``velocity``: mean((v - v_ref)^2). Default: ``kl`` on trajectories, ``velocity`` otherwise."""
+    Flow-GRPO's code has it, and under ``cps`` the same as ``kl``; ``velocity``: mean((v - v_ref)^2). Default: ``kl`` on
+    trajectories, ``velocity`` otherwise."""
     guidance: float = Field(1.0, ge=1)
     """Scale of classifier-free guidance of v_ref alone, for algorithms on final latents: their policy is pulled to the base model
     as it draws with guidance. 1 is none."""

@@ -107,6 +107,7 @@ def _denoise(
         if solver == "dpm_solver":
             latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
             continue
+        clean = latents - sigmas[step] * velocity  # the history that a tail begins with, as in MixGRPO's code
         move = flow.transition(solver, latents, velocity, sigmas, step, sampler.eta)
         before, latents = latents, move.mean
         if sampler.stochastic and solver == sampler.name:

@@ -41,12 +41,12 @@ def test_kl_is_the_divergence_of_two_gaussians_per_element(sampler):
 
 
 def noise_level(sampler):
-    """(s, b) of the five steps of ``rollout``, written out again; both contain eta."""
+    """(std_dev_t of published code, b) of the five steps of ``rollout``, written out again; both contain eta."""
     eta, sigma, after = DEFAULT_ETA[sampler], SIGMAS[:5], SIGMAS[1:6]
     dt = sigma - after
     if sampler == "cps":
         b = after * math.sin(eta * math.pi / 2)
-        return b / dt.sqrt(), b
+        return b, b
     guarded = torch.cat([SIGMAS[1:2], SIGMAS[1:5]])
     s = eta * (sigma / (1 - guarded)).sqrt() if sampler == "flow_sde" else torch.full_like(sigma, eta)
     return s, s * dt.sqrt()

@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ebbflow.data.prepare import prepare
 from ebbflow.data.prompt_files import QUOTED, read_prompt_file
 from ebbflow.flow.windows import plan
 from ebbflow.recipe import Recipe, load_recipe
-from ebbflow.recipe.algorithms import SigmaConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig, SigmaConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 
@@ -157,6 +158,13 @@ def test_copies_follow_as_published():
     old = nft.stages[0].hyper.old
     assert [old.decay(step) for step in (1, 100, 500, 2000)] == pytest.approx([0.001, 0.1, 0.5, 0.5])
     assert nft.policy.ema.decay(1000) == 0.9
+    # What the header gives for OCR, by rollout steps of two gradient steps n: published code has min(.0075 (n - 75), .999).
+    header = (ROOT / "workflows" / "recipes" / "sd35_medium_nft.yaml").read_text()
+    given = re.search(r"old: (\{warmup: 37[^}]*\})\.", header)
+    ocr = EmaScheduleConfig.model_validate(yaml.safe_load(given[1]))
+    for step in range(1, 200):
+        published = min(0.0075 * max(2 * step - 75, 0), 0.999)
+        assert ocr.decay(step) == pytest.approx(published, abs=0.0075 + 1e-9)
     for name in ("sd35_medium_ocr_512", "flux_dev"):
         assert recipe_of(name).policy.ema.decay(1000) ** 8 == pytest.approx(0.9, abs=2e-3)  # .9 after every eighth update
 

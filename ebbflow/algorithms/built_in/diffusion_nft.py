@@ -39,8 +39,9 @@ class DiffusionNFTConfig(ForwardConfig):
     advantages: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     """What becomes of the advantages: as they are; only those above or below zero; 1 above zero and 0 elsewhere; their sign."""
     old: EmaScheduleConfig = EmaScheduleConfig()
-    """The old policy online; offline it stays as it was when it generated. Published: ``{max_decay: 0}`` (a copy),
-    ``{slope: .001, max_decay: .5}``, and ``{warmup: 75, slope: .0075, max_decay: .999}``."""
+    """The old policy online, by rollout steps; offline it stays as it was when it generated. Published code counts gradient
+    steps: ``{max_decay: 0}`` (a copy); ``{slope: .001, max_decay: .5}`` with 1 of them in a rollout step; for OCR a warmup of 75
+    and a slope of .0075 with 2 of them, which is ``{warmup: 37, slope: .015, max_decay: .999}`` here."""
 
 
 def loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor, RowMetrics]:
