@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ebbflow.algorithms.built_in.awm import AWMConfig
+from ebbflow.algorithms.built_in.crd import CRDConfig
 from ebbflow.algorithms.built_in.dgpo import DGPOConfig
 from ebbflow.algorithms.built_in.diffusion_dpo import DiffusionDPOConfig
 from ebbflow.algorithms.built_in.diffusion_nft import DiffusionNFTConfig
@@ -47,6 +48,8 @@ def draw(config, draws, schedule, samples=SAMPLES, visit=0, keys=None):
         (AWMConfig, 14, 6, 0.755, 0.3574, 0.9731),
         # DGPO on GenEval: 4 of the first 5 of 10
         (DGPOConfig, 10, 4, 0.904, 0.7904, 1.0),
+        # CRD: one of each of 20 runs of the sampler's 10 sigmas without the last
+        (CRDConfig, 10, 20, 0.747, 0.2780, 1.0),
     ],
 )
 def test_published_grids_have_their_published_moments(algorithm, steps, draws, mean, low, high):

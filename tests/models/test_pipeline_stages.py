@@ -137,7 +137,7 @@ def test_the_policy_is_pulled_to_the_base_model_as_it_draws_with_guidance(start)
     conditioning = trainer.encode(wanted)(wanted)
     clean = torch.randn(4, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     advantage = torch.tensor([5.0, -5.0, 1.0, -1.0])
-    batch = forward_batch(clean, conditioning, advantage, keys, np.array([0, 0, 1, 1]), ctx.config.hyper, visit=0)
+    batch = forward_batch(clean, conditioning, advantage, keys, np.array([0, 0, 1, 1]), ctx.config.hyper, updater.schedule, visit=0)
     latents, sigma, rows = batch.inputs.latents, batch.inputs.sigma, conditioning.rows(batch.inputs.sample_index)
     with torch.no_grad():
         plain, negative = (predict(model, latents, sigma, each) for each in (rows.unguided(), rows.negative))

@@ -120,7 +120,8 @@ def test_a_unit_shares_sigma_and_noise_and_stays_together(model, group_index):
 
 
 def test_samples_of_a_group_can_have_noise_of_their_own(model):
-    shared, own = (forward_rows(model, stage_of({"name": name, "noise_levels": 2}), GROUPS) for name in ("dgpo", "crd"))
+    keys = {"noise_levels": 2, "sigma": {"kind": "uniform"}}
+    shared, own = (forward_rows(model, stage_of({"name": name, **keys}), GROUPS) for name in ("dgpo", "crd"))
     assert torch.equal(own.inputs.sigma, shared.inputs.sigma)
     assert torch.equal(own.group_index, shared.group_index)
     assert len({tuple(noise.flatten()[:4].tolist()) for noise in own.noise}) == len(own.noise) == 12

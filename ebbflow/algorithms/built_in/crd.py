@@ -17,7 +17,8 @@ settings for SD3.5-medium and OCR, which it says are those of the paper's table 
   count rollout steps; with two optimiser steps in each, its schedules are ``old: {min_decay: .25, slope: .01, max_decay: .999}``
   and ``sampling: {warmup: 37, slope: .015, max_decay: .999}``.
 - In an offline stage both copies stay as they are, and become copies of the policy at its end.
-- It trains at the denoising steps of its sampler's shifted schedule; here sigma is drawn as ``sigmas`` says.
+- It draws 20 of its sampler's 10 shifted sigmas for a sample, here 2 (``noise_levels``), and shares them over the whole batch,
+  here inside a group.
 - Left out: a binary cross-entropy in place of the square, and softmax weights in place of the group's mean (both off by default).
 """
 
@@ -29,7 +30,7 @@ from pydantic import Field
 
 from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, group_mean, per_row
-from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig, SigmaConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +44,8 @@ class CRDConfig(ForwardConfig):
     stage_defaults: ClassVar = {"reference": {"weight": 0.1, "guidance": 4.5, "adaptive": True}}
 
     name: Literal["crd"] = "crd"
+    sigma: SigmaConfig = SigmaConfig(kind="schedule", min=0.2)
+    """Published: of 10 steps with shift 3, the first nine sigmas, 1 to .28."""
     beta: float = Field(1.0, gt=0)
     """Scale of the implied reward."""
     old: EmaScheduleConfig = EmaScheduleConfig(min_decay=0.25, slope=0.005, max_decay=0.999)
