@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from verification_cases import Version, committed, evaluated, prompt_table, registered
 
+from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import PolicyConfig
-from ebbflow.storage.artifacts import new_folder
+from ebbflow.storage.artifacts import new_folder, verify
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.training.policy_metadata import PolicyMetadata
 
@@ -40,3 +44,47 @@ def policy(tmp_path: Path) -> Path:
         (unfinished / "policy.json").write_text(metadata.model_dump_json())
         (unfinished / "weights.safetensors").write_bytes(b"\0" * 64)
     return folder
+
+
+@pytest.fixture
+def gated_recipe(store: Path) -> Recipe:
+    """With a reward and a guardrail that the made-up scores are of."""
+    settings = {"output": str(store), "rewards": [{"name": "similarity", "weight": 2}], "guardrails": ["ocr"]}
+    return Recipe.model_validate(settings | {"evaluation": {"steps": 2, "resamples": 200}})
+
+
+@pytest.fixture
+def name() -> str:
+    """Of a registered model that no other test has."""
+    return f"model-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def prompts(make_prompts: Callable[..., list[Prompt]]) -> list[Prompt]:
+    shown = [*make_prompts(3), *make_prompts(3, "validation"), *make_prompts(12, "held_out")]
+    return [Prompt(**vars(prompt) | {"prompt_id": index}) for index, prompt in enumerate(shown)]
+
+
+@pytest.fixture
+def make_version(gated_recipe: Recipe, name: str, prompts: list[Prompt], tmp_path: Path) -> Callable[..., Version]:
+    """``make_version(gain=0.2, promoted=True)``: registered with evidence, and promoted where the gate lets it through."""
+
+    def make(gain: float = 0.2, promoted: bool = True) -> Version:
+        folder = tmp_path / uuid.uuid4().hex
+        base = committed(folder / "base", {"model_index.json": "{}", "weights.safetensors": "w" * 64})
+        metadata = PolicyMetadata(
+            base_digest=verify(base), recipe_digest=gated_recipe.digest, config=gated_recipe.policy, version=7
+        )
+        policy = committed(folder / "policy", {"policy.json": metadata.model_dump_json(), "weights.safetensors": "p" * 64})
+        sides = {
+            "candidate": evaluated(folder / "candidate.parquet", prompts, gain, "1.1 online"),
+            "champion": evaluated(folder / "champion.parquet", prompts, 0.0, "before"),
+        }
+        return registered(gated_recipe, name, base, policy, sides, prompt_table(folder / "prompts.parquet", prompts), promoted)
+
+    return make
+
+
+@pytest.fixture
+def version(make_version: Callable[..., Version]) -> Version:
+    return make_version()

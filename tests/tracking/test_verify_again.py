@@ -1,0 +1,157 @@
+"""``ebbflow verify``: what the command prints, and what ``--again`` finds by generating the samples again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from verification_cases import Version, evaluated, flip, invoke, prompt_table, registered
+
+from ebbflow.data.images import decode_png, encode_png
+from ebbflow.data.prompts import Prompt
+from ebbflow.evaluation.evaluate import evaluate_folder
+from ebbflow.models import load_model
+from ebbflow.recipe import Recipe
+from ebbflow.storage.artifacts import verify
+from ebbflow.storage.identity import code_listing
+from ebbflow.storage.tables import read_table, write_table
+from ebbflow.tracking import evidence
+from ebbflow.tracking.verification import CHECKS, verify_version
+from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import PolicyMetadata
+from tests.parameters import move
+
+
+@pytest.fixture
+def recipe(gated_recipe: Recipe) -> Recipe:
+    return gated_recipe
+
+
+def test_the_command_prints_a_line_per_check(recipe: Recipe, name: str, version: Version, tmp_path: Path) -> None:
+    for named in (name, f"{name}@champion", f"{name}@challenger", f"{name}/1"):
+        done = invoke(recipe, tmp_path, named)
+        assert done.exit_code == 0, done.output
+        first, *lines = done.stdout.splitlines()
+        assert first == f"{name} version 1"
+        assert [line[:2] for line in lines] == ["ok"] * len(CHECKS)
+    flip(version.folder / "evidence" / "prompts.parquet")
+    done = invoke(recipe, tmp_path, name)
+    assert done.exit_code == 1
+    assert "FAILED      prompts " in done.stdout
+    assert f"1 of {len(CHECKS)} checks failed: prompts" in done.output
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ("none", "no version of 'none' has the alias 'champion'"),
+        ("{}@other", "has the alias 'other'"),
+        ("{}/9", "no version '9'"),
+        ("{}/x", "no version 'x'"),
+        ("{}@champion/1", "in two ways"),
+    ],
+)
+def test_a_version_that_is_not_there(recipe: Recipe, name: str, version: Version, tmp_path: Path, named: str, says: str) -> None:
+    done = invoke(recipe, tmp_path, named.format(name))
+    assert done.exit_code == 1
+    assert says in done.output
+    assert "ok " not in done.output
+
+
+def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    done = invoke(Recipe(output=str(tmp_path / "none")), tmp_path, "model")
+    assert done.exit_code == 1
+    assert "no MLflow store at" in done.output
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.fixture
+def trained(
+    recipe: Recipe, name: str, base_folder: Path, prompts: list[Prompt], tmp_path: Path
+) -> Callable[[Callable[[list[dict[str, Any]]], None]], Version]:
+    """``trained(change)``: a policy that draws, registered with its own samples after ``change`` was made to them."""
+
+    def make(change: Callable[[list[dict[str, Any]]], None]) -> Version:
+        policy = Policy(load_model(base_folder), recipe.policy, 0)
+        move(policy, 0.01)
+        metadata = PolicyMetadata(
+            base_digest=verify(base_folder), recipe_digest=recipe.digest, config=recipe.policy, version=5, steps=2
+        )
+        policy.save(tmp_path / "policy", metadata)
+        table = prompt_table(tmp_path / "prompts.parquet", prompts)
+        path = tmp_path / "samples.parquet"
+        evaluation = evaluate_folder(recipe, base_folder, tmp_path / "policy", table, "1.1 online", path)
+        samples = read_table(path)
+        rows = samples.to_pylist()
+        change(rows)
+        write_table(path, samples.schema, pa.Table.from_pylist(rows, samples.schema).to_batches(), {})
+        held_out = [row for row in rows if row["split"] == "held_out"]
+        means = {metric: float(np.mean([row[metric] for row in held_out])) for metric in evaluation.held_out}
+        sides = {
+            "candidate": (evaluation.model_copy(update={"held_out": means}), path),
+            "champion": evaluated(tmp_path / "champion.parquet", prompts, 0.0, "before"),
+        }
+        return registered(recipe, name, base_folder, tmp_path / "policy", sides, table)
+
+    return make
+
+
+def lighter(rows: list[dict[str, Any]]) -> None:
+    """One pixel of one held-out picture by 4, and one score by .25."""
+    row = next(row for row in rows if row["split"] == "held_out")
+    picture = decode_png([row["image"]])
+    picture[0, 0, 0, 0] ^= 4
+    row.update(image=encode_png(picture)[0], similarity=row["similarity"] - 0.25, reward=row["reward"] - 0.5)
+
+
+def test_samples_that_are_generated_again_have_the_same_bytes(trained: Callable[..., Version]) -> None:
+    checks = trained(lambda rows: None).checks(again=True)
+    assert {check.status for check in checks.values()} == {"ok"}
+    assert checks["pictures again"].detail == "all 48 have the same bytes"
+
+
+def test_samples_of_another_policy_are_found(trained: Callable[..., Version]) -> None:
+    version = trained(lighter)
+    assert version.failed() == set(), "only the policy itself can tell"
+    checks = version.checks(again=True)
+    assert {name for name, check in checks.items() if check.status == "FAILED"} == {"pictures again", "scores again"}
+    assert checks["pictures again"].detail.startswith("1 of 48 differ: by up to 4 of 255 in a pixel, by ")
+    assert checks["scores again"].detail.endswith("differ, by up to 0.5")
+
+
+def test_how_much_pictures_differ_is_not_known_when_they_were_too_large(
+    trained: Callable[..., Version], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence, "MAX_STORED_PICTURES", 1)
+    checks = trained(lighter).checks(again=True)
+    assert "1 of 48 differ; by how much is not known" in checks["pictures again"].detail
+
+
+def test_a_policy_that_does_not_verify_is_not_loaded(trained: Callable[..., Version]) -> None:
+    version = trained(lambda rows: None)
+    flip(next((version.folder / "data").rglob("diffusion_pytorch_model.safetensors")))
+    assert version.checks(again=True)["samples again"].detail == "not generated, because of policy"
+
+
+def test_code_that_a_version_names_runs_only_if_it_is_allowed(trained: Callable[..., Version]) -> None:
+    version = trained(lambda rows: None)
+    path = version.folder / "evidence" / evidence.RECIPE
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"model": {"family": "shutil:rmtree", "path": "x"}}))
+    version.set_tag(evidence.TAGS[evidence.RECIPE], evidence.sha256_of(path))
+    asked = version.checks(again=True)["samples again"]
+    assert asked.status == "FAILED"
+    assert asked.detail == "the version names code to run, shutil:rmtree; if you trust it, give --allow-code shutil:rmtree"
+    _, allowed = verify_version(version.uri, f"{version.name}/{version.version}", again=True, allowed_code=["shutil"])
+    assert "pictures again" in {check.name for check in allowed}, "which the policy, of another family, does not need"
+
+
+def test_code_listing_is_what_the_digest_is_of(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("1")
+    (names, *_) = json.loads(code_listing(tmp_path))["sources"]
+    assert [name for name, _ in names] == ["one.py"]

@@ -1,0 +1,128 @@
+"""Registered versions with evidence, from made-up scores, which the tests of verification change."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+import numpy as np
+import pyarrow as pa
+import yaml
+from click.testing import CliRunner, Result
+from mlflow import MlflowClient
+
+from ebbflow.cli import main
+from ebbflow.data.images import encode_png
+from ebbflow.data.prompts import Prompt, write_prompts
+from ebbflow.data.records import Evaluation
+from ebbflow.data.schema import PROMPTS, evaluation_schema
+from ebbflow.evaluation.gate import decide
+from ebbflow.recipe import Recipe
+from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.tables import read_table, write_table
+from ebbflow.tracking.evidence import GateInputs, write_evidence
+from ebbflow.tracking.parent_run import start_run
+from ebbflow.tracking.registry import promote, register
+from ebbflow.tracking.store import connect, resolve_tracking_uri
+from ebbflow.tracking.verification import Check, verify_version
+
+METRICS = ["reward", "similarity", "ocr"]
+CODE = json.dumps({"sources": [[["cli.py", "0" * 64]]], "versions": {"torch": "0.0"}})
+
+
+class Version(NamedTuple):
+    """A registered version, and where its artifacts lie."""
+
+    uri: str
+    name: str
+    version: str
+    folder: Path
+    client: MlflowClient
+
+    def checks(self, again: bool = False) -> dict[str, Check]:
+        _, checks = verify_version(self.uri, f"{self.name}/{self.version}", again)
+        return {check.name: check for check in checks}
+
+    def failed(self) -> set[str]:
+        return {name for name, check in self.checks().items() if check.status == "FAILED"}
+
+    def set_tag(self, key: str, value: str) -> None:
+        self.client.set_model_version_tag(self.name, self.version, key, value)
+
+    @property
+    def tags(self) -> dict[str, str]:
+        return self.client.get_model_version(self.name, self.version).tags
+
+
+def committed(folder: Path, files: dict[str, str]) -> Path:
+    with new_folder(folder) as unfinished:
+        for path, text in files.items():
+            (unfinished / path).write_text(text)
+    return folder
+
+
+def prompt_table(path: Path, prompts: list[Prompt]) -> Path:
+    write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in prompts], PROMPTS), path)
+    return path
+
+
+def evaluated(path: Path, prompts: list[Prompt], gain: float, label: str) -> tuple[Evaluation, Path]:
+    """An evaluation with made-up scores; of the candidate they are higher by about ``gain``."""
+    shown = [prompt for prompt in prompts if prompt.split != "train"]
+    scores = np.random.default_rng(len(label)).uniform(0.2, 0.4, len(shown)) + gain
+    pictures = encode_png(np.arange(len(shown), dtype=np.uint8)[:, None, None, None].repeat(8, 1).repeat(8, 2).repeat(3, 3))
+    keys = ("prompt_id", "prompt", "target", "split")
+    rows = [
+        {key: vars(prompt)[key] for key in keys}
+        | {"sample": 0, "image": picture, "reward": 2 * score, "similarity": score, "ocr": 0.5, "failure": None}
+        for prompt, picture, score in zip(shown, pictures, scores, strict=True)
+    ]
+    table = pa.Table.from_pylist(rows, evaluation_schema(METRICS))
+    write_table(path, table.schema, table.to_batches(), {})
+    held_out = [row for row in rows if row["split"] == "held_out"]
+    means = {metric: float(np.mean([row[metric] for row in held_out])) for metric in METRICS}
+    record = Evaluation(
+        label=label, policy_version=1, held_out=means, validation={}, coverage=1.0, velocity_drift=0.0, seconds={"sampling": 1.0}
+    )
+    return record, path
+
+
+def registered(
+    recipe: Recipe,
+    name: str,
+    base: Path,
+    policy: Path,
+    sides: dict[str, tuple[Evaluation, Path]],
+    prompts: Path,
+    promoted: bool = True,
+) -> Version:
+    (candidate, its), (champion, other) = sides["candidate"], sides["champion"]
+    decision = decide(recipe, candidate, champion, read_table(its), read_table(other))
+    evaluations = {side: evaluation for side, (evaluation, _) in sides.items()}
+    inputs = GateInputs(recipe, decision, evaluations, {side: path for side, (_, path) in sides.items()}, prompts, CODE)
+    tags = write_evidence(policy.parent / "evidence", inputs) | {"base_digest": verify(base)}
+    tracked, uri = start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}"), resolve_tracking_uri(recipe)
+    made = register(
+        tracked, policy, base, decision, tags, model_name=name, expected_champion=None, evidence=policy.parent / "evidence"
+    )
+    if promoted and decision.promote:
+        promote(tracked, made, {"promoted_in": "an execution"}, expected_champion=None)
+    client = connect(uri)
+    place = client.get_model_version_download_uri(name, made.version)
+    return Version(uri, name, made.version, Path(url2pathname(urlparse(place).path)), client)
+
+
+def flip(path: Path) -> None:
+    """Change one byte, the last: that of a number, a brace or a tensor."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def invoke(recipe: Recipe, folder: Path, *arguments: str) -> Result:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"output": recipe.output}))
+    return CliRunner().invoke(main, ["verify", *arguments, "--recipe", str(path)])
