@@ -139,10 +139,12 @@ def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | 
     """
     from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
     from ebbflow.tracking.verification import verify_version
+    from ebbflow.training.policy_metadata import named_code
 
     try:
         given = load_recipe(recipe) if recipe else Recipe()
-        version, checks = verify_version(resolve_tracking_uri(given), model, again, (*allow_code, *given.own_paths))
+        allowed = (*allow_code, *given.own_paths, *named_code(given.model))
+        version, checks = verify_version(resolve_tracking_uri(given), model, again, allowed)
     except (RecipeError, TrackingError) as error:
         sys.exit(str(error))
     click.secho(f"{version.name} version {version.version}", bold=True)

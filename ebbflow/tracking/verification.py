@@ -45,7 +45,7 @@ from ebbflow.tracking.registry import (
 from ebbflow.tracking.registry_lock import CHAMPION, version_by_alias
 from ebbflow.tracking.serving import base_folder
 from ebbflow.tracking.store import connect
-from ebbflow.training.policy_metadata import read_policy_metadata
+from ebbflow.training.policy_metadata import named_code, read_policy_metadata
 
 BASE_DIGEST = "ebbflow.base_digest"
 LIBRARY = Path(__file__).parents[1]
@@ -329,7 +329,8 @@ def _again(found: Registered, checks: list[Check], path: Path, allowed_code: Col
     def generate(found: Registered) -> str:
         from ebbflow.evaluation.evaluate import evaluate_folder
 
-        if foreign := not_allowed(found.recipe.own_paths, allowed_code):
+        named = [*found.recipe.own_paths, *named_code(found.recipe.model)]
+        if foreign := not_allowed(named, allowed_code):
             raise _Failed(f"the version names code to run, {foreign[0]}; if you trust it, give --allow-code {foreign[0]}")
         prompts = found.file(stored.PROMPT_TABLE)
         evaluation = evaluate_folder(found.recipe, base_folder(found.data), found.data / "policy", prompts, "again", path)

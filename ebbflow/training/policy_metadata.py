@@ -103,13 +103,17 @@ def require_allowed_code(metadata: PolicyMetadata, folder: Path, allowed: Collec
     Raises:
         PolicyError: it names other code.
     """
-    family, attention = metadata.model.family, metadata.model.attention or ""
-    named = [family] * (family not in FAMILIES) + [attention] * attention.endswith("_hub")
-    if foreign := not_allowed(named, allowed):
+    if foreign := not_allowed(named_code(metadata.model), allowed):
         raise PolicyError(
             f"{folder / METADATA} names code to run, {foreign[0]}, which this recipe does not name; if you trust it, take a "
             f"recipe that names it, or allow it (--allow-code {foreign[0]}, or the variable {ALLOW_CODE} when serving)"
         )
+
+
+def named_code(model: ModelConfig) -> list[str]:
+    """The family and the attention backend of a model, if they are not Ebbflow's or the installed diffusers' own code."""
+    family, attention = model.family, model.attention or ""
+    return [family] * (family not in FAMILIES) + [attention] * attention.endswith("_hub")
 
 
 def write_base_policy(

@@ -138,16 +138,25 @@ def test_a_policy_that_does_not_verify_is_not_loaded(trained: Callable[..., Vers
     assert version.checks(again=True)["samples again"].detail == "not generated, because of policy"
 
 
-def test_code_that_a_version_names_runs_only_if_it_is_allowed(trained: Callable[..., Version]) -> None:
+NAMED = {
+    "family": ({"family": "shutil:rmtree", "path": "x"}, "shutil:rmtree", "shutil"),
+    "attention from the hub": ({"family": "sd3", "path": "x", "attention": "_flash_3_hub"}, "_flash_3_hub", "_flash_3_hub"),
+}
+
+
+@pytest.mark.parametrize(("model", "code", "allowed_code"), NAMED.values(), ids=NAMED)
+def test_code_that_a_version_names_runs_only_if_it_is_allowed(
+    trained: Callable[..., Version], model: dict[str, str], code: str, allowed_code: str
+) -> None:
     version = trained(lambda rows: None)
     path = version.folder / "evidence" / evidence.RECIPE
     stored = json.loads(path.read_text())
-    path.write_text(json.dumps(stored | {"model": {"family": "shutil:rmtree", "path": "x"}}))
+    path.write_text(json.dumps(stored | {"model": model}))
     version.set_tag(evidence.TAGS[evidence.RECIPE], evidence.sha256_of(path))
     asked = version.checks(again=True)["samples again"]
     assert asked.status == "FAILED"
-    assert asked.detail == "the version names code to run, shutil:rmtree; if you trust it, give --allow-code shutil:rmtree"
-    _, allowed = verify_version(version.uri, f"{version.name}/{version.version}", again=True, allowed_code=["shutil"])
+    assert asked.detail == f"the version names code to run, {code}; if you trust it, give --allow-code {code}"
+    _, allowed = verify_version(version.uri, f"{version.name}/{version.version}", again=True, allowed_code=[allowed_code])
     assert "pictures again" in {check.name for check in allowed}, "which the policy, of another family, does not need"
 
 
