@@ -195,8 +195,10 @@ def _check_same_task(path: Path, described: dict[str, Any]) -> None:
         return
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise LabelError(f"{path} is damaged; name a new folder for the answers") from None
+    except (ValueError, RecursionError):
+        before = None
+    if not isinstance(before, dict):
+        raise LabelError(f"{path} is damaged; name a new folder for the answers")
     differ = [key for key, value in described.items() if before.get(key) != value]
     if differ:
         shown = ", ".join(f"{key} = {sanitize(str(before.get(key)), 80)}" for key in differ if key not in ("sha256", "pairs"))

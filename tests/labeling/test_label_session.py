@@ -172,9 +172,10 @@ def test_a_folder_keeps_to_its_task(tmp_path):
     other = make_comparison(tmp_path / "others", [True] * 20)
     with pytest.raises(LabelError, match=r"\(other pictures\)"), opened(other, tmp_path / "a"):
         pass
-    (tmp_path / "a" / "task.json").write_text("{")
-    with pytest.raises(LabelError, match=r"task\.json is damaged"), opened(task, tmp_path / "a"):
-        pass
+    for damaged in ("{", "[]", "null", "[" * 100_000):
+        (tmp_path / "a" / "task.json").write_text(damaged)
+        with pytest.raises(LabelError, match=r"task\.json is damaged"), opened(task, tmp_path / "a"):
+            raise AssertionError("it is not opened")
 
 
 def test_the_test_stops_everybody_when_it_has_decided(tmp_path):
