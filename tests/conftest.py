@@ -168,7 +168,7 @@ def through_the_gate() -> Callable[..., dict[str, float]]:
         some = slice(0, parity.samples)
         conditioning, keys, (sampler, plan) = conditioning.rows(some), keys.rows(some), parity_plan(sampler)
         rollouts, _ = engine.generate(conditioning, keys, sampler, plan)
-        return measure_parity(policy, rollouts.trajectory, conditioning, keys, sampler, parity, micro_batch)
+        return measure_parity(policy, rollouts.trajectory, conditioning, keys, sampler, parity.bar, micro_batch)
 
     return measure
 

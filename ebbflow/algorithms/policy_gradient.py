@@ -5,6 +5,7 @@ rho = exp(log_prob - old_log_prob),   clipped loss = max(-A rho, -A clip(rho, 1 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ebbflow.algorithms.base import RowMetrics, TrajectoryRows
@@ -24,6 +25,11 @@ def clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> RowMetr
         "clip/up": ((ratio > 1 + clip_range) & (advantage > 0)).float(),
         "clip/down": ((ratio < 1 - clip_range) & (advantage < 0)).float(),
     }
+
+
+def dead_share(means: Mapping[str, float]) -> float:
+    """The share of the terms that have no gradient because of a clip or a divergence limit, from the means of the metrics."""
+    return sum(means.get(name, 0.0) for name in ("clip/up", "clip/down", "dppo/dropped"))
 
 
 def ratio_metrics(rows: TrajectoryRows) -> RowMetrics:

@@ -22,7 +22,7 @@ from ebbflow.models.base import Conditioning, device_of
 from ebbflow.models.encoding import encode_once
 from ebbflow.offline.shards import shard_identity
 from ebbflow.rollouts.engine import Diffusers, Engine, open_engine
-from ebbflow.rollouts.parity import measure_parity, parity_plan
+from ebbflow.rollouts.parity import measure_parity, parity_bar, parity_plan
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import write_table
 from ebbflow.timing import Clock
@@ -89,8 +89,9 @@ def _check_engine(ctx: StageContext, policy: Policy, engine: Engine, conditionin
     sampler, plan = parity_plan(config.sampler)
     trajectory = engine.generate(conditioning, keys, sampler, plan)[0].to(device).trajectory
     assert trajectory is not None, "the plan records every step"
+    bar = parity_bar(config, trajectory.latents[0, 0].numel())
     with policy.using(ctx.algorithm.generates):
-        found = measure_parity(policy, trajectory, conditioning, keys, sampler, config.parity, config.micro_batch)
+        found = measure_parity(policy, trajectory, conditioning, keys, sampler, bar, config.micro_batch)
     logger.info("%s: engine %s differs by %.1e in log-prob", ctx.label, config.engine, found["parity/log_prob_max"])
 
 

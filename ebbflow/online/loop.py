@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
@@ -48,9 +47,6 @@ from ebbflow.training.update import PolicyUpdater
 
 if TYPE_CHECKING:
     from ebbflow.online.ray_actor import Folders
-
-MAX_FIRST_RATIO_DEVIATION = 1e-5
-"""The first ratio of a policy gradient may be this far from 1 by rounding; a clip range is rarely below 1e-4."""
 
 
 def train_online_folder(
@@ -235,8 +231,6 @@ class OnlineLoop:
         self.queue.spans += report.spans
         metrics |= await self.monitor.after_step(batch, advantages.values, step, start, end)
         self.state.seconds = self._seconds()
-        if step == 0:
-            self.state.alarms += _first_ratio_alarm(self.ctx, report.metrics)
         return metrics
 
     async def _save_due_checkpoint(self, step: int) -> float:
@@ -309,17 +303,3 @@ def _speed(spans: Sequence[TraceSpan], images: int, seconds: float) -> dict[str,
     metrics = {f"seconds/{task}": value for task, value in spent.items()}
     metrics |= {f"ms_per_image/{task}": 1000 * value / images for task, value in spent.items()}
     return metrics | {"images_per_second": images / seconds}
-
-
-def _first_ratio_alarm(ctx: StageContext, metrics: Mapping[str, float]) -> list[str]:
-    """An alarm where rollouts and training see micro-batches of different sizes, so that their arithmetic differs."""
-    off = metrics.get("ratio/first_deviation", 0.0)
-    known = ctx.config.correction or ctx.config.rollout_precision or ctx.online.engine != "diffusers"
-    if off <= MAX_FIRST_RATIO_DEVIATION or known:
-        return []
-    alarm = (
-        f"the first ratio is off 1 by {off:.2g}: rollouts and training see micro-batches of different sizes; "
-        "choose a micro_batch that divides the samples of a step and of an update"
-    )
-    warnings.warn(alarm, stacklevel=3)
-    return [alarm]

@@ -14,16 +14,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ebbflow.algorithms.advantages import PromptStatistics
+from ebbflow.algorithms.policy_gradient import dead_share
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import StageRecord
 from ebbflow.models import Conditioning
 from ebbflow.models.base import device_of
 from ebbflow.models.encoding import Embeddings, embed
+from ebbflow.online.first_update_alarm import first_update_alarms
 from ebbflow.online.messages import RolloutRequest, TrainingBatch, TrainingReport
 from ebbflow.online.tracing import TaskTimer
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.rollouts.generate import Rollouts, join
-from ebbflow.rollouts.parity import measure_parity
+from ebbflow.rollouts.parity import measure_parity, parity_bar
 from ebbflow.rollouts.weights import Tensors, WeightsVersion, bucketize, checksum
 from ebbflow.seeding import Stream, generator
 from ebbflow.stage import StageContext
@@ -90,9 +92,10 @@ class TrainingWorker:
         conditioning = request.conditioning.rows(torch.from_numpy(request.sample_index)).to(device)
         trajectory = rollouts.to(device).trajectory
         assert trajectory is not None, "the samples of the parity gate are recorded"
-        parity, micro_batch = self.ctx.online.parity, self.ctx.config.micro_batch
+        bar = parity_bar(self.ctx.config, trajectory.latents[0, 0].numel())
+        micro_batch = self.ctx.config.micro_batch
         with policy.using(self.updater.algorithm.generates):
-            return measure_parity(policy, trajectory, conditioning, request.keys, request.sampler, parity, micro_batch)
+            return measure_parity(policy, trajectory, conditioning, request.keys, request.sampler, bar, micro_batch)
 
     def save(self, folder: Path, record: StageRecord, history: PromptStatistics) -> None:
         """Write the policy folder that the stage leaves behind."""
@@ -130,6 +133,9 @@ def train_on_batch(ctx: StageContext, updater: PolicyUpdater, batch: TrainingBat
             updates.append(_update(ctx, updater, rows, left))
     if updates and "ratio/deviation" in updates[0]:
         metrics["ratio/first_deviation"] = updates[0]["ratio/deviation"]
+        metrics["ratio/first_dead_share"] = dead_share(updates[0])
+    if updater.steps == 0:
+        updater.alarms += first_update_alarms(ctx.online, metrics, rollouts.latents[0].numel())
     return metrics | _means(updates) | {"skipped_updates": ctx.online.updates_per_step - len(updates)}
 
 

@@ -54,6 +54,10 @@ class AlgorithmConfig(Strict):
     needs_density: ClassVar[bool] = False
     paper: ClassVar[str] = ""
 
+    def ratio_range(self, dims: int) -> float | None:
+        """How far the ratio of mean log-probs over ``dims`` elements may be off 1 before a term has no gradient; None: any."""
+        return None
+
 
 class TrajectoryConfig(AlgorithmConfig):
     """Algorithms on the steps of a fresh trajectory: a stochastic sampler, a window of its steps, their log-probs."""

@@ -92,8 +92,10 @@ class ParityConfig(Strict):
     """What another engine has to show before it may generate: log-probs like the training policy's, on the same noise."""
 
     samples: int = Field(4, ge=1)
-    bar: float = Field(1e-3, gt=0)
-    """Largest |difference| of a sample's log-prob at a step, on the mean unit of all log-probs here."""
+    bar: float | None = Field(None, gt=0)
+    """Largest |difference| of a sample's log-prob at a step, on the mean unit of all log-probs here. Left out: the clip range of
+    the algorithm (of ``flow_dppo`` sqrt(2 tau / D)), so that no sample of the gate would have lost its gradient; 1e-3 where
+    nothing is clipped."""
 
 
 class WindowConfig(Strict):

@@ -19,14 +19,21 @@ from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.transition import Transition, log_prob, transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, predict
-from ebbflow.recipe.choices import ParityConfig, SamplerConfig
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.stages import StageConfig
 from ebbflow.training.policy import Policy
 
 SIGMAS_APART = 1e-6
+UNCLIPPED_BAR = 1e-3
 
 
 class ParityError(RuntimeError):
     """An engine does not generate what the training policy would: says how far off it is, where, and how to fix it."""
+
+
+def parity_bar(stage: StageConfig, dims: int) -> float:
+    """The stage's ``parity.bar`` for latents of ``dims`` elements; left out, how far off 1 its ratio has a gradient."""
+    return stage.parity.bar or stage.hyper.ratio_range(dims) or UNCLIPPED_BAR
 
 
 def parity_plan(sampler: SamplerConfig) -> tuple[SamplerConfig, Plan]:
@@ -43,7 +50,7 @@ def measure_parity(
     conditioning: Conditioning,
     keys: SampleKeys,
     sampler: SamplerConfig,
-    parity: ParityConfig,
+    bar: float,
     micro_batch: int = 64,
 ) -> dict[str, float]:
     """How far a trajectory, generated as ``parity_plan`` says, is from the policy as it is now.
@@ -70,9 +77,9 @@ def measure_parity(
         "parity/worst_step": float(steps[column]),
         "parity/mean_shift": torch.stack(shifts, 1).max().item(),
     }
-    if not found["parity/log_prob_max"] <= parity.bar:
+    if not found["parity/log_prob_max"] <= bar:
         where = f"denoising step {steps[column]}, prompt {keys.prompt_ids[sample]}, sample {keys.samples[sample]}"
-        raise ParityError(_refusal(found, where, f"{len(keys)} samples at {len(steps)} steps", parity.bar))
+        raise ParityError(_refusal(found, where, f"{len(keys)} samples at {len(steps)} steps", bar))
     return found
 
 

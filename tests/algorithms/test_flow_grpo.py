@@ -10,6 +10,7 @@ from algorithm_rows import STOCHASTIC, doubles, gaussian, gradient, moved, norma
 from ebbflow.algorithms.advantages import compute_advantages
 from ebbflow.algorithms.base import TrajectoryRows
 from ebbflow.algorithms.built_in.flow_grpo import FLOW_GRPO, DanceGRPOConfig, FlowGRPOConfig, FlowGRPOFastConfig, MixGRPOConfig
+from ebbflow.algorithms.policy_gradient import dead_share
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.flow.transition import log_prob, sample
 from ebbflow.recipe.choices import AdvantagesConfig
@@ -59,6 +60,22 @@ def test_metrics_say_how_far_the_policy_has_moved():
     assert metrics["ratio/mean"].tolist() == pytest.approx(ratio)
     assert metrics["ratio/deviation"].tolist() == pytest.approx([0.3, 0.3, 0])
     assert metrics["kl/old"].tolist() == pytest.approx([math.log(each) ** 2 / 2 for each in ratio])
+
+
+@pytest.mark.parametrize(
+    ("deviation", "clip", "share"), [(1.2533e-5, 1e-5, 0.21), (1.2533e-5, 2e-6, 0.44), (2e-4, 1e-4, 0.31), (2e-4, 2e-6, 0.5)]
+)
+def test_a_ratio_off_one_leaves_terms_without_a_gradient_by_the_gaussian_tail(deviation, clip, share):
+    """Half of the terms outside the clip range: those whose advantage points away. A mean |ratio - 1| of 1e-5 is 1.2533e-5."""
+    count = 20_000
+    rows, leaf = rows_with_ratio((deviation * normal(count, seed=0)).exp().tolist(), normal(count, seed=1).tolist())
+    config = FlowGRPOConfig(clip_range=clip)
+    dead = (gradient(FLOW_GRPO, rows, config, leaf) == 0).double().mean().item()
+    expected = math.erfc(clip / deviation / math.sqrt(2)) / 2
+    assert expected == pytest.approx(share, abs=0.005)
+    assert abs(dead - expected) < 4 * math.sqrt(expected * (1 - expected) / count)
+    metrics = {name: values.mean().item() for name, values in FLOW_GRPO.loss(rows, config)[1].items()}
+    assert dead_share(metrics) == pytest.approx(dead)
 
 
 @pytest.mark.parametrize("sampler", STOCHASTIC)

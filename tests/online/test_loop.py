@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 
 import numpy as np
 import pytest
@@ -429,15 +428,3 @@ def test_statistics_of_the_prompts_run_over_the_steps_of_a_stage(run, monkeypatc
     run(steps=3, prompts_per_step=6, advantages={"running": True})
     assert seen[0] is seen[1] is seen[2]
     assert {count for _, count, *_ in seen[0].state()["darkness"]} == {12}
-
-
-@pytest.mark.parametrize(("stage", "alarms"), [({}, 1), ({"correction": {"mode": "decoupled"}}, 0)])
-def test_a_first_ratio_that_is_not_one_is_an_alarm(make_recipe, stage, alarms):
-    """Unless something else is known to make rollouts differ from what training computes again."""
-    ctx = StageContext(make_recipe(online=stage), 0, 0)
-    assert loop._first_ratio_alarm(ctx, {"ratio/first_deviation": loop.MAX_FIRST_RATIO_DEVIATION}) == []
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        said = loop._first_ratio_alarm(ctx, {"ratio/first_deviation": 2e-4})
-    assert len(said) == len(warned) == alarms
-    assert all("the first ratio is off 1 by 0.0002" in text and "micro_batch" in text for text in said)

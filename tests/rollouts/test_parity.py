@@ -12,8 +12,9 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
 from ebbflow.recipe.choices import ParityConfig, SamplerConfig
 from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate
-from ebbflow.rollouts.parity import ParityError
+from ebbflow.rollouts.parity import ParityError, parity_bar
 from ebbflow.training.policy import Policy
 
 TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"]
@@ -132,3 +133,37 @@ def test_other_noise_and_another_schedule_are_refused(ask, policy, other):
         ask(Other(other, changed(latents=one_bit)), policy)
     with pytest.raises(ParityError, match="sigmas"):
         ask(Other(other, changed(sigmas=lambda sigmas: sigmas * 0.99)), policy)
+
+
+def off_by(deviation):
+    """What adds N(0, deviation^2) to every log-prob."""
+    draw = torch.Generator().manual_seed(0)
+    return changed(log_probs=lambda values: values + deviation * torch.randn(values.shape, generator=draw))
+
+
+@pytest.mark.parametrize(("clip_range", "passes"), [(1e-2, True), (1e-3, True), (1e-4, False), (2e-6, False)])
+def test_an_engine_may_be_off_by_the_clip_range(ask, policy, other, clip_range, passes):
+    """Log-probs that are off by 2e-4 leave 31 % of the terms without a gradient at a clip range of 1e-4, and none at 1e-3."""
+    stage = OnlineStageConfig.model_validate({"algorithm": {"name": "flow_grpo", "clip_range": clip_range}})
+    bar = parity_bar(stage, dims=512)
+    engine, parity = Other(other, off_by(2e-4)), ParityConfig(samples=4, bar=bar)
+    if passes:
+        assert 2e-4 < ask(engine, policy, parity=parity)["parity/log_prob_max"] < bar
+    else:
+        with pytest.raises(ParityError, match=f"parity.bar is {clip_range:.2e}"):
+            ask(engine, policy, parity=parity)
+
+
+@pytest.mark.parametrize(
+    ("stage", "bar"),
+    [
+        ({"algorithm": {"name": "grpo_guard", "clip_range": 2e-6}}, 2e-6),
+        ({"algorithm": {"name": "flow_dppo", "divergence_limit": 1e-5}}, (2e-5 / 512) ** 0.5),
+        ({"algorithm": {"name": "distillation", "teacher": "elsewhere"}}, 1e-3),
+        ({"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode"}}, 1e-3),
+        ({"algorithm": {"name": "grpo_guard"}, "parity": {"bar": 0.5}}, 0.5),
+    ],
+)
+def test_the_bar_follows_the_algorithm_unless_given(stage, bar):
+    stage = OnlineStageConfig.model_validate({"engine": "vllm_omni", **stage})
+    assert parity_bar(stage, dims=512) == pytest.approx(bar)

@@ -9,6 +9,7 @@ A dropped row counts as 0 in the mean, as a clipped one has no gradient.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -27,6 +28,10 @@ class FlowDPPOConfig(TrajectoryConfig):
     name: Literal["flow_dppo"] = "flow_dppo"
     divergence_limit: float = Field(1e-5, gt=0)
     """tau: the largest mean((mu - mu_old)^2) / (2 b^2) of a term that still moves away from the old policy."""
+
+    def ratio_range(self, dims: int) -> float:
+        """sqrt(2 tau / D): a shift of the means with D_kl = tau spreads the mean log-prob by this."""
+        return math.sqrt(2 * self.divergence_limit / dims)
 
 
 def loss(rows: TrajectoryRows, config: FlowDPPOConfig) -> tuple[Tensor, RowMetrics]:

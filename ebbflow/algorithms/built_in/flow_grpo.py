@@ -28,6 +28,9 @@ class ClippedConfig(TrajectoryConfig):
     clip_range: float = Field(1e-3, gt=0, lt=1)
     """Clip of the ratio (published: 1e-4, and 1e-5 for Flow-GRPO-Fast)."""
 
+    def ratio_range(self, dims: int) -> float:
+        return self.clip_range
+
 
 class FlowGRPOConfig(ClippedConfig):
     """Clipped policy gradient on every stochastic denoising step."""

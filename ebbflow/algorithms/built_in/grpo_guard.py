@@ -34,6 +34,10 @@ class GRPOGuardConfig(TrajectoryConfig):
     clip_range: float = Field(1e-4, gt=0, lt=1)
     """Clip of the regulated ratio (published: 2e-6)."""
 
+    def ratio_range(self, dims: int) -> float:
+        """That of the regulated ratio, which is nearer to 1 by the factor c < 1."""
+        return self.clip_range
+
 
 def loss(rows: TrajectoryRows, config: GRPOGuardConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
