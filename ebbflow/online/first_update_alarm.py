@@ -1,4 +1,5 @@
-"""The alarms on a stage's first update, before any weight has moved: its ratio should be 1, and no term should be clipped.
+"""The alarms on a stage's first update, before any weight has moved: its ratio should be 1, no term should be clipped, and
+rollouts of another policy should be corrected.
 
 Where the log-probs of rollouts and training differ by N(0, s^2), a clip range e leaves the share Q(e / s) of the terms without a
 gradient from the start (Q: the upper tail of N(0, 1)): 31 % for s = 2e-4 and e = 1e-4. So no tolerance holds for all clip ranges.
@@ -10,7 +11,9 @@ import logging
 import warnings
 from collections.abc import Mapping
 
+from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import OnlineStageConfig
+from ebbflow.training.rollout_correction import lacks_correction
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +25,11 @@ MAX_DEAD_SHARE = 0.01
 """Of the terms that are clipped before any weight has moved."""
 
 
-def first_update_alarms(stage: OnlineStageConfig, metrics: Mapping[str, float], dims: int) -> list[str]:
+def first_update_alarms(stage: OnlineStageConfig, precision: Precision, metrics: Mapping[str, float], dims: int) -> list[str]:
     """What is wrong with a first update, a line each; every line is a warning, too.
 
     Args:
+        precision: of the network in training.
         metrics: ``ratio/first_deviation`` and ``ratio/first_dead_share``, where the algorithm has them.
         dims: D, the elements of a latent.
     """
@@ -43,6 +47,12 @@ def first_update_alarms(stage: OnlineStageConfig, metrics: Mapping[str, float], 
             f"{100 * dead:.1f} % of the terms of the first update have no gradient: before any weight has moved, their ratio is "
             f"outside the clip range (|ratio - 1| = {deviation:.2g} on average); set correction: {{mode: decoupled}}, generate "
             "in the precision and with the engine of training, or raise algorithm.clip_range (of flow_dppo divergence_limit)"
+        )
+    if lacks_correction(stage, precision):
+        alarms.append(
+            "the rollouts are of another policy, engine or precision than training, and nothing corrects them: a ratio of mean "
+            "log-probs is the true one to the power 1 / D. Set correction: {mode: decoupled, level: trajectory}, or, to train on "
+            "them as they are, correction: {mode: bypass}"
         )
     for alarm in alarms:
         logger.warning("%s", alarm)

@@ -134,8 +134,8 @@ def train_on_batch(ctx: StageContext, updater: PolicyUpdater, batch: TrainingBat
     if updates and "ratio/deviation" in updates[0]:
         metrics["ratio/first_deviation"] = updates[0]["ratio/deviation"]
         metrics["ratio/first_dead_share"] = dead_share(updates[0])
-    if updater.steps == 0:
-        updater.alarms += first_update_alarms(ctx.online, metrics, rollouts.latents[0].numel())
+    if updater.steps == 0 and trajectory is not None:
+        updater.alarms += first_update_alarms(ctx.online, updater.policy.model.precision, metrics, rollouts.latents[0].numel())
     return metrics | _means(updates) | {"skipped_updates": ctx.online.updates_per_step - len(updates)}
 
 

@@ -196,8 +196,9 @@ class CorrectionConfig(Strict):
     """
 
     mode: Literal["bypass", "decoupled"] = "decoupled"
-    """Two policies: the ratio is against the rollout's log-probs. Three: it is against the training policy before the updates of
-    this step (one more forward pass), and the rollout is corrected by importance weights."""
+    """``bypass``, two policies: the ratio is against the rollout's log-probs. This corrects next to nothing: a ratio of mean
+    log-probs is the true one to the power 1 / D, of its own step alone. ``decoupled``, three policies: the ratio is against the
+    training policy before the updates of this step (one more forward pass), and importance weights correct the rollout."""
     unit: Literal["mean", "sum"] = "sum"
     """Scale of delta in weights and thresholds: the sum over the latent's D elements, the true log-density; or their mean, like
     every log-prob here and in published code, which is D times as small, so that 1e-4 is much."""
@@ -205,7 +206,8 @@ class CorrectionConfig(Strict):
     """exp(delta), at most ``high``; or exp(delta) where it lies within [``low``, ``high``] and the term dropped elsewhere. Left
     out in mode ``bypass``: none."""
     level: Literal["step", "trajectory"] = "step"
-    """One weight per step, or one per sample from the sum of its deltas."""
+    """One weight per step, which varies less; or one per sample from the sum of its deltas: before the bounds, only this one
+    (with unit ``sum``) gives the gradient of the policy that trains."""
     low: float = Field(0.8, gt=0, lt=1)
     high: float = Field(1.25, gt=1)
     """Bounds of the weights; left out with unit ``mean``: .9995 and 1.0005."""
@@ -235,7 +237,7 @@ class CorrectionConfig(Strict):
     def _bypass_has_no_weights(self) -> CorrectionConfig:
         if self.mode == "bypass" and self.weights != "none":
             raise ValueError(
-                f"in bypass mode the ratio itself corrects the rollout, and weights = {self.weights!r} would do so twice; "
+                f"mode bypass corrects nothing, and weights = {self.weights!r} belong to a ratio against the training policy; "
                 "set weights: none, or mode: decoupled"
             )
         return self

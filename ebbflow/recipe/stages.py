@@ -46,7 +46,8 @@ class StageConfig(Strict):
     advantages: AdvantagesConfig = AdvantagesConfig()
     reference: ReferenceConfig = ReferenceConfig()
     correction: CorrectionConfig | None = None
-    """For algorithms on trajectories: none by default, and the ratio is against the rollout's log-probs as they are."""
+    """For algorithms on trajectories: none by default, and the ratio is against the rollout's log-probs as they are; where
+    another policy, engine or precision generates, that is an alarm."""
     optimizer: OptimizerConfig = OptimizerConfig()
     group_size: int = Field(16, ge=2)
     """Samples per prompt; advantages compare inside the group."""

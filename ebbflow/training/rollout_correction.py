@@ -58,11 +58,16 @@ def apply_rollout_correction(
 
 def correction_of(stage: StageConfig, precision: Precision) -> CorrectionConfig | None:
     """The recipe's; without one, rollouts of anything but the policy as it is are watched and nothing else is done about them."""
-    rough = (stage.rollout_precision or precision) != precision
-    apart = isinstance(stage, OnlineStageConfig) and (stage.mode != "sync" or stage.engine != "diffusers")
-    if stage.correction is None and (rough or apart):
+    if lacks_correction(stage, precision):
         return CorrectionConfig(mode="bypass", weights="none")
     return stage.correction
+
+
+def lacks_correction(stage: StageConfig, precision: Precision) -> bool:
+    """Whether rollouts are of another policy, engine or precision than training, and the recipe says nothing about it."""
+    rough = (stage.rollout_precision or precision) != precision
+    apart = isinstance(stage, OnlineStageConfig) and (stage.mode != "sync" or stage.engine != "diffusers")
+    return stage.correction is None and (rough or apart)
 
 
 def _share(samples: int) -> Tensor:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
+from ebbflow.algorithms.base import TrajectoryRows
+from ebbflow.algorithms.built_in.flow_grpo import FLOW_GRPO, FlowGRPOConfig
 from ebbflow.algorithms.correction import MAX_EXPONENT, correct, correction_metrics, diagnostics
 from ebbflow.flow.transition import Transition, log_prob, sample
 from ebbflow.recipe.choices import CorrectionConfig
@@ -255,3 +257,67 @@ def test_a_band_bites_as_often_as_the_gaussian_tail_says(unit, band):
     dropped = (~correct(delta, dims, config)[1]).double().mean().item()
     expected = math.erfc(5e-4 / deviation / math.sqrt(2))
     assert abs(dropped - expected) < 4 * math.sqrt(expected / len(delta))
+
+
+# What a correction is worth: x = d_1 + ... + d_W with steps d ~ N(theta, b^2 I), R = scale exp(w x), rolled out at theta = 0.
+
+STEPS, ELEMENTS, STD = 2, 3, 1.0
+DIRECTION = 0.5 * tensor([2.0, 1.0, 2.0], dtype=torch.float64) / 3
+SHIFT = -0.0582 * DIRECTION / DIRECTION.norm()
+SCALE = 0.179
+UNCORRECTED, BYPASS, STEP, TRAJECTORY = {}, {"mode": "bypass"}, {"level": "step"}, {"level": "trajectory"}
+
+
+def expected_gradient(own: float, other: float) -> float:
+    """d E[R] / d theta along w at theta = SHIFT, by rollouts that are weighted with the ratio of a term's own step to the power
+    ``own`` and those of the others to the power ``other``; (1, 1) is the true one. The baseline is the mean of the rollouts."""
+    powers, gap = [own] + [other] * (STEPS - 1), SHIFT @ SHIFT / STD**2
+    weight = math.prod(math.exp(power * (power - 1) * gap / 2) for power in powers)
+    baseline = SCALE * math.exp(STEPS * (STD * DIRECTION.norm()) ** 2 / 2)
+    reward = baseline * weight * math.exp(sum(powers) * (DIRECTION @ SHIFT))
+    term = reward * DIRECTION + (reward - baseline * weight) * (own - 1) * SHIFT / STD**2
+    return float(STEPS * term @ DIRECTION / DIRECTION.norm())
+
+
+def found_gradients(correction: dict[str, object]) -> Tensor:
+    """The same by the loss of Flow-GRPO with a correction, of each of the same samples."""
+    count = 400_000
+    moves = STD * torch.randn(count, STEPS, ELEMENTS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    reward = SCALE * (moves.sum(1) @ DIRECTION).exp()
+    nothing = tensor(0.0)
+    theta = SHIFT.expand(count * STEPS, ELEMENTS).clone().requires_grad_()
+    train = Transition("flow_sde", theta, tensor(STD, dtype=torch.float64), nothing, nothing)
+    rollout = Transition("flow_sde", torch.zeros_like(theta), train.std, nothing, nothing)
+    score, old = (log_prob(step, moves.flatten(0, 1)) for step in (train, rollout))
+    weights = torch.ones(count, STEPS, dtype=torch.float64)
+    if correction not in (UNCORRECTED, BYPASS):
+        config = CorrectionConfig(unit="sum", low=1e-12, high=1e12, **correction)
+        weights, _ = correct((score - old).detach().view(count, STEPS), ELEMENTS, config)
+    against = old if correction == BYPASS else score.detach()
+    advantage = (reward - reward.mean()).repeat_interleave(STEPS)
+    rows = TrajectoryRows(train, score, rollout.mean, against, {}, advantage)
+    loss = FLOW_GRPO.loss(rows, FlowGRPOConfig(clip_range=0.99))[0] * weights.flatten()
+    (gradient,) = torch.autograd.grad(-loss.sum() * ELEMENTS, theta)
+    return (gradient.view(count, STEPS, ELEMENTS).sum(1) @ DIRECTION) / DIRECTION.norm()
+
+
+@pytest.mark.parametrize(
+    ("correction", "powers", "gradient"),
+    [
+        (UNCORRECTED, (0, 0), 0.2298),
+        (BYPASS, (1 / ELEMENTS, 0), 0.2274),
+        (STEP, (1, 0), 0.2232),
+        (TRAJECTORY, (1, 1), 0.2168),
+    ],
+    ids=["uncorrected", "bypass", "step", "trajectory"],
+)
+def test_only_trajectory_weights_of_the_sum_unit_give_the_true_gradient(correction, powers, gradient):
+    """The ratio of a step's mean log-probs is the true one to the power 1 / D, and knows nothing of the other steps: bypass goes
+    1 / (D W) of the way."""
+    assert expected_gradient(*powers) == pytest.approx(gradient, abs=5e-4)
+    uncorrected, found = found_gradients(UNCORRECTED), found_gradients(correction)
+    assert abs(uncorrected.mean() - 0.2298) < 4 * uncorrected.std() / math.sqrt(len(uncorrected)) < 0.004
+    change = found - uncorrected  # of the same samples, so most of the noise cancels
+    standard_error = change.std() / math.sqrt(len(change))
+    assert abs(change.mean() - (expected_gradient(*powers) - expected_gradient(0, 0))) <= 4 * standard_error
+    assert standard_error < 3e-4

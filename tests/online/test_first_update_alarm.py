@@ -26,13 +26,16 @@ def stage_of(algorithm, **stage):
     return OnlineStageConfig.model_validate({"algorithm": algorithm, **stage})
 
 
-def said(stage, **metrics):
-    """The alarms of a stage whose first update has these metrics; each is a warning, too."""
+def said(stage, corrected=True, **metrics):
+    """The alarms of a stage whose first update has these metrics, unless ``corrected``, without the one of the correction.
+
+    Each is a warning, too.
+    """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        alarms = first_update_alarms(stage, metrics, DIMS)
+        alarms = first_update_alarms(stage, "float32", metrics, DIMS)
     assert len(warned) == len(alarms)
-    return alarms
+    return [alarm for alarm in alarms if not (corrected and "nothing corrects" in alarm)]
 
 
 @pytest.mark.parametrize(("name", "clip"), CLIPPED)
@@ -73,6 +76,25 @@ def test_dead_terms_are_an_alarm_whatever_their_cause(stage):
     (alarm,) = said(stage, **{"ratio/first_dead_share": 0.21})
     assert "21.0 % of the terms of the first update have no gradient" in alarm
     assert "clip_range" in alarm
+
+
+APART = [{"mode": "one_step_off"}, {"mode": "async"}, {"engine": "vllm_omni"}, {"rollout_precision": "bfloat16"}]
+
+
+@pytest.mark.parametrize("stage", APART)
+def test_rollouts_of_another_policy_are_corrected_or_an_alarm(stage):
+    """Until somebody says that they are to be trained on as they are."""
+    stage = {"algorithm": {"name": "mix_grpo"}, **stage}
+    (alarm,) = said(OnlineStageConfig.model_validate(stage), corrected=False)
+    assert "nothing corrects" in alarm
+    for correction in ({"mode": "bypass"}, {"mode": "decoupled", "level": "trajectory"}):
+        assert str(correction).replace("'", "") in alarm, "it can be copied into a recipe"
+        assert said(OnlineStageConfig.model_validate({**stage, "correction": correction}), corrected=False) == []
+
+
+@pytest.mark.parametrize("stage", [{}, {"rollout_precision": "float32"}])
+def test_rollouts_of_the_policy_itself_need_no_correction(stage):
+    assert said(stage_of({"name": "mix_grpo"}, **stage), corrected=False) == []
 
 
 @pytest.fixture

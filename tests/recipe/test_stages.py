@@ -75,8 +75,8 @@ REFUSED = [
     (online(sampler={"name": "cps"}, correction={}), "correction.weights = 'truncated'", "log-probs of cps are none", "to none"),
     *((online(sampler={"name": "cps"}, correction={"weights": "none", "reject": r}), f"correction.reject = '{r}'", "are none",
        "correction.reject to none") for r in ("k1", "k2", "k3")),
-    *((online(correction={"mode": "bypass", "weights": w}), "bypass", f"weights = '{w}'", "weights: none, or mode: decoupled")
-      for w in ("truncated", "masked")),
+    *((online(correction={"mode": "bypass", "weights": w}), "bypass", "corrects nothing", f"weights = '{w}'",
+       "weights: none, or mode: decoupled") for w in ("truncated", "masked")),
     (offline(advantages={"running": True}), "advantages.running", "an offline stage generates once", "leave it out"),
     *((online(window={"kind": kind, "tail": 0.4}), f"kind '{kind}' does not use tail = 0.4", "for fixed, random, progressive,",
        "leave it out") for kind in ("all", "share")),
