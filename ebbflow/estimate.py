@@ -8,8 +8,8 @@ latents, a process holds these bytes:
 weights        LoRA: b (P + B) + 4 A. Full: 4 (P + B), and 2 P of casts that autocast keeps where b = 2
 optimiser      8 A of AdamW (1711.05101), and 4 A of gradients. While a copy is swapped in, the swapped-out parameters
                take the gradients' place
-copies         4 A each (``ebbflow.training.policy``): the reference always, old, sampling, ema and teacher where a
-               stage has them; where nothing trains, also the swapped-out parameters
+copies         4 A each (``ebbflow.training.policy``): the reference always, old, sampling, rollout, ema and teacher where
+               a stage has them; where nothing trains, also the swapped-out parameters
 activations    n s h L 34 b / 2 (2205.05198, without the scores that flash attention never stores), times 1.5:
                modulation and gates, which that transformer lacks. With ``gradient_checkpointing``
                n s h (L b + 34 1.5 b / 2). Twice with classifier-free guidance in training. Without
@@ -258,7 +258,9 @@ class _Facts:
 
     def copies(self, ctx: StageContext) -> int:
         """Of the copies that the policy of a stage has."""
-        return 4 * self.trained * (1 + len(ctx.following) + bool(self.recipe.policy.ema) + bool(ctx.teacher))
+        made_rollouts = "rollout" in ctx.algorithm.copies(ctx.config.hyper)
+        further = len(ctx.following) + made_rollouts + bool(self.recipe.policy.ema) + bool(ctx.teacher)
+        return 4 * self.trained * (1 + further)
 
     def encoding(self) -> Memory:
         """The text encoders are loaded with the policy."""
@@ -372,6 +374,8 @@ def _work(facts: _Facts, ctx: StageContext) -> Work:
     anchored = config.hyper.kind == "trajectory" and correction_of(config, facts.recipe.model.precision)
     comparing = rows * len(compared_copies(ctx)) + (samples * trained_steps(ctx) if anchored else 0)
     comparing += 2 * rows * config.reference.guided  # only on final latents, where ``passes`` is 1
+    if "rollout" in compared_copies(ctx):  # which is the policy itself in the first update on new samples
+        comparing -= rows * (config.steps if config.kind == "online" else 1) // updates
     if "reference" not in compared_copies(ctx):  # then the drift is measured on the first pass of every update
         comparing += updates * min(max(config.micro_batch, group_index), math.ceil(rows / updates))
     return Work(

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from ebbflow.flow.transition import Transition
 
-CopyName = Literal["reference", "old", "sampling", "teacher"]
+CopyName = Literal["reference", "old", "sampling", "teacher", "rollout"]
+"""``rollout``: the policy as it was before the first update on the samples, of a step online, of the stage offline."""
 FollowingName = Literal["old", "sampling"]
 FOLLOWING: tuple[FollowingName, ...] = get_args(FollowingName)
 """The copies that move with the training, each by the schedule of the algorithm that keeps it; the others stand still."""

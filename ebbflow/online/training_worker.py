@@ -118,6 +118,7 @@ def train_on_batch(ctx: StageContext, updater: PolicyUpdater, batch: TrainingBat
         metrics averaged over the updates, and ``skipped_updates``: those for which no sample was left to train on.
     """
     conditioning = batch.conditioning.to(device_of(updater.policy.model))
+    updater.start_rollout()
     trajectory: CorrectedRollout | None = None
     metrics: dict[str, float] = {}
     if rollouts.trajectory is not None:

@@ -7,7 +7,8 @@ Why
     Every stage and algorithm shares one update, so FSDP, mixed precision, drift alarms and resume work the same everywhere.
 
 How
-    - ``policy``: trained parameters (full or LoRA) and their copies (reference, old, sampling, ema, teacher), swapped in place.
+    - ``policy``: trained parameters (full or LoRA) and their copies (reference, old, sampling, rollout, ema, teacher), which are
+      swapped in place.
     - ``batches``: samples to rows of a loss; ``update``: ``PolicyUpdater``, one optimiser step over micro-batches.
     - ``rollout_correction``: log-probs of stale or rough rollouts, predicted again by the training policy.
     - ``policy_io`` and ``policy_metadata``: policy folders between stages; ``start`` and ``export``: LoRAs from and for others.

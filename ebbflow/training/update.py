@@ -44,6 +44,7 @@ class PolicyUpdater:
 
     Attributes:
         updates: optimiser steps of this stage.
+        rollout_updates: of them, those before the samples that are trained on now were generated.
         steps: rollout steps of this stage.
         schedule: the sigmas of the stage's sampler, [steps + 1].
         alarms: what a person should look at, a line each.
@@ -75,12 +76,19 @@ class PolicyUpdater:
         self.updates = self.steps = 0
         self.alarms: list[str] = []
         self.drifted = False
+        self.start_rollout()
 
     @property
     def progress(self) -> Progress:
         """How far the algorithm has come, earlier stages included."""
         done = {"steps": self.before.steps + self.steps, "updates": self.before.updates + self.updates}
         return self.before.model_copy(update=done)
+
+    def start_rollout(self) -> None:
+        """Remember the policy as it is, where the loss compares it with later ones: it made the samples of the next updates."""
+        self.rollout_updates = self.updates
+        if "rollout" in self.algorithm.copies(self.hyper):
+            self.policy.snapshot("rollout")
 
     def finish_step(self) -> None:
         """Count a rollout step; where a copy generates the rollouts, the copies follow now, once all of them were learnt from."""
@@ -134,8 +142,10 @@ class PolicyUpdater:
         for part in slices:
             velocity = _velocity(self.policy, batch.inputs, part)
             velocity.retain_grad()
-            values = {name: values[part] for name, values in copies.items()}
-            loss, metrics = self._loss(batch, part, velocity, values, None if anchor is None else anchor[part])
+            compared = {name: values[part] for name, values in copies.items()}
+            if "rollout" in self.algorithm.copies(self.hyper) and "rollout" not in copies:  # no weight has moved since
+                compared["rollout"] = velocity.detach()
+            loss, metrics = self._loss(batch, part, velocity, compared, None if anchor is None else anchor[part])
             (loss.sum() * weight).backward()
             done.add(loss, metrics, velocity)
             if part in known:
@@ -170,6 +180,8 @@ class PolicyUpdater:
         needed = set(self.algorithm.copies(self.hyper))
         if self.stage.reference.weight > 0 and not self.stage.reference.guided:
             needed.add("reference")
+        if self.updates == self.rollout_updates:
+            needed.discard("rollout")
         # In the same order on every process: a swap communicates.
         return {name: _velocities(self.policy, name, inputs, slices) for name in sorted(needed)}
 

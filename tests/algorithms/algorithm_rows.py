@@ -41,19 +41,20 @@ def gradient(algorithm, rows, config, at):
 # Forward-process rows
 
 
-def forward_rows(advantage, group_index=None, seed=0):
+def forward_rows(advantage, group_index=None, seed=0, advantage_clip=5.0):
     """Random rows with a velocity that is a leaf, all copies, and sigma and noise shared inside a group."""
     rows = len(advantage)
     group_index = torch.arange(rows) if group_index is None else torch.tensor(group_index)
-    fresh = [normal(rows, *SHAPE, seed=10 * seed + index) for index in range(6)]
+    fresh = [normal(rows, *SHAPE, seed=10 * seed + index) for index in range(7)]
     sigma = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 0.9 + 0.05
     return ForwardRows(
         clean=fresh[0],
         noise=fresh[1][group_index],
         sigma=sigma[group_index],
         velocity=fresh[2].requires_grad_(),
-        copies={"old": fresh[3], "reference": fresh[4], "teacher": fresh[5]},
+        copies={"old": fresh[3], "reference": fresh[4], "teacher": fresh[5], "rollout": fresh[6]},
         advantage=doubles(advantage),
+        advantage_clip=advantage_clip,
         group_index=group_index,
     )
 

@@ -52,22 +52,55 @@ def test_a_perfect_prediction_has_the_highest_surrogate_which_is_zero(name):
     assert (found.diff() < 0).all()
 
 
+@pytest.mark.parametrize("clip", [5.0, 2.0])
 @pytest.mark.parametrize("name", SURROGATES)
-def test_the_loss_is_the_advantage_over_five_times_the_surrogate_and_so_is_its_gradient(name):
-    rows, config = replace(forward_rows(ADVANTAGES), copies={}), AWMConfig(surrogate=name, old_weight=0)
+def test_the_loss_is_the_share_of_the_largest_advantage_times_the_ratio_and_so_is_its_gradient(name, clip):
+    rows = forward_rows([each * clip / 5 for each in ADVANTAGES], advantage_clip=clip)
     value, slope = SURROGATES[name]
-    error = mean_square(rows.velocity.detach() - target(rows))
+    error, before = (mean_square(v.detach() - target(rows)) for v in (rows.velocity, rows.copies["rollout"]))
+    ratio = (value(error, rows.sigma) - value(before, rows.sigma)).exp()
+    assert (ratio - 1).abs().min() > 0.01
+    config = AWMConfig(surrogate=name, old_weight=0, clip_range=2 * ratio.max().item())
     loss, metrics = ALGORITHM.loss(rows, config)
-    torch.testing.assert_close(loss, -rows.advantage / 5 * value(error, rows.sigma), rtol=1e-12, atol=0)
+    share = doubles(ADVANTAGES) / 5
+    torch.testing.assert_close(loss, -share * ratio, rtol=1e-12, atol=0)
     torch.testing.assert_close(metrics["awm/error"], error, rtol=1e-12, atol=0)
+    torch.testing.assert_close(metrics["awm/ratio"], ratio, rtol=1e-12, atol=0)
     inner = 2 * (rows.velocity.detach() - target(rows)) / ELEMENTS
-    expected = wide(-rows.advantage / 5 * slope(error, rows.sigma)) * inner
-    assert (gradient(ALGORITHM, rows, config, rows.velocity) - expected).abs().max() < 1e-12
+    expected = wide(-share * ratio * slope(error, rows.sigma)) * inner
+    torch.testing.assert_close(gradient(ALGORITHM, rows, config, rows.velocity), expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_where_no_weight_has_moved_the_ratio_is_one_and_its_gradient_that_of_the_surrogate(name):
+    rows, config = forward_rows(ADVANTAGES), AWMConfig(surrogate=name, old_weight=0)
+    rows = replace(rows, copies={"rollout": rows.velocity.detach()})
+    loss, metrics = ALGORITHM.loss(rows, config)
+    assert (metrics["awm/ratio"] == 1).all()
+    assert torch.equal(loss, -rows.advantage / 5)
+    value = surrogate(mean_square(rows.velocity - target(rows)), rows.sigma, config)
+    (expected,) = torch.autograd.grad((-rows.advantage / 5 * value).sum(), rows.velocity)
+    torch.testing.assert_close(gradient(ALGORITHM, rows, config, rows.velocity), expected, rtol=1e-12, atol=1e-15)
+
+
+def test_a_ratio_outside_the_clip_range_has_no_gradient_where_it_went_far_enough():
+    rows = forward_rows([1.0, -1.0, 1.0, -1.0])
+    near = rows.noise - rows.clean + 0.1 * (rows.velocity.detach() - (rows.noise - rows.clean))
+    far = rows.velocity.detach()
+    now, before = torch.cat([near[:2], far[2:]]), torch.cat([far[:2], near[2:]])  # the first two rose, the others fell
+    rows = at_velocity(replace(rows, copies={"rollout": before}), now)
+    config = AWMConfig(old_weight=0, clip_range=0.01)
+    loss, metrics = ALGORITHM.loss(rows, config)
+    assert metrics["clip/up"].tolist() == [1, 0, 0, 0]
+    assert metrics["clip/down"].tolist() == [0, 0, 0, 1]
+    moved = gradient(ALGORITHM, rows, config, rows.velocity).flatten(1).abs().sum(1) > 0
+    assert moved.tolist() == [False, True, True, False]
+    assert loss[0].item() == pytest.approx(-1.01 / 5)
 
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_finite_differences(name):
-    rows, config = forward_rows(ADVANTAGES), AWMConfig(surrogate=name, old_weight=0.7)
+    rows, config = forward_rows(ADVANTAGES), AWMConfig(surrogate=name, old_weight=0.7, clip_range=100.0)
 
     def loss(velocity):
         return ALGORITHM.loss(replace(rows, velocity=velocity), config)[0]
@@ -97,9 +130,10 @@ def test_at_the_lagging_copy_there_is_no_pull():
 
 
 def test_a_copy_is_kept_only_for_the_pull():
-    assert ALGORITHM.copies(AWMConfig()) == {"old"}
-    assert ALGORITHM.copies(AWMConfig(old_weight=0)) == set()
-    _, metrics = ALGORITHM.loss(replace(forward_rows(ADVANTAGES), copies={}), AWMConfig(old_weight=0))
+    assert ALGORITHM.copies(AWMConfig()) == {"old", "rollout"}
+    assert ALGORITHM.copies(AWMConfig(old_weight=0)) == {"rollout"}
+    rows = forward_rows(ADVANTAGES)
+    _, metrics = ALGORITHM.loss(replace(rows, copies={"rollout": rows.copies["rollout"]}), AWMConfig(old_weight=0))
     assert "awm/old_deviation" not in metrics
     assert ALGORITHM.generates == "current"
 

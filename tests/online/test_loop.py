@@ -104,7 +104,7 @@ ITS_OWN = {
     "flow_dppo": RATIO | {"dppo/divergence", "dppo/dropped"},
     "distillation": RATIO | {"kl/teacher"},
     "diffusion_nft": {"nft/better_error", "nft/worse_error", "nft/old_deviation", "kl/reference"},
-    "awm": {"awm/error", "awm/old_deviation", "kl/reference"},
+    "awm": PPO | {"awm/error", "awm/old_deviation", "awm/ratio", "kl/reference"},
     "diffusion_dpo": {"dpo/margin", "dpo/accuracy", "dpo/better_change", "dpo/worse_change"},
     "dgpo": {"dgpo/weight", "dgpo/change"},
     "crd": {"crd/implied", "crd/miss", "crd/agreement", "kl/reference"},
@@ -335,6 +335,20 @@ def test_the_updates_of_a_step_share_out_its_samples_mixed(run, monkeypatch):
     assert halves[0][0] | halves[1][0] == whole
     assert halves[0][1] == halves[1][1] == prompts
     assert len(prompts) == 2
+
+
+def test_forward_rows_know_the_largest_advantage(run, monkeypatch):
+    batches = watch_updates(monkeypatch)
+    run(**NFT, steps=1, updates_per_step=1, advantages={"clip": 0.5})
+    ((batch, _),) = batches
+    assert batch.advantage_clip == batch.advantage.abs().max() == 0.5
+
+
+def test_the_ratio_of_awm_is_one_in_the_first_update_of_every_step_alone(run):
+    awm = {"algorithm": {"name": "awm"}, "sampler": {"name": "ode", "steps": 3}, "steps": 2, "sgd": 0.05}
+    alone, several = (run(**awm, updates_per_step=updates)[2] for updates in (1, 2))
+    assert [metrics["awm/ratio"] for metrics in alone] == [1, 1]
+    assert all(abs(metrics["awm/ratio"] - 1) > 1e-7 for metrics in several)
 
 
 def test_whole_groups_are_dealt_out_to_the_updates(run, monkeypatch):

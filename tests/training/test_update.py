@@ -18,6 +18,7 @@ from training_cases import (
     farthest,
     forward_rows,
     quietly,
+    samples,
     sgd,
     spoilt,
     stage_of,
@@ -25,13 +26,14 @@ from training_cases import (
     updater_of,
 )
 
-from ebbflow.algorithms.base import Algorithm, expand_like, per_row
-from ebbflow.algorithms.built_in import diffusion_nft
+from ebbflow.algorithms.base import Algorithm, expand_like, flow_matching_error, per_row
+from ebbflow.algorithms.built_in import awm, diffusion_nft
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning, load_model
+from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.recipe import PolicyConfig
-from ebbflow.training.batches import ForwardBatch, ForwardInputs
+from ebbflow.training.batches import ForwardBatch, ForwardInputs, forward_batch
 from ebbflow.training.update import PolicyUpdater, TrainingError, make_optimizer
 from tests.parameters import move, moved, same, values
 
@@ -266,6 +268,48 @@ def test_the_gradient_is_clipped_to_its_norm_and_never_scaled_up(model, share):
     moved = sum(((value - before[name]) ** 2).sum() for name, value in updater.policy.parameters.items()) ** 0.5
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert moved.item() == pytest.approx(min(1, share) * norm, rel=1e-3)
+
+
+AWM = {"name": "awm", "noise_levels": 2, "old_weight": 0, "clip_range": 1e9}
+
+
+def surrogates(updater, batch):
+    """s of every row under the policy as it is."""
+    with torch.no_grad():
+        velocity = predict(updater.policy.model, *batch.inputs.at(slice(None)))
+    rows = batch.rows(slice(None), velocity, {"rollout": velocity})
+    return awm.surrogate(flow_matching_error(rows, velocity), rows.sigma, updater.hyper)
+
+
+@pytest.mark.parametrize(("config", "lr"), [(FULL, 0.5), (LORA, 20.0)], ids=["full", "lora"])
+def test_the_ratio_of_a_later_update_is_against_the_policy_that_made_the_rollouts(model, config, lr):
+    updater = updater_of(model, AWM, config, lr, reference={"weight": 0})
+    batch = forward_rows(model, updater.stage)
+    start = surrogates(updater, batch)
+    assert updater.update(batch, 2)["awm/ratio"] == 1
+    for _ in range(2):
+        expected = (surrogates(updater, batch) - start).exp()
+        assert (expected - 1).abs().max() > 1e-4
+        assert updater.update(batch, 2)["awm/ratio"] == pytest.approx(expected.mean().item(), abs=1e-5)
+    updater.start_rollout()
+    assert updater.update(batch, 2)["awm/ratio"] == 1
+
+
+@pytest.mark.parametrize("clip", [10.0, 2.0])
+@pytest.mark.parametrize("algorithm", ["awm", "diffusion_nft"])
+def test_losses_are_shares_of_the_largest_advantage(model, algorithm, clip):
+    """With ``advantages.clip`` the advantages are scaled here, so that their shares of it stay, and NFT's factor is the clip."""
+    clean, conditioning, advantage, keys = samples(model)
+
+    def loss(clip):
+        config = {"name": algorithm, "noise_levels": 1}
+        updater = updater_of(model, config, lr=0, advantages={"clip": clip}, reference={"weight": 0})
+        scaled = advantage * clip / 5
+        rows = forward_batch(clean, conditioning, scaled, keys, ALONE, updater.hyper, updater.schedule, visit=0)
+        return updater.update(rows, 2)["loss"]
+
+    factor = clip / 5 if algorithm == "diffusion_nft" else 1
+    assert loss(clip) == pytest.approx(factor * loss(5.0), rel=1e-4)
 
 
 # Trajectories: what was rolled out is what is trained on.

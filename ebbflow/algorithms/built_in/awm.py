@@ -1,12 +1,13 @@
 r"""Advantage-weighted matching (2509.25050): the flow-matching error stands in for the log-probability of a whole sample.
 
-    l = mean((v - u)^2),   u = eps - x0
-    s = -(sigma / q) ((l + 1e-10)^q - (1e-10)^q)      surrogate log-prob (also -l, -sigma l, -sigma^2 l)
-    L = mean[-(A / 5) s] + w mean((v - v_old)^2)       A is clamped to +-advantages.clip, 5 by default
+    l   = mean((v - u)^2),   u = eps - x0
+    s   = -(sigma / q) ((l + 1e-10)^q - (1e-10)^q)    surrogate log-prob (also -l, -sigma l, -sigma^2 l)
+    rho = exp(s - s_rollout)                          the rollout's policy at the same sigma and eps
+    L   = mean max(-A' rho, -A' clip(rho, 1 - eps, 1 + eps)) + w mean((v - v_old)^2),   A' = A / advantages.clip
 
-The published ratio exp(s - sg s) is 1 wherever it is taken on-policy and has the gradient of s, so the loss is written with s.
-v_old is the published EMA, a copy that follows closely: min(.3, .001 n). Without the reference penalty the policy drifts far from
-the base while the training reward still rises.
+The rollout's policy is the one before the first update on the samples, as in the published code: of a step online, of the stage
+offline. In the first update rho is 1 and its gradient that of s. v_old is the published EMA, a copy that follows closely:
+min(.3, .001 n). Without the reference penalty the policy drifts far from the base while the training reward still rises.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, CopyName, ForwardRows, RowMetrics, flow_matching_error, per_row
+from ebbflow.algorithms.policy_gradient import clip_metrics, clipped
 from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig, SigmaConfig
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class AWMConfig(ForwardConfig):
     """The stand-in for the log-prob: -(sigma / q) ((l + 1e-10)^q - (1e-10)^q), -l, -sigma l or -sigma^2 l."""
     power: float = Field(0.25, gt=0, le=1)
     """q of the ``power`` surrogate."""
+    clip_range: float = Field(1.0, gt=0)
+    """eps: clip of the ratio."""
     old_weight: float = Field(1.0, ge=0)
     """Weight of mean((v - v_old)^2); the old copy is what the paper calls the EMA."""
     old: EmaScheduleConfig = EmaScheduleConfig(slope=0.001, max_decay=0.3)
@@ -47,8 +51,11 @@ class AWMConfig(ForwardConfig):
 def loss(rows: ForwardRows, config: AWMConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     error = flow_matching_error(rows, rows.velocity)
-    total = -rows.advantage / 5 * surrogate(error, rows.sigma, config)
-    metrics = {"awm/error": error}
+    before = surrogate(flow_matching_error(rows, rows.copies["rollout"]), rows.sigma, config)
+    ratio = (surrogate(error, rows.sigma, config) - before).exp()
+    advantage = rows.advantage / rows.advantage_clip
+    total = clipped(ratio, advantage, config.clip_range)
+    metrics = {"awm/error": error, "awm/ratio": ratio} | clip_metrics(ratio, advantage, config.clip_range)
     if config.old_weight > 0:
         deviation = per_row((rows.velocity - rows.copies["old"]) ** 2)
         total = total + config.old_weight * deviation
@@ -65,7 +72,7 @@ def surrogate(error: Tensor, sigma: Tensor, config: AWMConfig) -> Tensor:
 
 
 def copies(config: AWMConfig) -> frozenset[CopyName]:
-    return frozenset({"old"} if config.old_weight > 0 else ())
+    return frozenset({"rollout", "old"} if config.old_weight > 0 else {"rollout"})
 
 
 ALGORITHM = Algorithm(AWMConfig, loss, copies=copies, follows={"old": lambda config, step: config.old.decay(step)})

@@ -1,9 +1,9 @@
 r"""DiffusionNFT (2509.16117): contrast an implicit better with an implicit worse policy, on the forward process alone.
 
-    p   = clip(A / 10 + 1/2, 0, 1)          A is clamped to +-advantages.clip, 5 by default
+    p   = clip(A / (2 c) + 1/2, 0, 1)       A is clamped to +-c, c = advantages.clip: 5 by default
     v+  = beta v + (1 - beta) v_old,        v- = (1 + beta) v_old - beta v
     x0+- = x_sigma - sigma v+-,             w+- = sg max(mean|x0+- - x0|, 1e-5),   l+- = mean((x0+- - x0)^2) / w+-
-    L   = 5 mean[(p l+ + (1 - p) l-) / beta]
+    L   = c mean[(p l+ + (1 - p) l-) / beta]
 
 It needs the final latents and the reward, no trajectory and no log-probability, so any sampler may generate them. They come from
 the OLD policy, which is part of the policy folder.
@@ -47,7 +47,7 @@ class DiffusionNFTConfig(ForwardConfig):
 def loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     old = rows.copies["old"]
-    preference = (shaped(rows.advantage, config) / 10 + 0.5).clamp(0, 1)
+    preference = (shaped(rows.advantage, config) / (2 * rows.advantage_clip) + 0.5).clamp(0, 1)
     better = config.beta * rows.velocity + (1 - config.beta) * old
     worse = (1 + config.beta) * old - config.beta * rows.velocity
     better_error, worse_error = _weighted_error(rows, better), _weighted_error(rows, worse)
@@ -56,7 +56,8 @@ def loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor, RowMetr
         "nft/worse_error": worse_error,
         "nft/old_deviation": per_row((rows.velocity - old) ** 2),
     }
-    return 5 * (preference * better_error + (1 - preference) * worse_error) / config.beta, metrics
+    contrast = preference * better_error + (1 - preference) * worse_error
+    return rows.advantage_clip * contrast / config.beta, metrics
 
 
 def shaped(advantage: Tensor, config: DiffusionNFTConfig) -> Tensor:

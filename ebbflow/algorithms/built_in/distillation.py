@@ -2,6 +2,10 @@ r"""On-policy distillation: on the policy's own trajectories, every trained step
 
     L = mean over the rows of mean((mu - mu_teacher)^2) / (2 b^2)
 
+b is the true standard deviation of a step, dt included (b^2 = s^2 |dt|), so this is the KL between the two steps, as in the
+``kl`` penalty. Code that follows Flow-GRPO's KL term divides by 2 s^2 instead (``kl_without_dt``): there a step counts |dt| times
+as much as here, and late steps, which are the longest on a shifted schedule, relatively more.
+
 The rewards are watched, not learnt from, so groups without variance are trained on as well.
 """
 
