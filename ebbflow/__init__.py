@@ -7,6 +7,7 @@ list, and a test reads the list (tests/test_house.py).
 - timing: wall time by phase
 - logs: logging of the command line and of tasks
 - seeding: random streams that need no saved state
+- compute: threads and deterministic kernels of a process that computes
 - storage: committed folders, Parquet files, locks, digests
 - data: prompts, preference pairs, and the tables and records that pass between stages
 - plots: charts and image grids

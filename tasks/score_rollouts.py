@@ -15,6 +15,7 @@ from tasks.resources import scorer
 @task(cache=ONCE_PER_RUN, **scorer())
 def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, stage: int, rollouts: FlyteFile) -> FlyteFile:
     """The scores of a shard (``score_schema``)."""
+    from ebbflow.compute import use_deterministic_kernels
     from ebbflow.data.prompts import read_prompts
     from ebbflow.offline.scoring import score_shard
     from ebbflow.rewards.combine import load_scorer
@@ -23,6 +24,8 @@ def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: i
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_shard
 
+    if recipe.deterministic:  # not every reward needs torch
+        use_deterministic_kernels()
     ctx, shard = StageContext(recipe, round, stage), fetch(rollouts)
     node = f"{ctx.label} scoring {read_table_metadata(shard)['shard']}"
     path = node_output(run, node, "scores.parquet")

@@ -30,6 +30,7 @@ def train_offline(
     advantages: FlyteFile,
 ) -> TrainedPolicy:
     """The policy folder after the stage. Every rank runs this body; only what rank 0 writes and returns counts."""
+    from ebbflow.compute import set_up_process
     from ebbflow.offline.training import train_offline_folder
     from ebbflow.stage import MetricsRecorder, StageContext
     from ebbflow.tracking.child_run import node_run
@@ -37,6 +38,7 @@ def train_offline(
     from ebbflow.training.distributed import process_group
     from ebbflow.training.stop_conditions import Preempted
 
+    set_up_process(recipe)  # before NCCL starts
     ctx = StageContext(recipe, round, stage)
     trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
     with (

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ebbflow.compute import set_up_process
 from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import Evaluation
@@ -56,7 +57,7 @@ def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, lab
         ArtifactError: a folder is not what was committed.
         PolicyError: the policy was trained from another base model, or names code that the recipe does not.
     """
-    torch.set_num_threads(recipe.threads)
+    set_up_process(recipe)
     metadata = read_policy_metadata(folder)
     require_base(metadata, base, folder)
     require_allowed_code(metadata, folder, (*recipe.own_paths, recipe.model.attention))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ray.util import register_serializer
 from torch import Tensor
 
+from ebbflow.compute import set_up_process
 from ebbflow.online.reward_worker import RewardWorker
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
@@ -73,10 +74,11 @@ class WorkerActor:
             free.bind((host, 0))
             return f"tcp://{host}:{free.getsockname()[1]}"
 
-    def open(self, make: Callable[..., Any], *arguments: Any) -> None:
+    def open(self, make: Callable[..., Any], ctx: StageContext, *arguments: Any) -> None:
         try:
-            self._set_up_process()
-            self.opened = make(*arguments)
+            set_up_process(ctx.recipe)
+            self._take_share()
+            self.opened = make(ctx, *arguments)
         except Exception as error:
             self.failed = error  # for those who call before they know
             raise
@@ -87,7 +89,7 @@ class WorkerActor:
         given = [argument.copy() if isinstance(argument, np.ndarray) else argument for argument in arguments]
         return getattr(self.opened, method)(*given)  # a user's reward may write into its images, and nobody into the store
 
-    def _set_up_process(self) -> None:
+    def _take_share(self) -> None:
         """Take the cores and GPUs that are this worker's."""
         ship_tensors()
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # what lies in the store is only read
@@ -170,7 +172,6 @@ def open_rollout_worker(ctx: StageContext, folders: Folders, index: int) -> Roll
 
 
 def open_reward_worker(ctx: StageContext, folders: Folders, index: int) -> RewardWorker:
-    torch.set_num_threads(ctx.recipe.threads)
     guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
     return RewardWorker(load_scorer(ctx.recipe.rewards, guardrails), index)
 

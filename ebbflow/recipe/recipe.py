@@ -152,6 +152,8 @@ class Recipe(Strict):
     """Folder (or URI) that gets the report and the summary, one folder per run."""
     threads: int = Field(1, ge=1)
     """Torch threads per process: small models do not gain from more unless the cores are idle."""
+    deterministic: bool = False
+    """On a GPU: kernels that give the same bytes every time, slower; an operation that has none is an error (docs/bitwise.md)."""
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = PromptsConfig()
     rewards: list[AnyRewardConfig] = Field([reward("ocr")], min_length=1)
@@ -220,6 +222,15 @@ class Recipe(Strict):
                     f"stages.{index}.reference.guidance = {stage.reference.guidance:g} (a default of some algorithms) needs "
                     f"classifier-free guidance, which model.family = {self.model.family!r} has not; set reference.guidance to 1"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _deterministic_kernels_are_torchs_own(self) -> Recipe:
+        if self.deterministic and "native" not in (attention := self.model.attention or "native"):
+            raise ValueError(
+                f"deterministic: torch cannot tell whether the kernels of model.attention = {attention!r} add in a fixed order; "
+                "take native, or leave it out"
+            )
         return self
 
     @model_validator(mode="wrap")

@@ -65,7 +65,8 @@ class VllmOmni:
         self._end = weakref.finalize(self, _end, self._socket, self._process)  # runs when this process exits, too
         precision = ctx.config.rollout_precision or recipe.model.precision
         model = recipe.model.model_copy(update={"precision": precision}).model_dump(mode="json")
-        self._call("open", {"base": str(base.absolute()), "model": model, "threads": recipe.threads})
+        process = {"threads": recipe.threads, "deterministic": recipe.deterministic}
+        self._call("open", {"base": str(base.absolute()), "model": model, **process})
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """As ``Engine.load``: LoRA into memory beside the base model, full weights over it.

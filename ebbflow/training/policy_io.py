@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-
 from ebbflow.algorithms.advantages import PromptStatistics
 from ebbflow.algorithms.base import FOLLOWING
+from ebbflow.compute import set_up_process
 from ebbflow.data.records import StageRecord
 from ebbflow.models import Model, load_model
 from ebbflow.recipe import Recipe
@@ -28,8 +27,8 @@ from ebbflow.training.update import PolicyUpdater
 
 
 def open_model(recipe: Recipe, base: Path) -> Model:
-    """Load the base model with the recipe's number of threads."""
-    torch.set_num_threads(recipe.threads)
+    """Load the base model, in a process set up as the recipe says."""
+    set_up_process(recipe)
     return load_model(base, recipe.model)
 
 

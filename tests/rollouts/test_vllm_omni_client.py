@@ -148,9 +148,11 @@ def test_the_engine_draws_as_the_recipe_says_in_the_precision_of_rollouts(other,
     assert other.header["model"]["precision"] == "bfloat16"
     assert (other.header["model"]["height"], other.header["model"]["guidance"]) == (64, 3.0)
     assert other.header["threads"] == rough.recipe.threads
+    assert other.header["deterministic"] is False
     fine = ctx()
     stage = fine.config.model_copy(update={"rollout_precision": "bfloat16"})
-    open_engine(replace(fine, recipe=fine.recipe.model_copy(update={"stages": [stage]})))
+    open_engine(replace(fine, recipe=fine.recipe.model_copy(update={"stages": [stage], "deterministic": True})))
+    assert other.header["deterministic"] is True
     assert other.header["model"]["precision"] == "bfloat16"
 
 

@@ -13,6 +13,7 @@ from vllm_omni.diffusion import registry
 from vllm_omni.entrypoints.omni import Omni
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
+from ebbflow.compute import use_deterministic_kernels
 from ebbflow.models.base import DTYPES
 from ebbflow.models.families import adapter_of
 from ebbflow.recipe.model import ModelConfig
@@ -28,8 +29,10 @@ class Engine:
     lora: bool = False
 
     def open(self, header: Header, tensors: Tensors) -> tuple[Header, Tensors]:
-        """Load the base model: ``base`` its folder, ``model`` the recipe's, ``threads`` of torch."""
+        """Load the base model: ``base`` its folder, ``model`` the recipe's, ``threads`` of torch, and ``deterministic``."""
         torch.set_num_threads(header["threads"])
+        if header["deterministic"]:
+            use_deterministic_kernels()
         config = ModelConfig.model_validate(header["model"])
         # Ours are images already, with more beside them than the library's own function takes.
         registry._DIFFUSION_POST_PROCESS_FUNCS.pop(adapter_of(config.family).pipeline_class.__name__, None)
