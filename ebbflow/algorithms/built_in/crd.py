@@ -16,6 +16,7 @@ settings for SD3.5-medium and OCR, which it says are those of the paper's table 
 - It counts optimiser steps in the two schedules and lets the copies follow once a rollout step, of two optimiser steps. Here both
   count rollout steps; with two optimiser steps in each, its schedules are ``old: {min_decay: .25, slope: .01, max_decay: .999}``
   and ``sampling: {warmup: 37, slope: .015, max_decay: .999}``.
+- It trains on groups without a spread, towards equal r; here they are dropped, as for every algorithm.
 - In an offline stage both copies stay as they are, and become copies of the policy at its end.
 - It draws 20 of its sampler's 10 shifted sigmas for a sample, here 2 (``noise_levels``), and shares them over the whole batch,
   here inside a group.

@@ -6,6 +6,9 @@ r"""Flow-GRPO (2505.05470), and by their windows and samplers Flow-GRPO-Fast, Mi
 over the rows, one per (sample, trained step); MixGRPO's division by the window length is this mean. Log-probs are means over the
 D elements of a latent, so rho stays close to 1 and eps follows 1/sqrt(D). What tells the four apart are defaults of the stage:
 which steps are stochastic and trained, the sampler, the standard deviation of the advantages, the reference penalty.
+
+Deviations: the trained steps are one draw for all samples of an optimisation step. DanceGRPO's code draws a permutation of them
+for each sample; a window of its own for each sample, which public code has too, made training collapse.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@ r"""Reward-weighted regression (2302.12192): L = mean[exp(A / temperature) mean(
 
 Every sample is imitated, the better the more. The advantage, centred in its group and clamped, stands in for the raw reward, so
 that hard prompts count as much as easy ones.
+
+Deviations: the paper weighs with the reward itself, not with its exponential, and adds the pretraining loss on real images, which
+the stage's ``reference`` stands in for if it has a weight.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-r"""Supervised fine-tuning on the best samples of every group (rejection sampling): L = mean((v - u)^2), u = eps - x0."""
+r"""Supervised fine-tuning on the best samples of every group (rejection sampling): L = mean((v - u)^2), u = eps - x0.
+
+The best are chosen inside each group by their advantage. A group without a spread has no best sample and is left out.
+"""
 
 from __future__ import annotations
 
