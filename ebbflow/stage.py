@@ -91,7 +91,8 @@ class StageContext:
         size = self.config.group_size
         repeated = [prompt for prompt in prompts for _ in range(size)]
         samples = [step * size + member for _ in prompts for member in range(size)]
-        return repeated, SampleKeys(self.seed, [prompt.prompt_id for prompt in repeated], samples)
+        sharing_start = size if self.config.shared_initial_noise else 1
+        return repeated, SampleKeys(self.seed, [prompt.prompt_id for prompt in repeated], samples, sharing_start)
 
 
 @dataclass

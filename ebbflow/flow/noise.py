@@ -6,7 +6,7 @@ The generators behind it, and why they need no saved state: ``ebbflow.seeding``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,11 +24,13 @@ class SampleKeys:
         seed: the noise seed of the stage (``derive_seed``).
         prompt_ids: [N].
         samples: [N], the number of the draw for its prompt.
+        sharing_start: as many samples of a prompt with successive numbers have one initial noise, that of the first of them.
     """
 
     seed: int
     prompt_ids: Sequence[int]
     samples: Sequence[int]
+    sharing_start: int = 1
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -37,14 +39,16 @@ class SampleKeys:
     def cat(parts: Sequence[SampleKeys]) -> SampleKeys:
         """The keys of all parts, which share their seed."""
         prompt_ids = [prompt_id for part in parts for prompt_id in part.prompt_ids]
-        return SampleKeys(parts[0].seed, prompt_ids, [sample for part in parts for sample in part.samples])
+        samples = [sample for part in parts for sample in part.samples]
+        return replace(parts[0], prompt_ids=prompt_ids, samples=samples)
 
     def rows(self, part: slice) -> SampleKeys:
-        return SampleKeys(self.seed, self.prompt_ids[part], self.samples[part])
+        return replace(self, prompt_ids=self.prompt_ids[part], samples=self.samples[part])
 
     def take(self, index: np.ndarray) -> SampleKeys:
         """The keys at some positions."""
-        return SampleKeys(self.seed, [int(self.prompt_ids[i]) for i in index], [int(self.samples[i]) for i in index])
+        prompt_ids, samples = ([int(values[i]) for i in index] for values in (self.prompt_ids, self.samples))
+        return replace(self, prompt_ids=prompt_ids, samples=samples)
 
 
 def noise(
@@ -60,3 +64,9 @@ def noise(
     for row, prompt_id, sample in zip(draws, prompt_ids, samples, strict=True):
         generator(seed, prompt_id, sample, step, stream).standard_normal(dtype=np.float32, out=row)
     return torch.from_numpy(draws)
+
+
+def initial_noise(shape: Sequence[int], keys: SampleKeys) -> torch.Tensor:
+    """x_T of every sample, float32 [N, *shape]."""
+    first = [sample - sample % keys.sharing_start for sample in keys.samples]
+    return noise(shape, keys.seed, keys.prompt_ids, first)

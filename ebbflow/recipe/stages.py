@@ -51,6 +51,9 @@ class StageConfig(Strict):
     optimizer: OptimizerConfig = OptimizerConfig()
     group_size: int = Field(16, ge=2)
     """Samples per prompt; advantages compare inside the group."""
+    shared_initial_noise: bool = False
+    """The samples of a prompt start from one noise, another at every step of an online stage (``--init_same_noise`` of DanceGRPO
+    and MixGRPO); only the noise of stochastic steps tells them apart."""
     micro_batch: int = Field(64, ge=1)
     """Samples per forward and backward pass."""
     rollout_precision: Precision | None = None
@@ -104,6 +107,15 @@ class StageConfig(Strict):
             self._check_trajectory()
         else:
             self._check_forward()
+        return self
+
+    @model_validator(mode="after")
+    def _samples_of_a_prompt_differ(self) -> StageConfig:
+        if self.shared_initial_noise and not self.sampler.stochastic:
+            raise ValueError(
+                "shared_initial_noise makes all samples of a prompt one and the same image, as the sampler "
+                f"{self.sampler.name!r} adds no noise; leave it out, or set sampler.name to flow_sde, dance_sde or cps"
+            )
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ebbflow.flow import transition as flow
 from ebbflow.flow.dpm_solver import dpm_solver_step, shorter_schedule
-from ebbflow.flow.noise import SampleKeys, noise
+from ebbflow.flow.noise import SampleKeys, initial_noise, noise
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, Model, predict
@@ -101,7 +101,7 @@ def _denoise(
     device = conditioning.device
     sigmas, solvers = _schedule(model.sigmas(sampler.steps).to(device), sampler, plan)
     trained = plan.trained if plan else ()
-    latents, clean, record = _noise(model, keys, step=0).to(device), None, []
+    latents, clean, record = initial_noise(model.latent_shape, keys).to(device), None, []
     for step, solver in enumerate(solvers):
         velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning, precision)
         if solver == "dpm_solver":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.flow.noise import SampleKeys, noise
+from ebbflow.flow.noise import SampleKeys, initial_noise
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.transition import Transition, log_prob, transition
 from ebbflow.flow.windows import Plan
@@ -98,7 +98,7 @@ def _require_same_start(policy: Policy, trajectory: Trajectory, keys: SampleKeys
     sigmas, found = policy.model.sigmas(sampler.steps), trajectory.sigmas.cpu()
     if found.shape != sigmas.shape or not torch.allclose(found, sigmas, rtol=0, atol=SIGMAS_APART):
         raise ParityError(f"the engine denoises along the sigmas {found.tolist()}, the policy's model along {sigmas.tolist()}")
-    start = noise(policy.model.latent_shape, keys.seed, keys.prompt_ids, keys.samples)
+    start = initial_noise(policy.model.latent_shape, keys)
     if not torch.equal(trajectory.latents[:, 0].cpu(), start):
         raise ParityError(
             f"the engine starts from other noise than {len(keys)} samples of seed {keys.seed} have: their bytes differ. Its "

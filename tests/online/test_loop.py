@@ -368,6 +368,19 @@ def test_noise_levels_of_a_schedule_are_the_samplers(run, monkeypatch):
     assert sorted(sigmas.unique().tolist()) == pytest.approx([1 / 3, 2 / 3, 1], abs=1e-6)
 
 
+def test_samples_of_a_prompt_can_share_an_initial_noise_that_is_new_in_every_step(make_recipe, make_prompts, base_folder, scorer):
+    starts = []
+    for shared in (True, False):
+        ctx = StageContext(make_recipe(online={"shared_initial_noise": shared, "window": {"kind": "fixed", "size": 1}}), 0, 0)
+        updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
+        steps = [collect(ctx, updater, scorer, make_prompts(6), step)[1].trajectory.latents[:, 0].flatten(1) for step in (0, 1)]
+        starts.append(torch.cat(steps).view(4, 4, -1))  # groups of two prompts and two steps, samples of each
+    shared, apart = starts
+    assert torch.equal(shared, apart[:, :1].expand_as(apart))
+    assert len({tuple(group[0].tolist()) for group in shared}) == 4
+    assert len({tuple(sample.tolist()) for group in apart for sample in group}) == 16
+
+
 def test_pairs_are_of_one_prompt_the_better_first(run, monkeypatch):
     batches = watch_updates(monkeypatch)
     run(algorithm={"name": "diffusion_dpo", "noise_levels": 1, "pairs_share": 0.5}, steps=1, updates_per_step=2)

@@ -107,7 +107,7 @@ PUBLISHED = {
         "model": {"family": "wan", "path": "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "height": 704, "width": 1280}
         | {"frames": 9, "guidance": 5.0, "gradient_checkpointing": True},
         "policy": {"train": "full"},
-        "stage": {"prompts_per_step": 64, "group_size": 8, "updates_per_step": 4},
+        "stage": {"prompts_per_step": 64, "group_size": 8, "updates_per_step": 4, "shared_initial_noise": True},
         "algorithm": {"name": "dance_grpo", "clip_range": 1e-4},
         "sampler": {"name": "dance_sde", "steps": 10, "eta": 1.2},
         "window": {"kind": "random", "size": 2},

@@ -87,6 +87,8 @@ REFUSED = [
     *((online(window={"kind": kind, "size": 1, "start": 3}), f"a {kind} window would never move", "start = 3 must be below",
        "limit * sampler.steps = 3;", "raise limit, or take kind fixed") for kind in ("random", "progressive")),
     (online(window={"kind": "decaying", "size": 1, "start": 2, "limit": 0.3}), "would never move", "limit * sampler.steps = 1.8"),
+    *((online("diffusion_nft", shared_initial_noise=True, sampler={"name": s}), "shared_initial_noise", "one and the same", s)
+      for s in ("ode", "dpm_solver")),
     *((online("diffusion_nft", sampler={"name": s, "eta": 0.5}), s, "deterministic and has no eta", "flow_sde, dance_sde, cps")
       for s in ("ode", "dpm_solver")),
     (online(sampler={"name": "cps", "eta": 1.5}), "eta = 1.5", "cps", "1 or less"),
