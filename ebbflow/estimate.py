@@ -362,8 +362,8 @@ class _Facts:
         return rows * kept * self._passes(ctx)
 
     def _passes(self, ctx: StageContext) -> int:
-        """Of the network for a term: losses on final latents are without guidance."""
-        return self.sample.passes if ctx.config.hyper.kind == "trajectory" else 1
+        """Of the network for a term: losses on final latents are without guidance, others where the stage says so."""
+        return self.sample.passes if ctx.config.hyper.kind == "trajectory" and ctx.config.guidance_in_loss else 1
 
 
 def _work(facts: _Facts, ctx: StageContext) -> Work:

@@ -388,6 +388,18 @@ def test_rollouts_of_other_weights_are_scored_again_by_the_policy(tiny_recipe):
         assert late - sync == 2 * 3 * 4 * trained_steps * modes[0].sample.passes
 
 
+def test_a_loss_without_guidance_evaluates_the_network_once_and_scores_the_rollouts_again(tiny_recipe):
+    grpo = {"algorithm": {"name": "mix_grpo"}, "sampler": {"name": "flow_sde"}, "window": {"kind": "fixed", "size": 2}}
+    stage = {"kind": "online", "steps": 2, "prompts_per_step": 3, "group_size": 4, "reference": {"weight": 0.1}, **grpo}
+    inside, outside = (
+        estimate(tiny_recipe("sd3", {"guidance": 4.5}, stages=[stage | {"guidance_in_loss": keep}])) for keep in (True, False)
+    )
+    before, after = (made.work["1.1 online"] for made in (inside, outside))
+    rows = 2 * 3 * 4 * 2
+    assert (before.denoising, before.training, before.comparing) == (after.denoising, 2 * rows, 2 * rows)
+    assert (after.training, after.comparing) == (rows, rows + rows)
+
+
 def test_the_text_names_the_numbers():
     recipe = load_recipe(RECIPES / "sd35_medium_ocr_512.yaml")
     made = estimate(recipe, processes=4)

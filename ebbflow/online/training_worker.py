@@ -119,6 +119,8 @@ def train_on_batch(ctx: StageContext, updater: PolicyUpdater, batch: TrainingBat
     """
     conditioning = batch.conditioning.to(device_of(updater.policy.model))
     updater.start_rollout()
+    if not ctx.config.guidance_in_loss:
+        conditioning = conditioning.unguided()
     trajectory: CorrectedRollout | None = None
     metrics: dict[str, float] = {}
     if rollouts.trajectory is not None:

@@ -233,6 +233,17 @@ class Recipe(Strict):
             )
         return self
 
+    @model_validator(mode="after")
+    def _guidance_can_be_left_out(self) -> Recipe:
+        family = FAMILIES.get(self.model.family)
+        for index, stage in enumerate(self.stages):
+            if not stage.guidance_in_loss and (self.model.guidance == 1 or (family and not family.guided)):
+                raise ValueError(
+                    f"stages.{index}.guidance_in_loss = False, and model.family = {self.model.family!r} with model.guidance = "
+                    f"{self.model.guidance:g} has no classifier-free guidance to leave out; leave guidance_in_loss out"
+                )
+        return self
+
     @model_validator(mode="wrap")
     @classmethod
     def _explain_what_is_wrong(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Recipe:

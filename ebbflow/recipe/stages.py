@@ -56,6 +56,9 @@ class StageConfig(Strict):
     and MixGRPO); only the noise of stochastic steps tells them apart."""
     micro_batch: int = Field(64, ge=1)
     """Samples per forward and backward pass."""
+    guidance_in_loss: bool = True
+    """Of algorithms on trajectories, where the model has classifier-free guidance: false generates with it, and trains the
+    network's own prediction, with ratios against that prediction before the updates of the step (one more forward pass)."""
     rollout_precision: Precision | None = None
     """Of the network while it generates, where that is not ``model.precision``."""
     engine: Annotated[str, name_or_path(*ENGINES)] = Field(
@@ -139,6 +142,11 @@ class StageConfig(Strict):
         if window is None:
             raise ValueError(f"{name} trains on a window of the denoising steps; leave 'window' out for the default one")
         _check_window(window, sampler.steps)
+        if not self.guidance_in_loss and self.correction is not None:
+            raise ValueError(
+                "guidance_in_loss: false takes the ratio against the policy without guidance, and 'correction' would compare it "
+                "with guided rollouts; leave 'correction' out, or guidance_in_loss at true"
+            )
         if sampler.name == "cps":
             self._check_cps(name)
 
@@ -164,6 +172,8 @@ class StageConfig(Strict):
             raise ValueError(
                 f"{name} has no log-probs for a correction to compare; leave 'correction' out, or set algorithm.name to mix_grpo"
             )
+        if not self.guidance_in_loss:
+            raise ValueError(f"the loss of {name} is without guidance always; leave 'guidance_in_loss' out")
         if self.reference.penalty != "velocity":
             raise ValueError(
                 f"reference.penalty = {self.reference.penalty!r} compares the steps of a trajectory and {name} has none; "

@@ -57,7 +57,13 @@ def apply_rollout_correction(
 
 
 def correction_of(stage: StageConfig, precision: Precision) -> CorrectionConfig | None:
-    """The recipe's; without one, rollouts of anything but the policy as it is are watched and nothing else is done about them."""
+    """The recipe's; without one, rollouts of anything but the policy as it is are watched and nothing else is done about them.
+
+    Guided rollouts of a loss without guidance are scored again under the policy without it, and not weighed: the weights would be
+    those between two policies that are apart on purpose.
+    """
+    if not stage.guidance_in_loss:
+        return CorrectionConfig(mode="decoupled", weights="none")
     if lacks_correction(stage, precision):
         return CorrectionConfig(mode="bypass", weights="none")
     return stage.correction

@@ -88,6 +88,42 @@ def test_an_online_step(start, name, lr, frames):
     assert moved == set() if lr == 0 else len(moved) > len(before) / 3
 
 
+@pytest.mark.parametrize("algorithm", ["mix_grpo", "grpo_guard", "flow_dppo"])
+@pytest.mark.parametrize("in_loss", [True, False])
+def test_guided_rollouts_can_train_the_prediction_without_guidance(start, monkeypatch, algorithm, in_loss):
+    online = {
+        "kind": "online",
+        "algorithm": {"name": algorithm},
+        "guidance_in_loss": in_loss,
+        "steps": 1,
+        "prompts_per_step": 2,
+        "updates_per_step": 1,
+        "sampler": {"steps": 3},
+        "window": {"kind": "fixed", "size": 2},
+        "reference": {"weight": 0.1},
+        "optimizer": {"lr": 1e-3},
+    }
+    (ctx, model, updater), recorder, guided = start("sd3", online), MetricsRecorder(), []
+    velocity, before = model.velocity, values(updater.policy)
+
+    def watched(latents, sigma, conditioning):
+        guided.append(conditioning.negative is not None)
+        return velocity(latents, sigma, conditioning)
+
+    monkeypatch.setattr(model, "velocity", watched)
+    run_online_stage(ctx, local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))), prompts("sd3", SHORT[:2]), recorder)
+    (metrics,) = recorder.metrics
+    assert guided[:3] == [True] * 3
+    assert set(guided[3:]) == {in_loss}
+    assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
+    assert metrics["ratio/first_deviation"] < 1e-6
+    assert changed(updater.policy, before)
+    if in_loss:
+        assert "rollout/delta_mean" not in metrics
+    else:
+        assert metrics["rollout/delta_mean"] > 1e-5, "what guidance does to the log-probs is reported"
+
+
 def test_longer_validation_prompts_are_not_felt(start):
     """Prompts are padded to the longest of those encoded together, which must not be one that is only watched."""
     online = {"kind": "online", "steps": 1, "prompts_per_step": 2, "updates_per_step": 1, "sampler": {"steps": 4}}

@@ -87,6 +87,8 @@ REFUSED = [
     *((online(window={"kind": kind, "size": 1, "start": 3}), f"a {kind} window would never move", "start = 3 must be below",
        "limit * sampler.steps = 3;", "raise limit, or take kind fixed") for kind in ("random", "progressive")),
     (online(window={"kind": "decaying", "size": 1, "start": 2, "limit": 0.3}), "would never move", "limit * sampler.steps = 1.8"),
+    *((online(guidance_in_loss=False, correction=c), "guidance_in_loss: false", "leave 'correction'") for c in ({}, BYPASS)),
+    *((online(name, guidance_in_loss=False), name, "without guidance always", "leave 'guidance_in_loss'") for name in FORWARD),
     *((online("diffusion_nft", shared_initial_noise=True, sampler={"name": s}), "shared_initial_noise", "one and the same", s)
       for s in ("ode", "dpm_solver")),
     *((online("diffusion_nft", sampler={"name": s, "eta": 0.5}), s, "deterministic and has no eta", "flow_sde, dance_sde, cps")
@@ -132,6 +134,22 @@ def test_what_cannot_be_says_why_and_what_can(stage, parts):
 )
 def test_what_can_be_is_resolved(stage):
     resolved(stage)
+
+
+@pytest.mark.parametrize(("family", "guidance", "works"), [("sd3", 4.5, True), ("sd3", 1.0, False), ("flux", 3.5, False)])
+def test_guidance_can_be_left_out_of_the_loss_where_there_is_some(family, guidance, works):
+    recipe = {
+        "model": {"family": family, "path": "models/it", "guidance": guidance},
+        "prompts": {"source": "prompts.txt"},
+        "stages": [online(guidance_in_loss=False)],
+    }
+    if works:
+        assert not Recipe.model_validate(recipe).stages[0].guidance_in_loss
+        return
+    with pytest.raises(
+        RecipeError, match=f"stages.0.guidance_in_loss = False.*{family}.*{guidance:g}.*leave guidance_in_loss out"
+    ):
+        Recipe.model_validate(recipe)
 
 
 # Defaults follow the algorithm.
