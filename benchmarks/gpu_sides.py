@@ -24,11 +24,12 @@ STEPS = 10
 LORA = PolicyConfig(train="lora", rank=32, alpha=32)
 STAGE = OnlineStageConfig.model_validate(
     {
-        "algorithm": {"name": "flow_grpo"},
+        "algorithm": {"name": "flow_grpo", "clip_range": 1e-3},
         "sampler": {"name": "flow_sde", "steps": STEPS},
         "window": {"kind": "fixed", "size": 3},
-        "reference": {"weight": 0.0},  # the plain loop has none
-        "optimizer": {"lr": 1e-6},  # both sides train the same adapters many times over, which must not lead anywhere
+        "reference": {"weight": 0.0, "penalty": "kl"},  # the plain loop has none
+        # Both sides train the same adapters many times over, which must not lead anywhere.
+        "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
     }
 )
 

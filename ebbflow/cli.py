@@ -17,6 +17,7 @@ from ebbflow.logs import configure_logging
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.base import field_docs
 from ebbflow.recipe.choices import SAMPLERS, STOCHASTIC_SAMPLERS, WINDOWS
+from ebbflow.recipe.defaults import defaults_page, defaults_table
 from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.recipe import describe_yaml_error
 from ebbflow.recipe.registry import ALGORITHMS, REWARDS
@@ -217,6 +218,13 @@ def list_choices() -> None:
     for reason in filter(None, missing.values()):
         click.echo(f"  {reason}")
     click.echo("Your own: {name: custom, path: package.module:ALGORITHM}; a reward by package.module:Name (docs/extending.md).")
+
+
+@main.command()
+@click.argument("algorithm", required=False, type=click.Choice([name for name, config in ALGORITHMS.items() if config.published]))
+def defaults(algorithm: str | None) -> None:
+    """Print the defaults of ALGORITHM beside the published values and their sources; without it, of all of them."""
+    click.echo(defaults_table(algorithm) if algorithm else defaults_page(), nl=False)
 
 
 @main.command("serve-reward")

@@ -20,11 +20,11 @@ from ebbflow.models.families.glyph import new_glyph
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTrainingConfig
-from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.parity import measure_parity, parity_plan
 from ebbflow.storage.artifacts import new_folder
+from tests.glyph_stages import small_stage
 
 os.environ["FLYTE_LOCAL_CACHE_ENABLED"] = "false"
 os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
@@ -115,9 +115,9 @@ def make_prompts() -> Callable[..., list[Prompt]]:
 def make_recipe() -> Callable[..., Recipe]:
     """``make_recipe(online={...}, offline={...}, **rest)``: a recipe with an online and an offline stage that take seconds.
 
-    What is not given is small, and otherwise the algorithm's default.
+    What is not given is small, and otherwise as ``small_stage`` has it.
     """
-    moving = {name for name, config in ALGORITHMS.items() if config.stage_defaults.get("window", {}).get("kind") == "progressive"}
+    moving = ("mix_grpo", "flow_dppo", "distillation")
 
     def make(online: dict[str, Any] | None = None, offline: dict[str, Any] | None = None, **rest: Any) -> Recipe:
         small = {"group_size": 4, "micro_batch": 8}
@@ -140,9 +140,7 @@ def make_recipe() -> Callable[..., Recipe]:
             "batch_size": 8,
             "sampler": {"name": "ode", "steps": 3},
         }
-        stages = [first | (online or {}), second | (offline or {})]
-        for stage in stages:  # the glyph model has no guidance
-            stage["reference"] = {"guidance": 1, **stage.get("reference", {})}
+        stages = [small_stage(first | (online or {})), small_stage(second | (offline or {}))]
         return Recipe.model_validate({"stages": stages, "evaluation": {"steps": 3, "samples": 1}, **rest})
 
     return make

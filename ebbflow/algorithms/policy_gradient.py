@@ -9,9 +9,27 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ebbflow.algorithms.base import RowMetrics, TrajectoryRows
+from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, Published
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+BASE = "yifan123/flow_grpo config/base.py"
+
+
+def flow_grpo_stack(source: str) -> dict[str, Published]:
+    """What an algorithm on top of Flow-GRPO's code has in common with it; ``source`` is the algorithm's own configuration."""
+    return {
+        "sampler.name": Published("flow_sde", source, "eta .7"),
+        "advantages.std": Published("global", source),
+        "advantages.combine": Published("sum", "yifan123/flow_grpo flow_grpo/rewards.py", deviation=SUM_OF_REWARDS),
+        "advantages.clip": Published(5.0, BASE),
+        "optimizer.lr": Published(3e-4, BASE, "of LoRA adapters"),
+        "optimizer.weight_decay": Published(1e-4, BASE),
+        "optimizer.max_grad_norm": Published(1.0, BASE),
+        "updates_per_step": Published(2, source),
+        "group_size": Published(24, source, deviation=GROUP_SIZE),
+    }
 
 
 def clipped(ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:

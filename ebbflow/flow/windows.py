@@ -45,8 +45,8 @@ def plan(window: WindowConfig, denoising_steps: int, optimisation_step: int, see
 
 
 def _share(share: float, count: int, draw: np.random.Generator) -> tuple[int, ...]:
-    """A random share of the steps, at least one (DanceGRPO, 2505.07818)."""
-    chosen = draw.choice(count, size=max(1, round(share * count)), replace=False)
+    """A random share of the steps, rounded down as published, at least one (DanceGRPO, 2505.07818)."""
+    chosen = draw.choice(count, size=max(1, int(share * count)), replace=False)
     return tuple(sorted(chosen.tolist()))
 
 

@@ -1,13 +1,14 @@
 """The hyper-parameters of each algorithm with their source, and what it needs of a stage; losses are in ``ebbflow.algorithms``.
 
-Each class says in a line what the algorithm does (``ebbflow list`` prints it) and declares the stage's defaults that make
-it the published one. Clip ranges follow the number of latent elements D, because log-probs are means over them: the defaults are
-for the glyph model's 512, and the published value for large models stands beside them.
+Each class says in a line what the algorithm does (``ebbflow list`` prints it), declares the stage's defaults that make it the
+published one, and holds what was published, with sources: ``ebbflow defaults`` prints both, and a test holds them against each
+other. Published clip ranges are for latents of 10^4 and more elements: log-probs are means over them, so a small model such as
+glyph, with 512, needs a wider one.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -37,13 +38,37 @@ class EmaScheduleConfig(Strict):
         return min(self.min_decay + self.slope * max(step - self.warmup, 0), self.max_decay)
 
 
+GROUP_SIZE = "the size of a run follows the machines, not the algorithm"
+SUM_OF_REWARDS = "each of several rewards is normalised by itself, so that no scale decides; of one reward it is the same"
+"""Why defaults of every algorithm deviate from their source."""
+
+
+class Published(NamedTuple):
+    """A setting as its source has it.
+
+    Attributes:
+        value: as a recipe would have it; of what no key sets, in words.
+        source: repository, file and entry of the public code, or the paper.
+        note: what the source has for other rewards, tasks or models.
+        deviation: why the default here is another one; empty where it is the same.
+        ours: what is done here, in words, where no key sets it.
+    """
+
+    value: Any
+    source: str
+    note: str = ""
+    deviation: str = ""
+    ours: str = ""
+
+
 class AlgorithmConfig(Strict):
     """What every algorithm declares. A user's own hyper-parameters derive from one of the two kinds below.
 
     Attributes:
         kind: what its rows are made of: steps of a trajectory with log-probs, or noised final latents.
         stages: where it can run.
-        stage_defaults: keys of the stage that it sets unless the recipe does.
+        stage_defaults: keys of the stage that it sets unless the recipe does; a stage ignores those that its kind lacks.
+        published: what its source has, by the dotted key of a stage (``algorithm.beta``, ``window.size``).
         needs_density: its loss takes log-probs for logarithms of a density, which those of the ``cps`` sampler are not.
         paper: where it is published.
     """
@@ -51,6 +76,7 @@ class AlgorithmConfig(Strict):
     kind: ClassVar[Literal["trajectory", "forward"]]
     stages: ClassVar[tuple[str, ...]]
     stage_defaults: ClassVar[dict[str, Any]] = {}
+    published: ClassVar[dict[str, Published]] = {}
     needs_density: ClassVar[bool] = False
     paper: ClassVar[str] = ""
 

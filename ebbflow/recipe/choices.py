@@ -247,5 +247,5 @@ class OptimizerConfig(Strict):
     """AdamW with gradient clipping."""
 
     lr: float = Field(3e-4, ge=0, le=1)
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(1e-4, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)

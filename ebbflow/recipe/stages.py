@@ -95,7 +95,7 @@ class StageConfig(Strict):
         if algorithm is None:
             return data  # its own error says more than ours could
         penalty = "kl" if algorithm.kind == "trajectory" else "velocity"
-        defaults = {"reference": {}} | algorithm.stage_defaults
+        defaults = {"reference": {}} | {k: v for k, v in algorithm.stage_defaults.items() if k in cls.model_fields}
         defaults["reference"] = {"penalty": penalty} | defaults["reference"]
         return {**defaults, **data, **{key: _over(key, defaults[key], data[key]) for key in defaults.keys() & data.keys()}}
 
@@ -200,7 +200,8 @@ def _algorithm_class(given: Any) -> type[AlgorithmConfig] | None:
 def _over(block: str, default: Any, given: Any) -> Any:
     """What the recipe gives, with the algorithm's defaults for the keys that it leaves out.
 
-    Of another sampler or kind of window than the algorithm's it gives all: the algorithm's other keys belong to its own.
+    Of another sampler or kind of window than the algorithm's it gives all, but for the number of denoising steps: the algorithm's
+    other keys belong to its own.
     """
     if isinstance(given, BaseModel):
         given = given.model_dump(exclude_unset=True)
@@ -208,7 +209,9 @@ def _over(block: str, default: Any, given: Any) -> Any:
         return given
     choice, usual = {"sampler": ("name", SamplerConfig().name), "window": ("kind", WindowConfig().kind)}.get(block, ("", ""))
     own = default.get(choice, usual)
-    return default | given if given.get(choice, own) == own else given
+    if given.get(choice, own) != own:
+        default = {key: value for key, value in default.items() if key == "steps"}
+    return default | given
 
 
 def _check_window(window: WindowConfig, denoising_steps: int) -> None:

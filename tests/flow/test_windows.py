@@ -173,7 +173,7 @@ def test_share_is_stochastic_everywhere_and_trains_its_share(case, step, seed):
     window, steps = case
     made = plan(window, steps, step, seed)
     assert made.stochastic == tuple(range(steps - 1))
-    assert len(made.trained) == max(1, round(window.share * (steps - 1)))
+    assert len(made.trained) == max(1, int(window.share * (steps - 1)))
 
 
 def test_share_trains_every_step_equally_often():

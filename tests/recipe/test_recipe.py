@@ -104,7 +104,7 @@ def test_every_problem_is_named_at_once():
             one_stage(kind="online", sampler={"name": "cps", "steps": 4}, window={"kind": "fixed", "start": 2, "size": 2}),
             "start + size = 4 must be below sampler.steps = 4",
         ),
-        (one_stage(kind="online", sampler={"name": "cps", "steps": 3}), "start + size = 3 must be below sampler.steps = 3"),
+        (one_stage(kind="online", sampler={"name": "cps", "steps": 4}), "start + size = 4 must be below sampler.steps = 4"),
         (one_stage(kind="offline", prompts=2, shards=3), "3 shards for 2 prompts leave some empty"),
         (one_stage(kind="online", algorithm={"name": "ppo"}), "stages.0.online.algorithm"),
         (one_stage(kind="hybrid"), "stages.0"),

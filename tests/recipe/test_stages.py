@@ -84,9 +84,11 @@ REFUSED = [
     (online(window={"decay": 0.3}), "kind 'progressive' does not use decay = 0.3 (for decaying)"),
     (online(window={"kind": "random", "roll_over": False, "share": 0.3}), "roll_over = False (for progressive, decaying)",
      "share = 0.3 (for share)"),
-    *((online(window={"kind": kind, "size": 1, "start": 3}), f"a {kind} window would never move", "start = 3 must be below",
-       "limit * sampler.steps = 3;", "raise limit, or take kind fixed") for kind in ("random", "progressive")),
-    (online(window={"kind": "decaying", "size": 1, "start": 2, "limit": 0.3}), "would never move", "limit * sampler.steps = 1.8"),
+    *((online(sampler={"steps": 6}, window={"kind": kind, "size": 1, "start": 3, "limit": 0.5}),
+       f"a {kind} window would never move", "start = 3 must be below", "limit * sampler.steps = 3;",
+       "raise limit, or take kind fixed") for kind in ("random", "progressive")),
+    (online(sampler={"steps": 6}, window={"kind": "decaying", "size": 1, "start": 2, "limit": 0.3}), "would never move",
+     "limit * sampler.steps = 1.8"),
     *((online(guidance_in_loss=False, correction=c), "guidance_in_loss: false", "leave 'correction'") for c in ({}, BYPASS)),
     *((online(name, guidance_in_loss=False), name, "without guidance always", "leave 'guidance_in_loss'") for name in FORWARD),
     *((online("diffusion_nft", shared_initial_noise=True, sampler={"name": s}), "shared_initial_noise", "one and the same", s)
@@ -96,7 +98,7 @@ REFUSED = [
     (online(sampler={"name": "cps", "eta": 1.5}), "eta = 1.5", "cps", "1 or less"),
     (online(advantages={"running": True, "trim": 0.1}), "trim", "running", "take one of them"),
     (online("distillation", algorithm={"name": "distillation"}), "algorithm.distillation.teacher", "Field required"),
-    (online(sampler={"steps": 3}), "start + size = 3", "sampler.steps = 3", "smaller window or more steps"),
+    (online(sampler={"steps": 4}), "start + size = 4", "sampler.steps = 4", "smaller window or more steps"),
 ]  # fmt: skip
 
 
@@ -172,15 +174,16 @@ def test_an_algorithm_sets_what_the_recipe_leaves_open(name):
     assert stage.advantages == AdvantagesConfig(**declared.get("advantages", {}))
     assert stage.reference == ReferenceConfig(**{"penalty": "kl" if trajectory else "velocity", **declared.get("reference", {})})
     assert stage.correction is None
-    assert stage.optimizer == OptimizerConfig()
+    assert stage.optimizer == OptimizerConfig(**declared.get("optimizer", {}))
+    assert stage.updates_per_step == declared.get("updates_per_step", 2)
 
 
 @pytest.mark.parametrize(
     ("name", "sampler", "window", "std", "weight", "penalty"),
     [
-        ("flow_grpo", "flow_sde", "all", "global", 0.02, "kl"),
+        ("flow_grpo", "flow_sde", "all", "global", 0.04, "kl_without_dt"),
         ("flow_grpo_fast", "flow_sde", "random", "global", 0, "kl"),
-        ("mix_grpo", "flow_sde", "progressive", "global", 0.02, "kl"),
+        ("mix_grpo", "flow_sde", "progressive", "group", 0, "kl"),
         ("dance_grpo", "dance_sde", "share", "group", 0, "kl"),
         ("grpo_guard", "flow_sde", "all", "global", 0, "kl"),
         ("flow_dppo", "flow_sde", "progressive", "global", 0, "kl"),
@@ -204,14 +207,18 @@ def test_the_published_choices(name, sampler, window, std, weight, penalty):
         (online("dance_grpo", sampler={"steps": 9}), {"sampler": SamplerConfig(name="dance_sde", steps=9)}),
         (online("dance_grpo", window={"share": 0.2}), {"window": WindowConfig(kind="share", share=0.2)}),
         (online("dance_grpo", window={"kind": "share"}), {"window": WindowConfig(kind="share", share=0.6)}),
-        (online("dance_grpo", sampler={"name": "dance_sde", "eta": 1}), {"sampler": SamplerConfig(name="dance_sde", eta=1)}),
+        (online("dance_grpo", sampler={"name": "dance_sde", "eta": 1}),
+         {"sampler": SamplerConfig(name="dance_sde", steps=16, eta=1)}),
+        (online("dance_grpo", sampler={"name": "flow_sde"}), {"sampler": SamplerConfig(name="flow_sde", steps=16)}),
+        (online("dance_grpo", optimizer={"weight_decay": 0}), {"optimizer": OptimizerConfig(lr=1e-5, weight_decay=0)}),
         (online("dance_grpo", advantages={"clip": 2}), {"advantages": AdvantagesConfig(std="group", clip=2)}),
         (online("dance_grpo", advantages={"std": "none"}), {"advantages": AdvantagesConfig(std="none")}),
-        (online("flow_grpo_fast", window={"start": 1}), {"window": WindowConfig(kind="random", size=2, start=1)}),
-        (online("flow_grpo", reference={"penalty": "velocity"}), {"reference": ReferenceConfig(weight=0.02, penalty="velocity")}),
-        (online("flow_grpo", reference={"weight": 0}), {"reference": ReferenceConfig(weight=0, penalty="kl")}),
+        (online("flow_grpo_fast", window={"start": 1}), {"window": WindowConfig(kind="random", size=2, start=1, limit=0.4)}),
+        (online("flow_grpo", reference={"penalty": "velocity"}), {"reference": ReferenceConfig(weight=0.04, penalty="velocity")}),
+        (online("flow_grpo", reference={"weight": 0}), {"reference": ReferenceConfig(weight=0, penalty="kl_without_dt")}),
         (online("crd", reference={"weight": 0.5}), {"reference": ReferenceConfig(weight=0.5, guidance=4.5, adaptive=True)}),
-        (online("mix_grpo", window={"tail": 0.4}), {"window": WindowConfig(kind="progressive", tail=0.4)}),
+        (online("mix_grpo", window={"tail": 0.4}),
+         {"window": WindowConfig(kind="progressive", size=4, limit=1, steps_per_window=25, tail=0.4)}),
         (offline("awm", sampler={"steps": 9}), {"sampler": SamplerConfig(name="ode", steps=9)}),
     ],
 )  # fmt: skip
@@ -485,7 +492,7 @@ def test_its_defaults_are_for_its_own_sampler_and_kind_of_window():
         for keys in ({}, {"sampler": {"name": "dance_sde"}, "window": {"kind": "share"}})
     )
     assert (plain.sampler, plain.window) == (SamplerConfig(name="flow_sde", steps=9), WindowConfig(kind="progressive", size=2))
-    assert (other.sampler, other.window) == (SamplerConfig(name="dance_sde"), WindowConfig(kind="share"))
+    assert (other.sampler, other.window) == (SamplerConfig(name="dance_sde", steps=9), WindowConfig(kind="share"))
 
 
 def test_a_sampler_without_densities_is_refused_to_those_that_need_them():

@@ -17,6 +17,7 @@ from ebbflow.training.batches import CorrectedRollout, forward_batch, trajectory
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata
 from ebbflow.training.update import PolicyUpdater
+from tests.glyph_stages import small_stage
 
 FULL, LORA = PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4, alpha=8)
 TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"]
@@ -27,8 +28,7 @@ NFT = {"name": "diffusion_nft", "beta": 0.5, "noise_levels": 1}
 def stage_of(algorithm, **stage):
     """An online stage that trains with an algorithm, given as its keys or its name; nothing is clipped unless asked for."""
     algorithm = {"name": algorithm} if isinstance(algorithm, str) else algorithm
-    stage["reference"] = {"guidance": 1, **stage.get("reference", {})}  # the glyph model has no guidance
-    return OnlineStageConfig.model_validate({"optimizer": {"max_grad_norm": 1e9}, **stage, "algorithm": algorithm})
+    return OnlineStageConfig.model_validate(small_stage({"optimizer": {"max_grad_norm": 1e9}, **stage, "algorithm": algorithm}))
 
 
 def schedule_of(model, stage):

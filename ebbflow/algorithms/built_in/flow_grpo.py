@@ -18,18 +18,28 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows
-from ebbflow.algorithms.policy_gradient import clip_metrics, clipped, ratio_metrics
-from ebbflow.recipe.algorithms import TrajectoryConfig
+from ebbflow.algorithms.policy_gradient import BASE, clip_metrics, clipped, flow_grpo_stack, ratio_metrics
+from ebbflow.recipe.algorithms import GROUP_SIZE, Published, TrajectoryConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+GRPO = "yifan123/flow_grpo config/grpo.py general_ocr_sd3"
+FAST = "yifan123/flow_grpo config/grpo.py pickscore_sd3_fast"
+MIX = "Tencent-Hunyuan/MixGRPO scripts/finetune/finetune_flux_grpo_MixGRPO.sh"
+DANCE = "XueZeyue/DanceGRPO scripts/finetune/finetune_flux_grpo.sh"
+
+SAME_NOISE = "the initial noise of a prompt's samples"
+PER_SAMPLE = "drawn for each sample"
+"""No key makes the samples of a prompt start from the same noise."""
+
+
 class ClippedConfig(TrajectoryConfig):
     """Policy gradients with a clipped ratio."""
 
-    clip_range: float = Field(1e-3, gt=0, lt=1)
-    """Clip of the ratio (published: 1e-4, and 1e-5 for Flow-GRPO-Fast)."""
+    clip_range: float = Field(1e-4, gt=0, lt=1)
+    """Clip of the ratio. Log-probs are means over the latent's elements: a model with fewer of them needs a wider one."""
 
     def ratio_range(self, dims: int) -> float:
         return self.clip_range
@@ -39,7 +49,19 @@ class FlowGRPOConfig(ClippedConfig):
     """Clipped policy gradient on every stochastic denoising step."""
 
     paper: ClassVar = "2505.05470"
-    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "all"}, "reference": {"weight": 0.02}}
+    stage_defaults: ClassVar = {
+        "sampler": {"name": "flow_sde", "steps": 10},
+        "window": {"kind": "all"},
+        "reference": {"weight": 0.04, "penalty": "kl_without_dt"},
+        "updates_per_step": 2,
+    }
+    published: ClassVar = flow_grpo_stack(GRPO) | {
+        "algorithm.clip_range": Published(1e-4, BASE),
+        "reference.weight": Published(0.04, GRPO, "the same for GenEval; .01 for PickScore, 0 for FLUX"),
+        "reference.penalty": Published("kl_without_dt", "yifan123/flow_grpo scripts/train_sd3.py"),
+        "sampler.steps": Published(10, GRPO, "6 for FLUX, with eta .9"),
+        "window.kind": Published("all", GRPO, "timestep_fraction .99: every step but the last"),
+    }
 
     name: Literal["flow_grpo"] = "flow_grpo"
 
@@ -48,16 +70,66 @@ class FlowGRPOFastConfig(ClippedConfig):
     """Flow-GRPO on a short window that starts anew at random in the first half; no reference penalty."""
 
     paper: ClassVar = "2505.05470"
-    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "random", "size": 2}}
+    stage_defaults: ClassVar = {
+        "sampler": {"name": "flow_sde", "steps": 10, "eta": 0.8},
+        "window": {"kind": "random", "size": 2, "limit": 0.4},
+        "updates_per_step": 2,
+    }
+    published: ClassVar = flow_grpo_stack(FAST) | {
+        "algorithm.clip_range": Published(1e-5, FAST),
+        "reference.weight": Published(0.0, FAST),
+        "sampler.name": Published("flow_sde", FAST, "cps in pickscore_sd3_fast_nocfg and in those for FLUX"),
+        "sampler.steps": Published(10, FAST, "6 for FLUX"),
+        "sampler.eta": Published(0.8, FAST, "1.2 for Qwen-Image"),
+        "window.kind": Published("random", FAST),
+        "window.size": Published(2, FAST, "3 in pickscore_sd3_fast_nocfg and for FLUX"),
+        "window.limit": Published(
+            0.4,
+            "yifan123/flow_grpo config/grpo.py pickscore_qwenimage",
+            "windows lie in the first half: of 10 steps, those of 2 start at 0 to 3, those of 3 with .3 at 0 to 2",
+        ),
+    }
 
     name: Literal["flow_grpo_fast"] = "flow_grpo_fast"
+    clip_range: float = Field(1e-5, gt=0, lt=1)
+    """Clip of the ratio. Log-probs are means over the latent's elements: a model with fewer of them needs a wider one."""
 
 
 class MixGRPOConfig(ClippedConfig):
     """Flow-GRPO on a window that moves from the first steps on; the steps outside are deterministic."""
 
     paper: ClassVar = "2507.21802"
-    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "progressive"}, "reference": {"weight": 0.02}}
+    stage_defaults: ClassVar = {
+        "sampler": {"name": "flow_sde", "steps": 25},
+        "window": {"kind": "progressive", "size": 4, "limit": 1.0, "steps_per_window": 25},
+        "advantages": {"std": "group"},
+        "optimizer": {"lr": 1e-5},
+        "updates_per_step": 4,
+    }
+    published: ClassVar = {
+        "algorithm.clip_range": Published(1e-4, MIX),
+        "sampler.name": Published("flow_sde", MIX, "--flow_grpo_sampling, eta .7"),
+        "sampler.steps": Published(25, MIX),
+        SAME_NOISE: Published("shared", MIX, "--init_same_noise", deviation="no key has it yet", ours=PER_SAMPLE),
+        "window.kind": Published("progressive", MIX),
+        "window.size": Published(4, MIX),
+        "window.stride": Published(1, MIX),
+        "window.limit": Published(
+            1.0, MIX, "all starts; published windows also shrink over the last steps, while the last one here has all its steps"
+        ),
+        "window.steps_per_window": Published(25, MIX, "20 in MixGRPO_Flash*.sh"),
+        "window.roll_over": Published(True, MIX),
+        "window.tail": Published(None, MIX, ".4 in MixGRPO_Flash.sh; .2 in MixGRPO_Flash*.sh, with a fixed window"),
+        "advantages.std": Published("group", MIX),
+        "advantages.combine": Published("per_reward", MIX, "multi_reward_mix advantage_aggr"),
+        "advantages.clip": Published(5.0, MIX),
+        "reference.weight": Published(0.0, MIX),
+        "optimizer.lr": Published(1e-5, MIX, "of all parameters"),
+        "optimizer.weight_decay": Published(1e-4, MIX),
+        "optimizer.max_grad_norm": Published(1.0, MIX),
+        "updates_per_step": Published(4, MIX, "12 samples of a prompt on each GPU, 3 of them an update"),
+        "group_size": Published(12, MIX, deviation=GROUP_SIZE),
+    }
 
     name: Literal["mix_grpo"] = "mix_grpo"
 
@@ -67,9 +139,36 @@ class DanceGRPOConfig(ClippedConfig):
 
     paper: ClassVar = "2505.07818"
     stage_defaults: ClassVar = {
-        "sampler": {"name": "dance_sde"},
+        "sampler": {"name": "dance_sde", "steps": 16},
         "window": {"kind": "share", "share": 0.6},
         "advantages": {"std": "group"},
+        "optimizer": {"lr": 1e-5},
+        "updates_per_step": 3,
+    }
+    published: ClassVar = {
+        "algorithm.clip_range": Published(1e-4, DANCE),
+        "sampler.name": Published("dance_sde", DANCE, "eta .3; .25 for HunyuanVideo"),
+        "sampler.steps": Published(16, DANCE, "20 for Qwen-Image and Wan2.1, 12 for the LoRA"),
+        SAME_NOISE: Published("shared", DANCE, "--init_same_noise", deviation="no key has it yet", ours=PER_SAMPLE),
+        "window.kind": Published("share", DANCE, "--ignore_last: the last step is never trained"),
+        "window.share": Published(0.6, DANCE, "rounded down"),
+        "which steps are trained": Published(
+            "drawn for each sample",
+            "XueZeyue/DanceGRPO fastvideo/train_grpo_flux.py",
+            deviation="only steps that are trained are stored, and all samples of a batch have the same ones",
+            ours="drawn once a rollout step, for all samples",
+        ),
+        "advantages.std": Published("group", DANCE, "--use_group"),
+        "advantages.combine": Published(
+            "per_reward", "XueZeyue/DanceGRPO fastvideo/train_grpo_hunyuan.py", "advantages of two rewards, added with weights"
+        ),
+        "advantages.clip": Published(5.0, DANCE),
+        "reference.weight": Published(0.0, DANCE),
+        "optimizer.lr": Published(1e-5, DANCE, "of all parameters; 3e-4 in finetune_flux_grpo_8gpus_lora.sh"),
+        "optimizer.weight_decay": Published(1e-4, DANCE),
+        "optimizer.max_grad_norm": Published(1.0, DANCE),
+        "updates_per_step": Published(3, DANCE, "12 samples of a prompt on each GPU, 4 of them an update"),
+        "group_size": Published(12, DANCE, "24 for HunyuanVideo, of which 16 are trained on", deviation=GROUP_SIZE),
     }
 
     name: Literal["dance_grpo"] = "dance_grpo"

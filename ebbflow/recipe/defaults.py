@@ -1,0 +1,72 @@
+"""The defaults of each algorithm beside the published values: ``ebbflow defaults``, and the page ``docs/defaults.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ebbflow.recipe.algorithms import AlgorithmConfig, Published
+from ebbflow.recipe.registry import ALGORITHMS
+from ebbflow.recipe.stages import OnlineStageConfig
+
+PAGE = "docs/defaults.md"
+HEADER = f"""# Defaults, and what was published
+
+`ebbflow defaults` prints this page from the code, `ebbflow defaults ALGORITHM` one table of it; a test holds {PAGE} against the
+code. The column *default* is what an online stage has that names the algorithm and nothing else; offline stages have the same,
+without `updates_per_step`. Where it is not the published value, the remarks begin with **deviates** and say why. Published values
+are for models with 65,536 latent elements and more, most of them for LoRA adapters: recipes for the glyph model say what they
+change.
+
+A source is a repository on GitHub, a file, and an entry of it.
+"""
+
+ORDER = ("algorithm", "sampler", "window", "advantages", "reference", "optimizer", "updates_per_step", "group_size")
+
+
+def defaults_page() -> str:
+    """The tables of all algorithms, as Markdown."""
+    return HEADER + "".join(f"\n{defaults_table(name)}" for name, config in ALGORITHMS.items() if config.published)
+
+
+def defaults_table(name: str) -> str:
+    """The table of one algorithm, as Markdown: setting, default, published value, source and remarks."""
+    config = ALGORITHMS[name]
+    lines = [f"## {name}", "", *([f"arXiv {config.paper}", ""] if config.paper else [])]
+    lines += ["| setting | default | published | source | remarks |", "|---|---|---|---|---|"]
+    values = default_values(config)
+    lines += [_row(key, values, config.published[key]) for key in sorted(config.published, key=_place)]
+    return "\n".join(lines) + "\n"
+
+
+def default_values(config: type[AlgorithmConfig]) -> dict[str, Any]:
+    """Dotted key to value of an online stage that leaves everything to the algorithm."""
+    teacher = {"teacher": "elsewhere"} if "teacher" in config.model_fields else {}
+    algorithm = {"name": config.model_fields["name"].default, **teacher}
+    stage = OnlineStageConfig.model_validate({"algorithm": algorithm}).model_dump()
+    return dict(_leaves(stage, ""))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    found = []
+    for key, value in values.items():
+        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return found
+
+
+def _place(key: str) -> int:
+    """Rows in the order of a stage's keys; what no key sets comes last."""
+    block = key.partition(".")[0]
+    return ORDER.index(block) if block in ORDER else len(ORDER)
+
+
+def _row(key: str, values: Mapping[str, Any], row: Published) -> str:
+    setting, default = (key, row.ours) if row.ours else (f"`{key}`", _shown(values[key]))
+    remarks = "; ".join(filter(None, [row.deviation and f"**deviates**: {row.deviation}", row.note]))
+    return f"| {setting} | {default} | {_shown(row.value)} | {row.source} | {remarks} |".replace("  ", " ")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)

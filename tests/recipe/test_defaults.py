@@ -1,0 +1,85 @@
+"""Defaults are the published values, or say why not; the page about them is the code's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ebbflow.cli import main
+from ebbflow.recipe import defaults
+from ebbflow.recipe.algorithms import Published
+from ebbflow.recipe.defaults import PAGE, default_values, defaults_page, defaults_table
+from ebbflow.recipe.registry import ALGORITHMS
+
+ROOT = Path(__file__).parents[2]
+NAMES = [name for name, config in ALGORITHMS.items() if config.published]
+KEYS = [(name, key) for name in NAMES for key in ALGORITHMS[name].published]
+WITHOUT_A_SOURCE = {"distillation"}
+"""Algorithms that no code has with settings of its own."""
+NO_SETTINGS = {"name", "teacher", "sigmas"}
+"""Hyper-parameters without a row: what an algorithm is called and learns from, and its draws of sigma."""
+
+
+@pytest.mark.parametrize(("name", "key"), KEYS)
+def test_a_default_is_the_published_value_or_the_deviation_has_a_reason(name, key):
+    row = ALGORITHMS[name].published[key]
+    assert row.source
+    if row.ours:
+        assert row.deviation
+        assert row.ours != row.value
+    else:
+        assert (default_values(ALGORITHMS[name])[key] == row.value) == (not row.deviation)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_default_that_an_algorithm_sets_has_a_source(name):
+    config, values = ALGORITHMS[name], default_values(ALGORITHMS[name])
+    hyper = {key for key in values if key.startswith("algorithm.") and key.split(".")[1] not in NO_SETTINGS}
+    declared = {
+        f"{block}.{key}" if isinstance(value, dict) else block
+        for block, value in config.stage_defaults.items()
+        for key in (value if isinstance(value, dict) else [None])
+    }
+    optimizer = {key for key in values if key.startswith("optimizer.")}
+    assert hyper | declared | optimizer <= config.published.keys()
+
+
+def test_the_committed_page_is_the_codes_own():
+    printed = CliRunner().invoke(main, ["defaults"]).output
+    assert printed == defaults_page() == (ROOT / PAGE).read_text(), f"run: ebbflow defaults > {PAGE}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_prints_the_table_of_one_algorithm(name):
+    printed = CliRunner().invoke(main, ["defaults", name]).output
+    assert printed == defaults_table(name)
+    assert printed in defaults_page()
+    assert printed.startswith(f"## {name}\n")
+
+
+def test_the_command_names_the_algorithms_when_there_is_no_such_one():
+    result = CliRunner().invoke(main, ["defaults", "flow_gpro"])
+    assert result.exit_code == 2
+    assert "'flow_gpro' is not one of" in result.output
+    assert "'flow_grpo'" in result.output
+
+
+def test_a_row_shows_ours_beside_the_published_value(monkeypatch):
+    monkeypatch.setattr(
+        ALGORITHMS["flow_grpo"],
+        "published",
+        {
+            "window.tail": Published(0.4, "a/b c.sh", "off in d.sh", deviation="it is slower"),
+            "a habit": Published("theirs", "a/b", deviation="no key has it", ours="ours"),
+            "algorithm.clip_range": Published(1e-4, "a/b e.py"),
+        },
+    )
+    assert defaults.defaults_table("flow_grpo").splitlines()[4:] == [
+        "| setting | default | published | source | remarks |",
+        "|---|---|---|---|---|",
+        "| `algorithm.clip_range` | 0.0001 | 0.0001 | a/b e.py | |",
+        "| `window.tail` | none | 0.4 | a/b c.sh | **deviates**: it is slower; off in d.sh |",
+        "| a habit | ours | theirs | a/b | **deviates**: no key has it |",
+    ]
