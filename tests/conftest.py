@@ -182,6 +182,7 @@ def tiny_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recip
             build_tiny(family, folders[family])
         height, width = TINY_SIZES[family]
         base = {"family": family, "path": str(folders[family]), "height": height, "width": width}
-        return Recipe.model_validate({"model": base | (model or {}), **rest})
+        stages = {"stages": [small_stage(stage) for stage in rest.get("stages", [{"kind": "online"}, {"kind": "offline"}])]}
+        return Recipe.model_validate({"model": base | (model or {}), **rest, **stages})
 
     return make

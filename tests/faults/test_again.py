@@ -15,7 +15,9 @@ from mlflow.entities import Run
 from ebbflow.recipe.recipe import MarginsConfig
 from ebbflow.storage.artifacts import verify
 from tests.faults.again_cases import run_pipeline_until
+from tests.glyph_stages import small_stage
 
+FEW = {"group_size": 4, "micro_batch": 8}
 RECIPE: dict[str, Any] = {
     # the gate is to let it pass: contrast is learnt in two steps
     "rewards": ["mine.contrast:Contrast"],
@@ -23,8 +25,8 @@ RECIPE: dict[str, Any] = {
     # contrast moves what the image statistics measure
     "promotion": {"model_name": "ebbflow-tiny", "margins": dict.fromkeys(MarginsConfig.model_fields)},
     "stages": [
-        {"kind": "online", "steps": 2, "prompts_per_step": 2, "group_size": 4, "micro_batch": 8, "optimizer": {"lr": 0.003}},
-        {"kind": "offline", "prompts": 4, "group_size": 4, "micro_batch": 8, "batch_size": 8, "epochs": 1},
+        small_stage({"kind": "online", "steps": 2, "prompts_per_step": 2, **FEW, "optimizer": {"lr": 0.003}}),
+        small_stage({"kind": "offline", "prompts": 4, **FEW, "batch_size": 8, "epochs": 1}),
     ],
 }
 DEATHS = [

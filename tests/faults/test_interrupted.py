@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.again_cases import run_pipeline_until
+from tests.glyph_stages import small_stage
 
 SMALL = {"group_size": 4, "micro_batch": 8}
 RECIPE: dict[str, Any] = {
@@ -14,8 +15,8 @@ RECIPE: dict[str, Any] = {
     "rewards": ["mine.contrast:Contrast"],
     "guardrails": [],
     "stages": [
-        {"kind": "online", "steps": 2, "prompts_per_step": 2, **SMALL},
-        {"kind": "offline", "prompts": 4, "batch_size": 8, "epochs": 1, **SMALL},
+        small_stage({"kind": "online", "steps": 2, "prompts_per_step": 2, **SMALL}),
+        small_stage({"kind": "offline", "prompts": 4, "batch_size": 8, "epochs": 1, **SMALL}),
     ],
 }
 SAID = "interrupted; the same command resumes"

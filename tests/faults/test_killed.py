@@ -23,6 +23,7 @@ from ebbflow.recipe import load_recipe
 from ebbflow.storage.artifacts import verify
 from ebbflow.training.policy_metadata import write_base_policy
 from tests.forked import CONTEXT
+from tests.glyph_stages import small_stage
 
 SEED = int(os.environ.get("EBBFLOW_FAULT_SEED", "1"))
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
@@ -75,7 +76,7 @@ class Stages:
             (folder / "base").symlink_to(self.base)
             write_prompts(self.prompts, folder / "prompts.parquet")
             training = {"group_size": 4, "micro_batch": 8, "checkpoints": {"every": 1}} | keys["stage"]
-            training = {key: value for key, value in training.items() if value is not None}
+            training = small_stage({key: value for key, value in training.items() if value is not None})
             rewards = {"rewards": [{"name": "jpeg_incompressibility"}], "guardrails": []}
             recipe = {"stages": [training], "policy": keys["policy"], **rewards}
             (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -25,6 +25,7 @@ from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.batches import forward_batch, micro_batches
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
+from tests.glyph_stages import small_stage
 from tests.parameters import changed, values
 
 LORA = {"train": "lora", "rank": 4, "alpha": 8}
@@ -49,7 +50,9 @@ def start(open_tiny):
     def begin(name, stage, **config):
         model = open_tiny(name, **few_tokens(name), **config)
         small = {"group_size": 2, "micro_batch": 4, "drift_alarm": 1e9}
-        recipe = Recipe.model_validate({"model": model.config.model_dump(), "policy": LORA, "stages": [small | stage]})
+        recipe = Recipe.model_validate(
+            {"model": model.config.model_dump(), "policy": LORA, "stages": [small_stage(small | stage)]}
+        )
         ctx = StageContext(recipe, 0, 0)
         policy = Policy(model, recipe.policy, seed=0)
         for name in ctx.following:

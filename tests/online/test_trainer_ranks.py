@@ -29,6 +29,7 @@ from ebbflow.training.batches import num_micro_batches, shard_for_rank
 from ebbflow.training.distributed import Ranks, process_group
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
+from tests.glyph_stages import small_stage
 from tests.two_processes import as_two_ranks
 
 # Two processes with FSDP2 on five groups of three samples, of which the last one says nothing: nothing divides by two.
@@ -66,7 +67,7 @@ def recipe_of(case: str) -> Recipe:
     policy = stage.pop("policy", {"train": "full"})
     if stage["sampler"].get("name") != "ode":
         stage["window"] = {"kind": "fixed", "size": 2}
-    return Recipe.model_validate({"stages": [stage], "policy": policy})
+    return Recipe.model_validate({"stages": [small_stage(stage)], "policy": policy})
 
 
 def batch_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[TrainingBatch, Rollouts]:

@@ -13,6 +13,7 @@ from mlflow import MlflowClient
 
 from ebbflow.data.images import encode_png
 from ebbflow.models.glyph_training.lettering import render_text
+from tests.glyph_stages import small_stage
 from tests.pipeline.conftest import run_pipeline
 
 WORDS = ("GATE", "LAMP", "MOON", "RIVE", "SALT", "TUNE", "VASE", "WOLF", "YARN")
@@ -41,7 +42,7 @@ def test_a_stage_trains_on_a_file_of_pairs(workplace: Path) -> None:
         "batch_size": 8,
         "epochs": 2,
     }
-    done = run_pipeline(workplace, {"stages": [stage], "promotion": {"model_name": "tiny-pairs"}})
+    done = run_pipeline(workplace, {"stages": [small_stage(stage)], "promotion": {"model_name": "tiny-pairs"}})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (
         "pairs.parquet: pairs to train on: 9; left out: ties 1, on prompts of the evaluation 0; ignored columns: by"

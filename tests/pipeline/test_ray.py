@@ -16,10 +16,11 @@ from ebbflow.online.ray_workers import TrainingDied
 from ebbflow.recipe import Recipe
 from tasks import train_online_ray as module
 from tasks.start_run import _prepare_process
+from tests.glyph_stages import small_stage
 from tests.pipeline.conftest import run_pipeline
 
 FRACTIONS = {"cpus": 0.25}
-STAGE = {"kind": "online", "steps": 2, "prompts_per_step": 2, "group_size": 4, "micro_batch": 8, "placement": "ray"}
+STAGE = small_stage({"kind": "online", "steps": 2, "prompts_per_step": 2, "group_size": 4, "micro_batch": 8, "placement": "ray"})
 
 
 @pytest.mark.exhaustive

@@ -18,6 +18,7 @@ from PIL import Image
 from ebbflow.models import load_model
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.model import ModelConfig
+from tests.glyph_stages import small_stage
 from tests.pipeline.conftest import run_pipeline
 
 PROMPTS = [f'a shop window with a sign that says "NO {number}"' for number in range(12)]
@@ -49,7 +50,10 @@ def test_a_published_layout_goes_from_a_lora_to_a_registered_version(workplace: 
         "rewards": ["jpeg_compressibility"],
         "guardrails": ["jpeg_incompressibility"],
         "policy": {"train": "lora", "rank": 4, "alpha": 4, "start": {"path": str(lora)}},
-        "stages": [online | {"sampler": {"steps": 4}, "window": {"size": 2}}, offline | {"sampler": {"steps": 3}}],
+        "stages": [
+            small_stage(online | {"sampler": {"steps": 4}, "window": {"size": 2}}),
+            small_stage(offline | {"sampler": {"steps": 3}}),
+        ],
         "promotion": {"model_name": "tiny-sd3"},
     }
     done = run_pipeline(workplace, changes)

@@ -23,13 +23,14 @@ from ebbflow.storage.artifacts import digest_of
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import write_base_policy
 from ebbflow.training.update import PolicyUpdater
+from tests.glyph_stages import small_stage
 
 SMALL = {"group_size": 3, "prompts_per_step": 2, "micro_batch": 3, "updates_per_step": 1, "window": {"kind": "fixed", "size": 2}}
 
 
 def stage_of(kept, **online):
     """A stage on the engine, of a recipe's other keys."""
-    stages = [{"kind": "online", "engine": "vllm_omni", "sampler": {"steps": 4}, **SMALL, **online}]
+    stages = [small_stage({"kind": "online", "engine": "vllm_omni", "sampler": {"steps": 4}, **SMALL, **online})]
     return StageContext(Recipe.model_validate({**kept.model_dump(mode="json", exclude={"stages"}), "stages": stages}), 0, 0)
 
 
