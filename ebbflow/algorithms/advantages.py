@@ -30,7 +30,7 @@ class AdvantageResult:
     """Advantages of N samples.
 
     Attributes:
-        values: float32 [N], clamped; 0 where ``keep`` is False.
+        values: float32 [N], clamped if asked; 0 where ``keep`` is False.
         keep: bool [N]; False for samples without a score, for groups that say nothing (fewer than two scores, or no spread), and
             for the middle of a group where only its extremes are trained on.
         metrics: statistics of rewards (their weighted sum), groups and advantages.
@@ -133,7 +133,7 @@ def compute_advantages(
 
     values, keep = np.zeros(len(groups), np.float32), np.zeros(len(groups), np.bool_)
     samples = np.flatnonzero(scored)[chosen]
-    values[samples] = advantage[chosen].clip(-config.clip, config.clip)
+    values[samples] = advantage[chosen] if config.clip is None else advantage[chosen].clip(-config.clip, config.clip)
     keep[samples] = True
     return AdvantageResult(values, keep, _metrics(total, len(groups), informative, values[keep]))
 

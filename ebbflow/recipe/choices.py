@@ -146,11 +146,12 @@ class WindowConfig(Strict):
 
 
 class AdvantagesConfig(Strict):
-    """A = (R - baseline) / (std + 1e-4) inside the group of a prompt, clamped."""
+    """A = (R - baseline) / (std + 1e-4) inside the group of a prompt, clamped unless ``clip`` is null."""
 
     std: Literal["global", "group", "none"] = "global"
     """Of the whole batch (Flow-GRPO), of the group (DanceGRPO), or 1 (Dr. GRPO)."""
-    clip: float = Field(5.0, gt=0)
+    clip: float | None = Field(5.0, gt=0)
+    """Advantages are clamped to +-clip; ``null``, for algorithms on trajectories: not at all (Flow-DPPO)."""
     combine: Literal["per_reward", "sum"] = "per_reward"
     """Several rewards: each normalised by itself, then averaged with the weights; or their weighted sum, then normalised."""
     trim: float = Field(0.0, ge=0, lt=0.5)

@@ -174,6 +174,11 @@ class StageConfig(Strict):
             )
         if not self.guidance_in_loss:
             raise ValueError(f"the loss of {name} is without guidance always; leave 'guidance_in_loss' out")
+        if self.advantages.clip is None:
+            raise ValueError(
+                f"advantages.clip = null is for algorithms on trajectories, and {name} is none; "
+                "take a number such as 5, or leave it out"
+            )
         if self.reference.penalty != "velocity":
             raise ValueError(
                 f"reference.penalty = {self.reference.penalty!r} compares the steps of a trajectory and {name} has none; "

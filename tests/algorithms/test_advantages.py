@@ -121,6 +121,12 @@ def test_clip():
     assert advantages([0, 1], [0, 0], "group", clip=0.25).values.tolist() == [-0.25, 0.25]
 
 
+def test_without_a_clip_advantages_are_as_they_are():
+    one_of_many = ([0] * 50 + [1], [0] * 51, "group")
+    assert advantages(*one_of_many, clip=None).values.max() == pytest.approx(7, abs=0.01)  # (1 - 1 / 51) / (std + 1e-4)
+    assert advantages(*one_of_many, clip=5).values.max() == 5
+
+
 def test_metrics_describe_rewards_and_kept_advantages():
     metrics = advantages(REWARDS, PROMPTS, "none").metrics
     kept = advantages(REWARDS, PROMPTS, "none").values

@@ -68,6 +68,8 @@ REFUSED = [
     *((offline(name, correction={}), name, "no log-probs", "leave 'correction' out", "mix_grpo") for name in FORWARD),
     *((online(name, reference={"penalty": p}), name, f"'{p}' compares the steps of a trajectory", "take velocity")
       for name in FORWARD for p in ("kl", "kl_without_dt")),
+    *((online(name, advantages={"clip": None}), name, "advantages.clip = null is for algorithms on trajectories", "such as 5")
+      for name in FORWARD),
     *((offline(name), name, "needs fresh trajectories", "online stage", "diffusion_nft") for name in TRAJECTORY),
     *((online(name, window=None), name, "trains on a window", "leave 'window' out") for name in TRAJECTORY),
     (online("grpo_guard", sampler={"name": "cps"}), "grpo_guard needs log-probs that are densities", "1 / (2 b^2)",
@@ -186,7 +188,7 @@ def test_an_algorithm_sets_what_the_recipe_leaves_open(name):
         ("mix_grpo", "flow_sde", "progressive", "group", 0, "kl"),
         ("dance_grpo", "dance_sde", "share", "group", 0, "kl"),
         ("grpo_guard", "flow_sde", "all", "global", 0, "kl"),
-        ("flow_dppo", "flow_sde", "progressive", "global", 0, "kl"),
+        ("flow_dppo", "flow_sde", "random", "global", 0, "kl"),
         ("diffusion_nft", "ode", None, "global", 1e-4, "velocity"),
         ("awm", "ode", None, "global", 0.1, "velocity"),
         ("crd", "ode", None, "global", 0.1, "velocity"),

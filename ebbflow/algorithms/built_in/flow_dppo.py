@@ -1,29 +1,66 @@
-r"""Flow-DPPO: instead of a clipped ratio, a limit on the divergence of each step.
+r"""Flow-DPPO (2606.11025): instead of a clipped ratio, a limit on the divergence of each step.
 
     D_kl = mean((mu - mu_old)^2) / (2 b^2)
     L    = mean -A rho,   without the rows that are at the limit and move further away:
            D_kl >= tau and ((rho > 1 and A > 0) or (rho < 1 and A < 0))
 
-A dropped row counts as 0 in the mean, as a clipped one has no gradient.
+A dropped row counts as 0 in the mean, as a clipped one has no gradient. The paper's divergence is a full norm,
+|mu - mu_old|^2 / (2 b^2); its public code takes the mean over the latent's elements, and so do we: tau is a threshold on the
+mean. Advantages are not clamped.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, gaussian_kl
 from ebbflow.algorithms.policy_gradient import ratio_metrics
-from ebbflow.recipe.algorithms import TrajectoryConfig
+from ebbflow.recipe.algorithms import SUM_OF_REWARDS, Published, TrajectoryConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+DPPO = "Tencent-Hunyuan/UniRL examples/diffusion/sd3_flowdppo.yaml"
+
+
 class FlowDPPOConfig(TrajectoryConfig):
     """Policy gradient that drops the rows which move further away than a divergence allows, instead of clipping a ratio."""
+
+    paper: ClassVar = "2606.11025"
+    stage_defaults: ClassVar = {
+        "sampler": {"name": "flow_sde", "steps": 10},
+        "window": {"kind": "random", "size": 3, "limit": 0.3},
+        "advantages": {"clip": None},
+        "optimizer": {"weight_decay": 0.0},
+        "updates_per_step": 2,
+    }
+    published: ClassVar = {
+        "algorithm.divergence_limit": Published(1e-5, DPPO, "kl_mask_threshold, on the mean over the latent's elements"),
+        "sampler.name": Published("flow_sde", DPPO, "eta .7; 1.2 for Qwen-Image in verl-project/verl-omni"),
+        "sampler.steps": Published(10, DPPO),
+        "window.kind": Published("random", DPPO),
+        "window.size": Published(3, DPPO, "2 for Qwen-Image in verl-project/verl-omni"),
+        "window.limit": Published(0.3, DPPO, "starts 0 to 2 of 10: all of it lies in the first half"),
+        "advantages.std": Published("global", DPPO),
+        "advantages.combine": Published("sum", DPPO, deviation=SUM_OF_REWARDS),
+        "advantages.clip": Published(None, "Tencent-Hunyuan/UniRL unirl/algorithms/flowdppo.py"),
+        "reference.weight": Published(0.0, DPPO),
+        "optimizer.lr": Published(3e-4, DPPO, "of LoRA adapters"),
+        "optimizer.weight_decay": Published(0.0, DPPO, "1e-4 in verl-project/verl-omni"),
+        "optimizer.max_grad_norm": Published(1.0, DPPO),
+        "updates_per_step": Published(2, DPPO),
+        "group_size": Published(16, DPPO),
+        "the steps of a window": Published(
+            "3 of the first 5, drawn one by one",
+            "Tencent-Hunyuan/UniRL unirl/utils/scheduler_utils.py",
+            deviation="a window has no gaps, as in verl-project/verl-omni",
+            ours="neighbours",
+        ),
+    }
 
     name: Literal["flow_dppo"] = "flow_dppo"
     divergence_limit: float = Field(1e-5, gt=0)

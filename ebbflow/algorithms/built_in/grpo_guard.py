@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, gaussian_kl
-from ebbflow.algorithms.policy_gradient import clip_metrics, clipped, ratio_metrics
-from ebbflow.recipe.algorithms import TrajectoryConfig
+from ebbflow.algorithms.policy_gradient import clip_metrics, clipped, flow_grpo_stack, ratio_metrics
+from ebbflow.recipe.algorithms import Published, TrajectoryConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+GUARD = "verl-project/verl-omni examples/grpoguard_trainer/qwen_image/run_qwen_image_ocr_lora.sh"
+STACK = "yifan123/flow_grpo config/grpo.py general_ocr_sd3"
 
 
 class GRPOGuardConfig(TrajectoryConfig):
@@ -28,11 +32,21 @@ class GRPOGuardConfig(TrajectoryConfig):
 
     paper: ClassVar = "2510.22319"
     needs_density: ClassVar = True
-    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "all"}}
+    stage_defaults: ClassVar = {
+        "sampler": {"name": "flow_sde", "steps": 10},
+        "window": {"kind": "all"},
+        "updates_per_step": 2,
+    }
+    published: ClassVar = flow_grpo_stack(STACK) | {
+        "algorithm.clip_range": Published(2e-6, GUARD),
+        "sampler.steps": Published(10, STACK, "the same for Qwen-Image, with eta 1.2"),
+        "window.kind": Published("all", STACK, "for Qwen-Image a random one of 2 steps in the first half"),
+        "reference.weight": Published(0.0, GUARD),
+    }
 
     name: Literal["grpo_guard"] = "grpo_guard"
-    clip_range: float = Field(1e-4, gt=0, lt=1)
-    """Clip of the regulated ratio (published: 2e-6)."""
+    clip_range: float = Field(2e-6, gt=0, lt=1)
+    """Clip of the regulated ratio, whose logarithm is a mean over the latent's elements: fewer of them need a wider one."""
 
     def ratio_range(self, dims: int) -> float:
         """That of the regulated ratio, which is nearer to 1 by the factor c < 1."""
