@@ -178,8 +178,14 @@ def test_the_three_published_decays_of_the_old_policy(old, published):
         assert ALGORITHM.follows["old"](config, step) == pytest.approx(published(step), abs=1e-12)
 
 
-def test_by_default_the_old_policy_is_nearly_kept_after_ten_steps():
-    decay = [ALGORITHM.follows["old"](DiffusionNFTConfig(), step) for step in (1, 5, 10, 11, 99)]
+def test_by_default_the_old_policy_follows_as_published():
+    decay = [ALGORITHM.follows["old"](DiffusionNFTConfig(), step) for step in (1, 100, 500, 501)]
+    assert decay == pytest.approx([0.001, 0.1, 0.5, 0.5])
+
+
+def test_another_schedule_nearly_keeps_the_old_policy_after_ten_steps():
+    config = DiffusionNFTConfig(old={"slope": 0.09, "max_decay": 0.9})
+    decay = [ALGORITHM.follows["old"](config, step) for step in (1, 5, 10, 11, 99)]
     assert decay == pytest.approx([0.09, 0.45, 0.9, 0.9, 0.9])
 
 

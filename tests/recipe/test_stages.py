@@ -189,8 +189,8 @@ def test_an_algorithm_sets_what_the_recipe_leaves_open(name):
         ("dance_grpo", "dance_sde", "share", "group", 0, "kl"),
         ("grpo_guard", "flow_sde", "all", "global", 0, "kl"),
         ("flow_dppo", "flow_sde", "random", "global", 0, "kl"),
-        ("diffusion_nft", "ode", None, "global", 1e-4, "velocity"),
-        ("awm", "ode", None, "global", 0.1, "velocity"),
+        ("diffusion_nft", "dpm_solver", None, "global", 1e-4, "velocity"),
+        ("awm", "dpm_solver", None, "global", 1e-3, "velocity"),
         ("crd", "ode", None, "global", 0.1, "velocity"),
         ("sft", "ode", None, "global", 0, "velocity"),
     ],
@@ -221,7 +221,8 @@ def test_the_published_choices(name, sampler, window, std, weight, penalty):
         (online("crd", reference={"weight": 0.5}), {"reference": ReferenceConfig(weight=0.5, guidance=4.5, adaptive=True)}),
         (online("mix_grpo", window={"tail": 0.4}),
          {"window": WindowConfig(kind="progressive", size=4, limit=1, steps_per_window=25, tail=0.4)}),
-        (offline("awm", sampler={"steps": 9}), {"sampler": SamplerConfig(name="ode", steps=9)}),
+        (offline("awm", sampler={"steps": 9}), {"sampler": SamplerConfig(name="dpm_solver", steps=9)}),
+        (offline("awm", sampler={"name": "ode"}), {"sampler": SamplerConfig(name="ode", steps=14)}),
     ],
 )  # fmt: skip
 def test_a_single_given_key_keeps_the_rest_of_the_defaults(stage, expected):

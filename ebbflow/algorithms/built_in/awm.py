@@ -18,7 +18,7 @@ from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, CopyName, ForwardRows, RowMetrics, flow_matching_error, per_row
 from ebbflow.algorithms.policy_gradient import clip_metrics, clipped
-from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig, SigmaConfig
+from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, EmaScheduleConfig, ForwardConfig, Published, SigmaConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,11 +26,46 @@ if TYPE_CHECKING:
 TINY = 1e-10
 
 
+REPOSITORY = "scxue/advantage_weighted_matching advantage_weighted_matching/"
+AWM = f"{REPOSITORY}config/dgx_awm.py geneval_sd3_no_cfg_1node"
+BASE = f"{REPOSITORY}config/base_awm.py"
+
+
 class AWMConfig(ForwardConfig):
     """Advantage-weighted matching: the flow-matching loss of each sample, weighted with its advantage, near a lagging copy."""
 
     paper: ClassVar = "2509.25050"
-    stage_defaults: ClassVar = {"reference": {"weight": 0.1}}
+    stage_defaults: ClassVar = {
+        "sampler": {"name": "dpm_solver", "steps": 14},
+        "reference": {"weight": 0.001},
+        "updates_per_step": 1,
+    }
+    published: ClassVar = {
+        "algorithm.surrogate": Published("power", AWM, "weighting ghuber"),
+        "algorithm.power": Published(0.25, AWM),
+        "algorithm.noise_levels": Published(6, AWM, "train_timesteps"),
+        "algorithm.old_weight": Published(1.0, AWM, "ema_beta"),
+        "algorithm.old.warmup": Published(0, AWM),
+        "algorithm.old.slope": Published(0.001, f"{REPOSITORY}scripts/train_sd3_awm.py", "kl_ema_decay_type linear"),
+        "algorithm.old.max_decay": Published(0.3, AWM),
+        "sampler.name": Published(
+            "SA-Solver",
+            AWM,
+            "its noise is .4 for sigma in .3 to .9, and 0 for PickScore",
+            deviation="there is none here; without noise it is a deterministic solver of second order, as dpm_solver is",
+        ),
+        "sampler.steps": Published(14, AWM),
+        "advantages.std": Published("global", AWM),
+        "advantages.combine": Published("sum", f"{REPOSITORY}flow_grpo/rewards.py", deviation=SUM_OF_REWARDS),
+        "advantages.clip": Published(5.0, BASE),
+        "reference.weight": Published(0.001, AWM, ".003 for OCR, .0001 for PickScore"),
+        "reference.penalty": Published("velocity", AWM, "kl_weight Uniform"),
+        "optimizer.lr": Published(3e-4, AWM, "of LoRA adapters"),
+        "optimizer.weight_decay": Published(1e-4, BASE),
+        "optimizer.max_grad_norm": Published(1.0, BASE),
+        "updates_per_step": Published(1, AWM, "gradients of the whole batch are added up"),
+        "group_size": Published(24, AWM, deviation=GROUP_SIZE),
+    }
 
     name: Literal["awm"] = "awm"
     noise_levels: int = Field(6, ge=1)

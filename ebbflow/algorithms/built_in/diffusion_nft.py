@@ -19,29 +19,66 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, expand_like, per_row
-from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig, SigmaConfig
+from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, EmaScheduleConfig, ForwardConfig, Published, SigmaConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+NFT = "NVlabs/DiffusionNFT config/nft.py sd3_pickscore"
+BASE = "NVlabs/DiffusionNFT config/base.py"
+DECAY = "NVlabs/DiffusionNFT scripts/train_nft_sd3.py return_decay, decay_type 1"
 
 
 class DiffusionNFTConfig(ForwardConfig):
     """Contrast of an implicit better with an implicit worse policy, both around the old one that generates."""
 
     paper: ClassVar = "2509.16117"
-    stage_defaults: ClassVar = {"reference": {"weight": 1e-4}}
+    stage_defaults: ClassVar = {
+        "sampler": {"name": "dpm_solver", "steps": 10},
+        "reference": {"weight": 1e-4},
+        "updates_per_step": 1,
+    }
+    published: ClassVar = {
+        "algorithm.beta": Published(1.0, NFT, "the same for GenEval and HPS; .1 for OCR and for several rewards"),
+        "algorithm.advantages": Published("all", NFT),
+        "algorithm.noise_levels": Published(
+            9, BASE, "timestep_fraction .99 of 10 steps: every sigma of the rollout but the last"
+        ),
+        "algorithm.old.warmup": Published(0, DECAY, "OCR has decay_type 2: {warmup: 75, slope: .0075, max_decay: .999}"),
+        "algorithm.old.slope": Published(
+            0.001,
+            DECAY,
+            "published steps are optimiser steps: for OCR, with 2 of them in a rollout step, {warmup: 37, slope: .015}",
+        ),
+        "algorithm.old.max_decay": Published(0.5, DECAY),
+        "sampler.name": Published("dpm_solver", NFT, "dpm2"),
+        "sampler.steps": Published(10, NFT, "25 for several rewards"),
+        "advantages.std": Published("global", BASE),
+        "advantages.combine": Published("sum", "NVlabs/DiffusionNFT flow_grpo/rewards.py", deviation=SUM_OF_REWARDS),
+        "advantages.clip": Published(5.0, BASE),
+        "reference.weight": Published(1e-4, NFT),
+        "reference.penalty": Published("velocity", "NVlabs/DiffusionNFT scripts/train_nft_sd3.py"),
+        "optimizer.lr": Published(3e-4, BASE, "of LoRA adapters"),
+        "optimizer.weight_decay": Published(1e-4, BASE),
+        "optimizer.max_grad_norm": Published(1.0, BASE),
+        "updates_per_step": Published(1, NFT, "2 for OCR"),
+        "group_size": Published(24, NFT, deviation=GROUP_SIZE),
+    }
 
     name: Literal["diffusion_nft"] = "diffusion_nft"
-    beta: float = Field(0.1, gt=0, le=1)
-    """How far the implicit policies stand from the old one: 1 in the paper, .1 for OCR or several rewards."""
+    noise_levels: int = Field(9, ge=1)
+    """Draws of (sigma, noise) per sample and pass."""
     sigma: SigmaConfig = SigmaConfig(kind="schedule", stratified=False)
     """Published: 9 of the sampler's 10 sigmas, in a random order of each sample's own."""
+    beta: float = Field(1.0, gt=0, le=1)
+    """How far the implicit policies stand from the old one (published: 1, and .1 for OCR or several rewards)."""
     advantages: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     """What becomes of the advantages: as they are; only those above or below zero; 1 above zero and 0 elsewhere; their sign."""
-    old: EmaScheduleConfig = EmaScheduleConfig()
+    old: EmaScheduleConfig = EmaScheduleConfig(slope=0.001, max_decay=0.5)
     """The old policy online, by rollout steps; offline it stays as it was when it generated. Published code counts gradient
-    steps: ``{max_decay: 0}`` (a copy); ``{slope: .001, max_decay: .5}`` with 1 of them in a rollout step; for OCR a warmup of 75
-    and a slope of .0075 with 2 of them, which is ``{warmup: 37, slope: .015, max_decay: .999}`` here."""
+    steps: also ``{max_decay: 0}`` (a copy), and for OCR a warmup of 75 and a slope of .0075 with 2 of them in a rollout step,
+    which is ``{warmup: 37, slope: .015, max_decay: .999}`` here."""
 
 
 def loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor, RowMetrics]:

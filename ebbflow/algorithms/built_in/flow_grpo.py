@@ -168,7 +168,7 @@ class DanceGRPOConfig(ClippedConfig):
         "optimizer.weight_decay": Published(1e-4, DANCE),
         "optimizer.max_grad_norm": Published(1.0, DANCE),
         "updates_per_step": Published(3, DANCE, "12 samples of a prompt on each GPU, 4 of them an update"),
-        "group_size": Published(12, DANCE, "24 for HunyuanVideo, of which 16 are trained on", deviation=GROUP_SIZE),
+        "group_size": Published(12, DANCE, "24 for HunyuanVideo, trained on the 4 best and the 4 worst", deviation=GROUP_SIZE),
     }
 
     name: Literal["dance_grpo"] = "dance_grpo"
