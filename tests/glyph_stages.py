@@ -34,7 +34,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "sampler": {"name": "ode", "steps": 6},
     },
     "dgpo": {
-        "algorithm": {"beta": 50.0, "noise_levels": 2},
+        "algorithm": {"beta": 50.0, "noise_levels": 2, "clip_range": None},
         "sampler": {"name": "ode", "steps": 6},
         "advantages": {"std": "global"},
         "reference": {"weight": 0.0},

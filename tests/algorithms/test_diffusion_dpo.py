@@ -99,7 +99,7 @@ def test_without_refreshing_the_reference_is_the_base_model_for_good():
 
 
 def test_refreshed_the_reference_is_an_older_self():
-    config = DiffusionDPOConfig(refresh_every=3)
+    config = DiffusionDPOConfig(beta=50, refresh_every=3)
     assert ALGORITHM.copies(config) == {"old"}
     # old <- d old + (1 - d) theta: d = 0 replaces it.
     assert [ALGORITHM.follows["old"](config, step) for step in range(1, 8)] == [1, 1, 0, 1, 1, 0, 1]

@@ -44,7 +44,7 @@ def test_the_best_of_each_prompt_each_by_itself(count, expected):
 
 
 def test_pairs_are_better_and_worse_and_ties_make_none():
-    # By default a quarter, but at least one pair: prompt 7 without its dropped best, prompt 3; 7 and 8 tie; 9 is alone.
+    # By default the best with the worst: prompt 7 without its dropped best, prompt 3; 7 and 8 tie; 9 is alone.
     assert sorted(chosen(diffusion_dpo.pairs, DiffusionDPOConfig())) == [[2, 3], [6, 5]]
 
 

@@ -192,7 +192,9 @@ def test_an_algorithm_sets_what_the_recipe_leaves_open(name):
         ("diffusion_nft", "dpm_solver", None, "global", 1e-4, "velocity"),
         ("awm", "dpm_solver", None, "global", 1e-3, "velocity"),
         ("crd", "ode", None, "global", 0.1, "velocity"),
-        ("sft", "ode", None, "global", 0, "velocity"),
+        ("diffusion_dpo", "flow_sde", None, "global", 0, "velocity"),
+        ("dgpo", "dpm_solver", None, "group", 0.02, "velocity"),
+        ("sft", "flow_sde", None, "global", 0, "velocity"),
     ],
 )
 def test_the_published_choices(name, sampler, window, std, weight, penalty):

@@ -3,9 +3,10 @@ r"""Diffusion-DPO (2311.12908): of a pair, the better sample's error must fall m
     e = mean((v - u)^2),   u = eps - x0
     L = -log sigmoid( -(beta / 2) [(e_better - e_better_ref) - (e_worse - e_worse_ref)] )
 
-sigma (logit-normal, shifted by 3) and eps are shared inside a pair. Pairs come from a file, or from a group: the best quarter
-against the worst quarter; ties make no pair (published code trains on them). The reference is the base model, or, refreshed every
-n optimiser steps, an older self. Both rows of a pair carry its loss, so that the mean over the rows is the mean over the pairs.
+sigma (logit-normal, shifted by 3) and eps are shared inside a pair. Pairs come from a file, or from a group: its best sample against its
+worst, or a share of the best against as many of the worst; ties make no pair (published code trains on them). The reference is the base
+model, or, refreshed every n optimiser steps, an older self. Both rows of a pair carry its loss, so that the mean over the rows is
+the mean over the pairs.
 """
 
 from __future__ import annotations
@@ -16,25 +17,53 @@ from pydantic import Field
 
 from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, CopyName, ForwardRows, RowMetrics, flow_matching_error
-from ebbflow.recipe.algorithms import ForwardConfig, SigmaConfig
+from ebbflow.recipe.algorithms import GROUP_SIZE, ForwardConfig, Published, SigmaConfig
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
 
+DPO = "yifan123/flow_grpo config/dpo.py pickscore_sd3"
+BASE = "yifan123/flow_grpo config/base.py"
+
+
 class DiffusionDPOConfig(ForwardConfig):
     """Preference pairs: better against worse, from a file or from the samples of a group."""
 
     paper: ClassVar = "2311.12908"
+    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde", "steps": 40}, "updates_per_step": 1}
+    published: ClassVar = {
+        "algorithm.beta": Published(
+            100.0, DPO, "the same in verl-project/verl-omni; 2000 in the paper and in X-GenGroup/Flow-Factory"
+        ),
+        "algorithm.noise_levels": Published(
+            39, "yifan123/flow_grpo scripts/train_sd3_dpo.py", "int(.99 * 40), all in one update"
+        ),
+        "algorithm.pairs_share": Published(
+            0.0, "yifan123/flow_grpo flow_grpo/stat_tracking.py", "the best with the worst: one pair"
+        ),
+        "algorithm.refresh_every": Published(0, DPO, "ref_update_step 10000000; 40 makes it online DPO"),
+        "sampler.name": Published("flow_sde", DPO, "eta .7, though no log-prob is used"),
+        "sampler.steps": Published(40, DPO),
+        "reference.weight": Published(0.0, DPO),
+        "optimizer.lr": Published(3e-4, BASE, "of LoRA adapters; 2e-4 in verl-omni's run_sd35_medium_offline_dpo_lora.sh"),
+        "optimizer.weight_decay": Published(1e-4, BASE),
+        "optimizer.max_grad_norm": Published(1.0, BASE),
+        "updates_per_step": Published(1, "yifan123/flow_grpo config/dpo.py geneval_sd3"),
+        "group_size": Published(24, DPO, deviation=GROUP_SIZE),
+    }
 
     name: Literal["diffusion_dpo"] = "diffusion_dpo"
+    noise_levels: int = Field(39, ge=1)
+    """Draws of (sigma, noise) per pair and pass."""
     sigma: SigmaConfig = SigmaConfig(kind="logit_normal", shift=3.0)
     """As SD3 was trained, and as Flow-GRPO's code has it."""
-    beta: float = Field(50.0, gt=0)
+    beta: float = Field(100.0, gt=0)
     """Strength of the preference, on errors that are means over the latent's elements (published: 100 to 2000 and more)."""
-    pairs_share: float = Field(0.25, gt=0, le=0.5)
-    """Of each group, this share of the best is paired with as many of the worst, best with worst; ties make no pair."""
+    pairs_share: float = Field(0.0, ge=0, le=0.5)
+    """Of each group, this share of the best, and one sample at least, is paired with as many of the worst, best with worst; ties
+    make no pair."""
     refresh_every: int = Field(0, ge=0)
     """The policy replaces the reference of the pairs after this many optimiser steps; 0: it stays the base model."""
 
