@@ -2,7 +2,7 @@ r"""From rewards to advantages, on sample-level rewards R_k of K rewards with we
 
     z(R) = (R - baseline) / (std + 1e-4)                inside the group of a prompt
     A    = z(sum_k w_k R_k)                             combine = "sum" (Flow-GRPO, 2505.05470)
-    A    = sum_k w_k z(R_k) / sum_k w_k                 combine = "per_reward"
+    A    = sum_k w_k z(R_k)                             combine = "per_reward" (MixGRPO, 2507.21802)
 
 baseline: the mean of the group; with ``trim`` the mean of what is left without floor(trim * count) rewards at either end; with
 ``running`` the mean over all samples of the prompt so far. std (unbiased): of the whole batch; of the group, with ``running`` of
@@ -125,7 +125,7 @@ def compute_advantages(
     advantage, informative = np.zeros(len(total)), np.zeros(len(prompts), bool)
     for name, reward in rewards.items():
         normalised, varied = _normalise(name, reward, group, prompts, config, history)
-        advantage += weights[name] / sum(weights.values()) * normalised
+        advantage += weights[name] * normalised
         informative |= varied
     chosen = np.flatnonzero(informative[group])
     if config.keep_extremes is not None:

@@ -153,7 +153,7 @@ class AdvantagesConfig(Strict):
     clip: float | None = Field(5.0, gt=0)
     """Advantages are clamped to +-clip; ``null``, for algorithms on trajectories: not at all (Flow-DPPO)."""
     combine: Literal["per_reward", "sum"] = "per_reward"
-    """Several rewards: each normalised by itself, then averaged with the weights; or their weighted sum, then normalised."""
+    """Several rewards: each normalised by itself, then added with the weights; or their weighted sum, normalised (Flow-GRPO)."""
     trim: float = Field(0.0, ge=0, lt=0.5)
     """Share of a group left out at either end of its rewards when its baseline, their mean, is taken."""
     keep_extremes: int | None = Field(None, ge=1)

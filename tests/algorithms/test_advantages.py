@@ -207,9 +207,9 @@ def z(rewards):
     return np.concatenate([(group - group.mean()) / (group.std(ddof=1) + 1e-4) for group in groups])
 
 
-def test_per_reward_normalises_each_and_averages_with_the_weights():
+def test_per_reward_normalises_each_and_adds_them_with_the_weights():
     result = combined({"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 1.0}, PROMPTS, combine="per_reward")
-    assert result.values == pytest.approx((3 * z(REWARDS) + z(OTHER)) / 4, abs=1e-6)
+    assert result.values == pytest.approx(3 * z(REWARDS) + z(OTHER), abs=1e-6)
 
 
 def test_sum_normalises_the_weighted_sum_once():
@@ -227,10 +227,12 @@ def test_reward_metrics_are_of_the_weighted_sum(combine):
 
 @pytest.mark.parametrize("std", MODES)
 @pytest.mark.parametrize("weight", [1.0, 0.3, 7.0])
-def test_with_one_reward_the_combinations_agree(std, weight):
+def test_with_one_reward_the_combinations_agree_but_for_its_weight(std, weight):
     once = advantages(REWARDS, PROMPTS, std, combine="sum")
     each = combined({"only": REWARDS}, {"only": weight}, PROMPTS, std=std, combine="per_reward")
-    assert each.values.tolist() == once.values.tolist()
+    assert each.values == pytest.approx(weight * once.values, rel=1e-6)
+    if weight == 1:
+        assert each.values.tolist() == once.values.tolist()
 
 
 def test_the_scale_of_a_reward_decides_its_share_of_a_sum_and_of_nothing_else():
@@ -255,8 +257,8 @@ def test_a_group_is_uninformative_only_when_every_reward_is():
     first, second = [0.5, 0.5, 0.1, 0.1, 0.4, 0.6], [2, 2, 1, 3, 7, 7]
     result = combined({"a": first, "b": second}, {"a": 1.0, "b": 1.0}, [0, 0, 1, 1, 2, 2])
     assert result.keep.tolist() == [False, False, True, True, True, True]
-    # The reward without a spread says nothing, and its weight stays in the denominator.
-    assert result.values[2:] == pytest.approx(np.sqrt(0.5) / 2 * np.array([-1, 1, -1, 1]), abs=1e-3)
+    # The reward without a spread adds nothing.
+    assert result.values[2:] == pytest.approx(np.sqrt(0.5) * np.array([-1, 1, -1, 1]), abs=1e-3)
     assert result.metrics["group/zero_std_share"] == pytest.approx(1 / 3)
 
 
@@ -416,7 +418,7 @@ def test_every_reward_has_its_own_running_statistics():
         both = combined({"a": REWARDS, "b": OTHER}, weights, PROMPTS, history, running=True)
         a = advantages(REWARDS, PROMPTS, running=True, history=alone["a"])
         b = advantages(OTHER, PROMPTS, running=True, history=alone["b"])
-        assert both.values == pytest.approx((a.values + 3 * b.values) / 4, abs=1e-6)
+        assert both.values == pytest.approx(a.values + 3 * b.values, abs=1e-6)
 
 
 def test_a_history_survives_json_exactly():
