@@ -1,0 +1,261 @@
+"""Which function of a library is run against each closed form.
+
+A function takes a case, whose inputs (NumPy arrays) and settings are its attributes, and returns any of the expected values by
+name. It leaves out what the library does not offer, and raises ``NotImplementedError`` for settings that the library cannot take.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from ebbflow.algorithms.advantages import PromptStatistics, compute_advantages
+from ebbflow.algorithms.base import Algorithm, ForwardRows, TrajectoryRows, flow_matching_error
+from ebbflow.algorithms.built_in import awm
+from ebbflow.algorithms.correction import correct, diagnostics
+from ebbflow.algorithms.reference import penalty
+from ebbflow.algorithms.registry import BUILT_IN
+from ebbflow.flow.dpm_solver import dpm_solver_step
+from ebbflow.flow.transition import Transition, log_prob, sample, transition
+from ebbflow.recipe.choices import AdvantagesConfig, CorrectionConfig, ReferenceConfig
+
+Function = Callable[[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Library:
+    """What is run against the vectors.
+
+    Attributes:
+        version: release or commit, for the table.
+        functions: by the closed form that each should equal.
+        differences: by the name of a case or of a closed form, why the library differs there, where that is known.
+    """
+
+    name: str
+    version: str
+    functions: Mapping[str, Function]
+    differences: Mapping[str, str] = field(default_factory=dict)
+
+
+# Ebbflow, in float64
+
+LOSSES = {config.model_fields["name"].default: algorithm for config, algorithm in BUILT_IN.items()}
+
+
+def ebbflow() -> Library:
+    samplers = {f"{name}_step": lambda c, name=name: _step(name, c) for name in ("flow_sde", "dance_sde", "cps", "ode")}
+    losses = {f"{name}_loss": lambda c, algorithm=algorithm: _loss(algorithm, c) for name, algorithm in LOSSES.items()}
+    penalties = {f"reference_{kind}": lambda c, kind=kind: _penalty(kind, c) for kind in ("kl", "kl_without_dt", "velocity")}
+    others = {"advantages": _advantages, "rollout_correction": _correction, "rollout_divergence": _divergence}
+    functions = {**samplers, "dpm_solver_steps": _dpm_solver, **losses, "awm_loss": _awm_loss, **penalties, **others}
+    return Library("ebbflow", importlib.metadata.version("ebbflow"), functions)
+
+
+def _step(sampler: str, c: Any) -> Mapping[str, Any]:
+    c = _tensors(c)
+    step = transition(sampler, c.latents, c.velocity, c.sigmas, c.step, getattr(c, "eta", None))
+    if sampler == "ode":
+        return {"next_latents": step.mean}
+    score = log_prob(step, c.recorded)
+    return {"mean": step.mean, "std": step.std, "next_latents": sample(step, c.noise), "log_prob": score}
+
+
+def _dpm_solver(c: Any) -> Mapping[str, Any]:
+    c = _tensors(c)
+    latents, clean, path = c.latents, None, []
+    for step, velocity in enumerate(c.velocities):
+        latents, clean = dpm_solver_step(latents, velocity, clean, c.sigmas, step)
+        path.append(latents)
+    return {"path": torch.stack(path)}
+
+
+def _loss(algorithm: Algorithm, c: Any) -> Mapping[str, Any]:
+    rows, at = rows_of(c)
+    loss, _ = algorithm.loss(rows, _config(algorithm, c))
+    return with_gradient(loss[::2] if "diffusion_dpo" in algorithm.config.__module__ else loss, at)  # rows of a pair are alike
+
+
+def _awm_loss(c: Any) -> Mapping[str, Any]:
+    rows, _ = rows_of(c)
+    surrogate = awm.surrogate(flow_matching_error(rows, rows.velocity), rows.sigma, _config(awm.ALGORITHM, c))
+    return {"surrogate": surrogate, "gradient": _loss(awm.ALGORITHM, c)["gradient"]}
+
+
+def _config(algorithm: Algorithm, c: Any) -> Any:
+    fields = algorithm.config.model_fields
+    settings = {name: value for name, value in vars(c).items() if name in fields and not isinstance(value, np.ndarray)}
+    fixed = {"teacher": "none", "refresh_every": 0}  # the copies come from the case
+    return algorithm.config.model_validate(settings | {name: value for name, value in fixed.items() if name in fields})
+
+
+def _penalty(kind: Any, c: Any) -> Mapping[str, Any]:
+    rows, at = rows_of(c)
+    reference = rows.copies["reference"]
+    return with_gradient(penalty(ReferenceConfig(penalty=kind), rows, at, reference), at)
+
+
+def rows_of(c: Any) -> tuple[Any, Tensor]:
+    """The rows of a loss, and the leaf that its gradient is taken at."""
+    c = _tensors(c)
+    if hasattr(c, "velocity"):
+        at = c.velocity.requires_grad_()
+        copies: Mapping[Any, Any] = {"old": c.old_velocity, "reference": c.reference_velocity}
+        return ForwardRows(c.clean, c.noise, c.sigma, at, copies, c.advantage, c.group_index), at
+    at = c.mean.requires_grad_()
+    step = Transition("flow_sde", at, c.std, c.std / c.dt.abs().sqrt(), c.dt)
+    old, teacher, reference = (replace(step, mean=mean) for mean in (c.old_mean, c.teacher_mean, c.reference_mean))
+    score, old_score = (log_prob(each, c.next_latents) for each in (step, old))
+    return TrajectoryRows(step, score, old.mean, old_score, {"teacher": teacher, "reference": reference}, c.advantage), at
+
+
+def _advantages(c: Any) -> Mapping[str, Any]:
+    settings = {name: getattr(c, name) for name in ("std", "combine", "trim", "keep_extremes", "clip")}
+    config, history = AdvantagesConfig(running=bool(c.earlier_rewards.size), **settings), PromptStatistics()
+    weights = {str(index): float(weight) for index, weight in enumerate(c.weights)}
+    if config.running:
+        compute_advantages(dict(zip(weights, c.earlier_rewards, strict=True)), weights, c.earlier_prompt_ids, config, history)
+    found = compute_advantages(dict(zip(weights, c.rewards, strict=True)), weights, c.prompt_ids, config, history)
+    return {"advantages": found.values, "keep": found.keep}
+
+
+def _correction(c: Any) -> Mapping[str, Any]:
+    names = ("unit", "weights", "level", "low", "high", "normalise", "reject", "reject_level", "reject_above")
+    config = CorrectionConfig(mode="decoupled", **{name: getattr(c, name) for name in names})
+    weights, keep = correct(torch.tensor(c.delta), c.dims, config)
+    return {"weights": weights, "keep": keep}
+
+
+def _divergence(c: Any) -> Mapping[str, Any]:
+    found = diagnostics(torch.tensor(c.delta), torch.arange(c.delta.shape[1]), c.dims)
+    return {name: found[f"rollout/{name}"] for name in ("k3", "chi2", "chi2_sum")}
+
+
+# diffusers, whose schedulers are in float32
+
+
+def diffusers() -> Library:
+    functions = {"ode_step": _euler, "cps_step": _euler_with_new_noise, "dpm_solver_steps": _dpm_solver_multistep}
+    return Library("diffusers", importlib.metadata.version("diffusers"), functions)
+
+
+def _euler(c: Any, **options: Any) -> Mapping[str, Any]:
+    c, scheduler = _tensors(c, torch.float32), _scheduler(c, FlowMatchEulerDiscreteScheduler, **options)
+    scheduler.set_begin_index(c.step)
+    return {"next_latents": scheduler.step(c.velocity, scheduler.timesteps[c.step], c.latents).prev_sample}
+
+
+def _euler_with_new_noise(c: Any) -> Mapping[str, Any]:
+    if c.eta != 1:
+        raise NotImplementedError("stochastic_sampling replaces all of the noise: CPS with eta = 1")
+    noise = torch.tensor(c.noise, dtype=torch.float32)
+    with mock.patch(f"{FlowMatchEulerDiscreteScheduler.__module__}.randn_tensor", return_value=noise):
+        return _euler(c, stochastic_sampling=True)
+
+
+def _dpm_solver_multistep(c: Any) -> Mapping[str, Any]:
+    c, path = _tensors(c, torch.float32), list[Tensor]()
+    kind = {"algorithm_type": "dpmsolver++", "solver_type": "midpoint", "prediction_type": "flow_prediction"}
+    scheduler = DPMSolverMultistepScheduler(**kind, use_flow_sigmas=True)
+    scheduler.set_timesteps(len(c.velocities))
+    scheduler.sigmas = c.sigmas
+    scheduler.set_begin_index(0)
+    for velocity, timestep in zip(c.velocities, scheduler.timesteps, strict=True):
+        path.append(scheduler.step(velocity, timestep, path[-1] if path else c.latents).prev_sample)
+    return {"path": torch.stack(path)}
+
+
+# Clones: single files of them are imported
+
+
+def flow_grpo(clone: Path) -> Library:
+    """github.com/yifan123/flow_grpo: its step with log-probs, and its statistics per prompt."""
+    file = import_file(clone, "flow_grpo/diffusers_patch/sd3_sde_with_logprob.py")
+    tracker = import_file(clone, "flow_grpo/stat_tracking.py").PerPromptStatTracker
+
+    def advantages(c: Any) -> Mapping[str, Any]:
+        check_one_plain_reward(c, c.std == "none")
+        statistics = tracker(global_std=c.std == "global")
+        return {"advantages": statistics.update(c.prompt_ids, c.rewards[0])}
+
+    call = file.sde_step_with_logprob
+    has_cps = "sde_type" in inspect.signature(call).parameters  # commits of July 2025 have none
+    names = ("flow_sde_step", "cps_step") if has_cps else ("flow_sde_step",)
+    functions = {name: published_step(file, call, FlowMatchEulerDiscreteScheduler, name) for name in names}
+    reason = "its std divides by n, the closed form's by n - 1"
+    return Library("flow_grpo", commit_of(clone), functions | {"advantages": advantages}, {"advantages": reason})
+
+
+def published_step(file: Any, call: Callable[..., Any], scheduler_class: Any, name: str) -> Function:
+    """A step of Flow-GRPO's signature, which returns x', log-prob, mean and s (sde) or b (other kinds)."""
+    kind = {"flow_sde_step": "sde", "dance_sde_step": "dance_sde", "cps_step": "cps"}[name]
+    kinds = {"sde_type": kind} if kind != "sde" else {}
+
+    def step(c: Any) -> Mapping[str, Any]:
+        c, scheduler = _tensors(c, torch.float32), _scheduler(c, scheduler_class)
+        latents, velocity, noise, recorded = (value[:, None] for value in (c.latents, c.velocity, c.noise, c.recorded))
+        given = {"model_output": velocity, "sample": latents, "timestep": scheduler.timesteps[[c.step] * len(latents)]}
+        with mock.patch.object(file, "randn_tensor", return_value=noise):
+            after, _, mean, std = call(scheduler, **given, noise_level=c.eta, **kinds)
+        score = call(scheduler, **given, noise_level=c.eta, prev_sample=recorded, **kinds)[1]
+        root = (c.sigmas[c.step] - c.sigmas[c.step + 1]).sqrt() if kind == "sde" else 1
+        return {"mean": mean[:, 0], "std": std.flatten()[0] * root, "next_latents": after[:, 0], "log_prob": score}
+
+    return step
+
+
+def check_one_plain_reward(c: Any, refused: bool = False) -> None:
+    special = c.trim or c.keep_extremes or c.clip < 5 or c.earlier_rewards.size or np.isnan(c.rewards).any()
+    if refused or special or len(c.rewards) > 1:
+        raise NotImplementedError("one reward, normalised inside the step")
+
+
+def with_gradient(loss: Tensor, at: Tensor) -> dict[str, Tensor]:
+    gradient = torch.autograd.grad(loss.mean(), at)[0]
+    return ({"loss": loss} if loss.ndim else {}) | {"mean_loss": loss.mean(), "gradient": gradient}
+
+
+def _tensors(c: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """The case with its arrays as tensors, those of numbers in ``dtype``."""
+    arrays = {name: torch.tensor(value) for name, value in vars(c).items() if isinstance(value, np.ndarray)}
+    return SimpleNamespace(
+        **vars(c) | {name: value.to(dtype) if value.is_floating_point() else value for name, value in arrays.items()}
+    )
+
+
+def _scheduler(c: Any, kind: Any, **options: Any) -> Any:
+    scheduler = kind(**options)
+    scheduler.set_timesteps(sigmas=c.sigmas[:-1].tolist())
+    return scheduler
+
+
+def import_file(clone: Path, path: str, stand_ins: Mapping[str, Any] | None = None) -> Any:
+    """One file of a clone as a module; ``stand_ins`` take the place of packages that it names and does not call."""
+    if not (clone / path).is_file():
+        raise SystemExit(f"{clone} has no {path}; give the folder of a clone that has it")
+    spec = importlib.util.spec_from_file_location(f"conformance_{Path(path).stem}", clone / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {spec.name: module, **(stand_ins or {})}):
+        spec.loader.exec_module(module)
+    return module
+
+
+def commit_of(clone: Path) -> str:
+    command = ["git", "-C", str(clone), "rev-parse", "--short=10", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "no commit"
