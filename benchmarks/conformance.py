@@ -20,11 +20,12 @@ import numpy as np
 
 from benchmarks.conformance_adapters import Library, diffusers, ebbflow, flow_grpo
 from benchmarks.conformance_cases import VECTORS, read_vectors, write_vectors
+from benchmarks.conformance_verl_omni import verl_omni
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.plugins import import_path
 
 INSTALLED = {"ebbflow": ebbflow, "diffusers": diffusers}
-CLONES = {"flow_grpo": flow_grpo}
+CLONES = {"flow_grpo": flow_grpo, "verl_omni": verl_omni}
 RESULTS = Path(__file__).with_name("results") / "conformance.md"
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bool": 0.0}
 HELP = f"""
@@ -66,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/conformance.md as well")
     parser.add_argument("--write-vectors", action="store_true", help="compute conformance_vectors.json again, before")
     given = parser.parse_args(arguments)
+    if given.write and given.only != "*":
+        parser.error("--write writes the table of all cases; leave --only out")
     if given.write_vectors:
         write_vectors(VECTORS)
     cases = [case for case in read_vectors(VECTORS) if fnmatch(case["name"], given.only)]
