@@ -114,7 +114,7 @@ def rows_of(c: Any) -> tuple[Any, Tensor]:
     c = _tensors(c)
     if hasattr(c, "velocity"):
         at = c.velocity.requires_grad_()
-        copies: Mapping[Any, Any] = {"old": c.old_velocity, "reference": c.reference_velocity}
+        copies: Mapping[Any, Any] = {"old": c.old_velocity, "reference": c.reference_velocity, "rollout": at.detach()}
         return ForwardRows(c.clean, c.noise, c.sigma, at, copies, c.advantage, c.group_index), at
     at = c.mean.requires_grad_()
     step = Transition("flow_sde", at, c.std, c.std / c.dt.abs().sqrt(), c.dt)

@@ -125,7 +125,10 @@ def _forward_losses() -> Cases:
         if surrogate == "power":
             yield "power_near_the_old_policy", "awm_loss", settings | {"old_weight": 1.0}, inputs
     yield "beta_2", "diffusion_dpo_loss", {"beta": 2.0}, inputs
-    yield "beta_2", "dgpo_loss", {"beta": 2.0}, inputs
+    for clip_range in (None, 0.3):
+        yield f"beta_2_clip_{clip_range}", "dgpo_loss", {"beta": 2.0, "clip_range": clip_range}, inputs
+    for beta in (1.0, 0.5):
+        yield f"beta_{beta}", "crd_loss", {"beta": beta, "advantage_clip": 5.0}, inputs
     yield "temperature_1.5", "rwr_loss", {"temperature": 1.5}, inputs
     for function in ("sft_loss", "reference_velocity"):
         yield "rows", function, {}, inputs

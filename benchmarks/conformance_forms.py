@@ -199,10 +199,41 @@ def diffusion_dpo_loss(c: Any) -> Values:
 
 
 def dgpo_loss(c: Any) -> Values:
-    """L = sg sigmoid(S) A d, S = mean over the group of A beta (sg d - d_ref), d = mean((v - u)^2) (2510.08425)"""
+    """L = sg sigmoid(S) A d, S = mean over the group of A beta (sg d - d_ref), d = mean((v - u)^2) (2510.08425)
+
+    With a clip_range, d has no gradient where A > 0 and rho > 1 + clip_range, or A <= 0 and rho < 1 - clip_range, with
+    rho = exp(d_old - d).
+    """
     gain = c.advantage * c.beta * (_error(c, c.velocity) - _error(c, c.reference_velocity))
     share = np.array([np.mean(gain[c.group_index == group]) for group in c.group_index])
-    return _rows(lambda v: c.advantage * _error(c, v) / (1 + np.exp(-share)), c.velocity)
+    ratio = np.exp(_error(c, c.old_velocity) - _error(c, c.velocity))
+    dead = np.zeros(len(ratio), bool)
+    if c.clip_range is not None:
+        dead = np.where(c.advantage > 0, ratio > 1 + c.clip_range, ratio < 1 - c.clip_range)
+
+    def rows(v: Any) -> Any:
+        return c.advantage * np.where(dead, _error(c, v).real, _error(c, v)) / (1 + np.exp(-share))
+
+    return _rows(rows, c.velocity)
+
+
+def crd_loss(c: Any) -> Values:
+    """L = (clip / beta) (beta (r - mean_group r) - (A - mean_group A) / (2 clip))^2 (2603.14128)
+
+    r = -[mean((v - u)^2) / sg max(mean|v - u|, 1e-5) - mean((v_old - u)^2) / max(mean|v_old - u|, 1e-5)]
+    """
+
+    def centred(values: Any) -> Any:
+        return values - np.array([values[c.group_index == group].mean() for group in c.group_index])
+
+    def weighted(v: Any) -> Any:
+        return _error(c, v) / np.maximum(_mean(np.abs((v - (c.noise - c.clean)).real)), 1e-5)
+
+    def rows(v: Any) -> Any:
+        miss = c.beta * centred(weighted(c.old_velocity) - weighted(v)) - centred(c.advantage) / (2 * c.advantage_clip)
+        return c.advantage_clip / c.beta * miss**2
+
+    return _rows(rows, c.velocity)
 
 
 def _error(c: Any, v: Any) -> Any:
@@ -216,13 +247,13 @@ def advantages(c: Any) -> Values:
     """A = (R - mean of the prompt's group) / (std + 1e-4), clamped to +-clip; std is unbiased (n - 1)
 
     std: of the whole batch (global), of the group (group), or none: a divisor of 1. Several rewards [K, N]: A of the weighted sum
-    (sum), or the weighted mean of the A of each (per_reward). trim: the baseline leaves out floor(trim n) rewards at either end.
+    (sum), or the sum of the weighted A of each (per_reward). trim: the baseline leaves out floor(trim n) rewards at either end.
     With earlier rewards the baseline and the std of the group are over the prompt's samples of both. keep_extremes: this many of
     the best and of the worst A of a group. A null reward masks its sample. keep: has a score, in a group with a spread, and is
     not left out; A is 0 elsewhere.
     """
     scored = [sample for sample in range(len(c.prompt_ids)) if np.isfinite(c.rewards[:, sample]).all()]
-    columns, past, shares = c.rewards, c.earlier_rewards, c.weights / c.weights.sum()
+    columns, past, shares = c.rewards, c.earlier_rewards, c.weights
     if c.combine == "sum":
         columns, past, shares = [c.weights @ columns], [c.weights @ past], [1.0]
     values, keep = np.zeros(len(c.prompt_ids)), np.zeros(len(c.prompt_ids), bool)
@@ -314,7 +345,7 @@ FORMS: dict[str, Callable[[Any], Values]] = {
     for form in (
         *(ode_step, flow_sde_step, dance_sde_step, cps_step, dpm_solver_steps),
         *(flow_grpo_loss, grpo_guard_loss, flow_dppo_loss, distillation_loss),
-        *(diffusion_nft_loss, awm_loss, diffusion_dpo_loss, dgpo_loss, sft_loss, rwr_loss),
+        *(diffusion_nft_loss, awm_loss, diffusion_dpo_loss, dgpo_loss, crd_loss, sft_loss, rwr_loss),
         *(reference_kl, reference_kl_without_dt, reference_velocity, advantages, rollout_correction, rollout_divergence),
     )
 }

@@ -15,13 +15,18 @@ SMALL: dict[str, dict[str, Any]] = {
         "window": {"kind": "random", "size": 2, "limit": 0.5},
     },
     "mix_grpo": {
+        "shared_initial_noise": False,
         "algorithm": {"clip_range": 1e-3},
         "sampler": SIX,
         "window": MOVING,
         "advantages": {"std": "global"},
         "reference": KL,
     },
-    "dance_grpo": {"algorithm": {"clip_range": 1e-3}, "sampler": {"name": "dance_sde", "steps": 6}},
+    "dance_grpo": {
+        "shared_initial_noise": False,
+        "algorithm": {"clip_range": 1e-3},
+        "sampler": {"name": "dance_sde", "steps": 6},
+    },
     "grpo_guard": {"algorithm": {"clip_range": 1e-4}, "sampler": SIX},
     "flow_dppo": {"sampler": SIX, "window": MOVING, "advantages": {"clip": 5.0}},
     "diffusion_nft": {

@@ -213,8 +213,8 @@ def test_on_a_cpu_every_operation_has_a_deterministic_kernel_and_bytes_stay(name
         recipe = make_recipe(online={"algorithm": {"name": name}, "steps": 1}, deterministic=deterministic)
         ctx = StageContext(recipe, 0, 0)
         policy = Policy(policy_io.open_model(recipe, base_folder), recipe.policy, 0)
-        if ctx.keeps_old:
-            policy.ensure("old")
+        for copy in ctx.following:
+            policy.ensure(copy)
         before = values(policy)
         workers = local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer)
         run_online_stage(ctx, workers, make_prompts(6), MetricsRecorder())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from ebbflow.algorithms import grouping
 from ebbflow.recipe.algorithms import AlgorithmConfig
-from ebbflow.recipe.choices import AdvantagesConfig
+from ebbflow.recipe.choices import ADVANTAGE_CLIP
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +51,7 @@ class TrajectoryRows:
     old_log_prob: Tensor
     copies: Mapping[CopyName, Transition]
     advantage: Tensor
-    advantage_clip: float = AdvantagesConfig().clip
+    advantage_clip: float = ADVANTAGE_CLIP
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ForwardRows:
     copies: Mapping[CopyName, Tensor]
     advantage: Tensor
     group_index: Tensor
-    advantage_clip: float = AdvantagesConfig().clip
+    advantage_clip: float = ADVANTAGE_CLIP
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def flow_grpo_stack(source: str) -> dict[str, Published]:
     """What an algorithm on top of Flow-GRPO's code has in common with it; ``source`` is the algorithm's own configuration."""
     return {
         "sampler.name": Published("flow_sde", source, "eta .7"),
-        "advantages.std": Published("global", source),
+        "advantages.std": Published("global", source, "its variance divides by n, here by n - 1"),
         "advantages.combine": Published("sum", "yifan123/flow_grpo flow_grpo/rewards.py", deviation=SUM_OF_REWARDS),
         "advantages.clip": Published(5.0, BASE),
         "optimizer.lr": Published(3e-4, BASE, "of LoRA adapters"),

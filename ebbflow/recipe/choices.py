@@ -145,12 +145,16 @@ class WindowConfig(Strict):
         return self
 
 
+ADVANTAGE_CLIP = 5.0
+"""The largest advantage of most published code."""
+
+
 class AdvantagesConfig(Strict):
     """A = (R - baseline) / (std + 1e-4) inside the group of a prompt, clamped unless ``clip`` is null."""
 
     std: Literal["global", "group", "none"] = "global"
     """Of the whole batch (Flow-GRPO), of the group (DanceGRPO), or 1 (Dr. GRPO)."""
-    clip: float | None = Field(5.0, gt=0)
+    clip: float | None = Field(ADVANTAGE_CLIP, gt=0)
     """Advantages are clamped to +-clip; ``null``, for algorithms on trajectories: not at all (Flow-DPPO)."""
     combine: Literal["per_reward", "sum"] = "per_reward"
     """Several rewards: each normalised by itself, then added with the weights; or their weighted sum, normalised (Flow-GRPO)."""

@@ -129,6 +129,10 @@ class StageConfig(Strict):
 
     def _check_trajectory(self) -> None:
         name, sampler, window = self.algorithm_name, self.sampler, self.window
+        if self.reference.adaptive and self.advantages.clip is None:
+            raise ValueError(
+                "reference.adaptive weighs with shares of advantages.clip, which is null; give advantages.clip a number such as 5"
+            )
         if not sampler.stochastic:
             raise ValueError(
                 f"{name} needs the log-probabilities of a stochastic sampler and {sampler.name!r} has none; "

@@ -160,7 +160,7 @@ class PolicyUpdater:
         self, batch: RowBatch, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor], anchor: Tensor | None
     ) -> tuple[Tensor, RowMetrics]:
         """The loss of each row with its weight and the penalty for leaving ``anchor``, and the metrics of each row."""
-        rows = replace(batch.rows(part, velocity, copies), advantage_clip=self.stage.advantages.clip)
+        rows = replace(batch.rows(part, velocity, copies), advantage_clip=self.stage.advantages.clip or math.inf)
         loss, metrics = self.algorithm.loss(rows, self.hyper)
         for name, values in {"loss": loss, **metrics}.items():
             if values.shape != rows.advantage.shape:

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from ebbflow.cli import main
 from ebbflow.recipe import defaults
-from ebbflow.recipe.algorithms import Published
+from ebbflow.recipe.algorithms import EmaScheduleConfig, Published, SigmaConfig
 from ebbflow.recipe.defaults import PAGE, default_values, defaults_page, defaults_table
 from ebbflow.recipe.registry import ALGORITHMS
 
@@ -18,8 +18,11 @@ NAMES = [name for name, config in ALGORITHMS.items() if config.published]
 KEYS = [(name, key) for name in NAMES for key in ALGORITHMS[name].published]
 WITHOUT_A_SOURCE = {"distillation"}
 """Algorithms that no code has with settings of its own."""
-NO_SETTINGS = {"name", "teacher", "sigmas"}
-"""Hyper-parameters without a row: what an algorithm is called and learns from, and its draws of sigma."""
+NO_SETTINGS = {"name", "teacher"}
+"""Hyper-parameters without a row: what an algorithm is called and learns from."""
+UNTOUCHED = {f"algorithm.sigma.{key}": field.default for key, field in SigmaConfig.model_fields.items()}
+UNTOUCHED |= {"algorithm.old.min_decay": EmaScheduleConfig().min_decay}
+"""Keys that need a row only where an algorithm sets another value than this."""
 
 
 @pytest.mark.parametrize(("name", "key"), KEYS)
@@ -37,6 +40,7 @@ def test_a_default_is_the_published_value_or_the_deviation_has_a_reason(name, ke
 def test_every_default_that_an_algorithm_sets_has_a_source(name):
     config, values = ALGORITHMS[name], default_values(ALGORITHMS[name])
     hyper = {key for key in values if key.startswith("algorithm.") and key.split(".")[1] not in NO_SETTINGS}
+    hyper = {key for key in hyper if key not in UNTOUCHED or values[key] != UNTOUCHED[key]}
     declared = {
         f"{block}.{key}" if isinstance(value, dict) else block
         for block, value in config.stage_defaults.items()

@@ -73,7 +73,7 @@ def test_the_terms_of_a_part_are_those_rows_of_the_whole(model):
 
 def test_forward_terms_are_stratified_and_belong_to_their_sample(model):
     clean, conditioning, _, keys = samples(model)
-    advantage, stage = torch.arange(6.0), stage_of({"name": "sft", "noise_levels": 3})
+    advantage, stage = torch.arange(6.0), stage_of({"name": "sft", "noise_levels": 3, "sigma": {"kind": "uniform"}})
     schedule = schedule_of(model, stage)
     batch = forward_batch(clean, conditioning, advantage, keys, ALONE, stage.hyper, schedule, visit=0)
     sigma = batch.inputs.sigma.view(6, 3)  # the draws of a sample are adjacent
@@ -164,7 +164,7 @@ def test_logit_normal_sigmas_are_stratified_in_their_own_distribution(model):
 
 def test_sigma_and_noise_are_the_first_numbers_of_the_samples_own_generator(model):
     """Which keeps the draws of a recipe the same for good."""
-    stage = stage_of({"name": "sft", "noise_levels": 3})
+    stage = stage_of({"name": "sft", "noise_levels": 3, "sigma": {"kind": "uniform"}})
     *_, keys = samples(model)
     batch = forward_batch(*samples(model), ALONE, stage.hyper, schedule_of(model, stage), visit=2)
     for row in range(18):

@@ -18,8 +18,7 @@ settings for SD3.5-medium and OCR, which it says are those of the paper's table 
   and ``sampling: {warmup: 37, slope: .015, max_decay: .999}``.
 - It trains on groups without a spread, towards equal r; here they are dropped, as for every algorithm.
 - In an offline stage both copies stay as they are, and become copies of the policy at its end.
-- It draws 20 of its sampler's 10 shifted sigmas for a sample, here 2 (``noise_levels``), and shares them over the whole batch,
-  here inside a group.
+- It shares its draws of sigma over the whole batch, here inside a group.
 - Left out: a binary cross-entropy in place of the square, and softmax weights in place of the group's mean (both off by default).
 """
 
@@ -31,10 +30,14 @@ from pydantic import Field
 
 from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, group_mean, per_row
-from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig, SigmaConfig
+from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, EmaScheduleConfig, ForwardConfig, Published, SigmaConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+CRD = "X-GenGroup/Flow-Factory examples/crd/lora/sd3_5/default.yaml"
+STEPS = "there by optimiser steps, of which a rollout step has 2: half the warmup and twice the slope here"
 
 
 class CRDConfig(ForwardConfig):
@@ -42,9 +45,43 @@ class CRDConfig(ForwardConfig):
 
     paper: ClassVar = "2603.14128"
     shared_noise: ClassVar = False
-    stage_defaults: ClassVar = {"reference": {"weight": 0.1, "guidance": 4.5, "adaptive": True}}
+    stage_defaults: ClassVar = {
+        "sampler": {"name": "ode", "steps": 10},
+        "reference": {"weight": 0.1, "guidance": 4.5, "adaptive": True},
+        "updates_per_step": 2,
+    }
+    published: ClassVar = {
+        "algorithm.beta": Published(1.0, CRD, "crd_beta"),
+        "algorithm.noise_levels": Published(20, CRD, "num_train_timesteps"),
+        "algorithm.sigma.kind": Published("schedule", CRD, "discrete: one of each run of the sampler's sigmas"),
+        "algorithm.sigma.min": Published(0.2, CRD, "its rounding down leaves out the last of 10"),
+        "algorithm.old.warmup": Published(0, CRD, "old_model_decay"),
+        "algorithm.old.min_decay": Published(0.25, CRD),
+        "algorithm.old.slope": Published(0.005, CRD, STEPS),
+        "algorithm.old.max_decay": Published(0.999, CRD),
+        "algorithm.sampling.warmup": Published(75, CRD, STEPS),
+        "algorithm.sampling.min_decay": Published(0.0, CRD),
+        "algorithm.sampling.slope": Published(0.0075, CRD, STEPS),
+        "algorithm.sampling.max_decay": Published(0.999, CRD),
+        "sampler.name": Published("ode", CRD),
+        "sampler.steps": Published(10, CRD),
+        "advantages.std": Published("global", CRD),
+        "advantages.combine": Published("sum", CRD, deviation=SUM_OF_REWARDS),
+        "advantages.clip": Published(5.0, CRD),
+        "reference.weight": Published(0.1, CRD, "kl_beta"),
+        "reference.guidance": Published(4.5, CRD, "kl_cfg"),
+        "reference.adaptive": Published(True, CRD, "reward_adaptive_kl"),
+        "reference.penalty": Published("velocity", CRD, "kl_type v-based"),
+        "optimizer.lr": Published(3e-4, CRD, "of LoRA adapters"),
+        "optimizer.weight_decay": Published(1e-4, CRD),
+        "optimizer.max_grad_norm": Published(1.0, CRD),
+        "updates_per_step": Published(2, CRD, "gradient_step_per_epoch"),
+        "group_size": Published(24, CRD, deviation=GROUP_SIZE),
+    }
 
     name: Literal["crd"] = "crd"
+    noise_levels: int = Field(20, ge=1)
+    """Draws of (sigma, noise) per sample and pass."""
     sigma: SigmaConfig = SigmaConfig(kind="schedule", min=0.2)
     """Published: of 10 steps with shift 3, the first nine sigmas, 1 to .28."""
     beta: float = Field(1.0, gt=0)

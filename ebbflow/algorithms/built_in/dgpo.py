@@ -43,6 +43,9 @@ class DGPOConfig(ForwardConfig):
     published: ClassVar = {
         "algorithm.beta": Published(100.0, DGPO, "10 for PickScore"),
         "algorithm.noise_levels": Published(4, DGPO, "num_train_timesteps"),
+        "algorithm.sigma.kind": Published("schedule", DGPO, "draws of the sampler's sigmas, without replacement"),
+        "algorithm.sigma.min": Published(0.79, DGPO, "trunc_steps: the first 5 of 10; for OCR the first 7, {min: .6}"),
+        "algorithm.sigma.stratified": Published(False, DGPO),
         "algorithm.clip_range": Published(0.01, DGPO, "the same for OCR; .05 for PickScore, .001 without guidance"),
         "algorithm.old.warmup": Published(0, CODE),
         "algorithm.old.slope": Published(0.001, CODE),
@@ -104,5 +107,5 @@ ALGORITHM = Algorithm(
     loss,
     copies=copies,
     select=grouping.groups,
-    old_decay=lambda config, step: 1.0 if config.clip_range is None else config.old.decay(step),
+    follows={"old": lambda config, step: config.old.decay(step)},
 )

@@ -3,10 +3,10 @@ r"""Diffusion-DPO (2311.12908): of a pair, the better sample's error must fall m
     e = mean((v - u)^2),   u = eps - x0
     L = -log sigmoid( -(beta / 2) [(e_better - e_better_ref) - (e_worse - e_worse_ref)] )
 
-sigma (logit-normal, shifted by 3) and eps are shared inside a pair. Pairs come from a file, or from a group: its best sample against its
-worst, or a share of the best against as many of the worst; ties make no pair (published code trains on them). The reference is the base
-model, or, refreshed every n optimiser steps, an older self. Both rows of a pair carry its loss, so that the mean over the rows is
-the mean over the pairs.
+sigma (logit-normal, shifted by 3) and eps are shared inside a pair. Pairs come from a file, or from a group: its best sample
+against its worst, or a share of the best against as many of the worst; ties make no pair (published code trains on them). The
+reference is the base model, or, refreshed every n optimiser steps, an older self. Both rows of a pair carry its loss, so that the
+mean over the rows is the mean over the pairs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class DiffusionDPOConfig(ForwardConfig):
         "algorithm.noise_levels": Published(
             39, "yifan123/flow_grpo scripts/train_sd3_dpo.py", "int(.99 * 40), all in one update"
         ),
+        "algorithm.sigma.kind": Published("logit_normal", "yifan123/flow_grpo scripts/train_sd3_dpo.py"),
+        "algorithm.sigma.shift": Published(3.0, "yifan123/flow_grpo scripts/train_sd3_dpo.py", "of SD3's scheduler"),
         "algorithm.pairs_share": Published(
             0.0, "yifan123/flow_grpo flow_grpo/stat_tracking.py", "the best with the worst: one pair"
         ),

@@ -45,6 +45,8 @@ class DiffusionNFTConfig(ForwardConfig):
         "algorithm.noise_levels": Published(
             9, BASE, "timestep_fraction .99 of 10 steps: every sigma of the rollout but the last"
         ),
+        "algorithm.sigma.kind": Published("schedule", "NVlabs/DiffusionNFT scripts/train_nft_sd3.py"),
+        "algorithm.sigma.stratified": Published(False, "NVlabs/DiffusionNFT scripts/train_nft_sd3.py", "a random order"),
         "algorithm.old.warmup": Published(0, DECAY, "OCR has decay_type 2: {warmup: 75, slope: .0075, max_decay: .999}"),
         "algorithm.old.slope": Published(
             0.001,

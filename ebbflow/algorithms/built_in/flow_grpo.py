@@ -30,10 +30,6 @@ FAST = "yifan123/flow_grpo config/grpo.py pickscore_sd3_fast"
 MIX = "Tencent-Hunyuan/MixGRPO scripts/finetune/finetune_flux_grpo_MixGRPO.sh"
 DANCE = "XueZeyue/DanceGRPO scripts/finetune/finetune_flux_grpo.sh"
 
-SAME_NOISE = "the initial noise of a prompt's samples"
-PER_SAMPLE = "drawn for each sample"
-"""No key makes the samples of a prompt start from the same noise."""
-
 
 class ClippedConfig(TrajectoryConfig):
     """Policy gradients with a clipped ratio."""
@@ -100,6 +96,7 @@ class MixGRPOConfig(ClippedConfig):
 
     paper: ClassVar = "2507.21802"
     stage_defaults: ClassVar = {
+        "shared_initial_noise": True,
         "sampler": {"name": "flow_sde", "steps": 25},
         "window": {"kind": "progressive", "size": 4, "limit": 1.0, "steps_per_window": 25},
         "advantages": {"std": "group"},
@@ -110,7 +107,7 @@ class MixGRPOConfig(ClippedConfig):
         "algorithm.clip_range": Published(1e-4, MIX),
         "sampler.name": Published("flow_sde", MIX, "--flow_grpo_sampling, eta .7"),
         "sampler.steps": Published(25, MIX),
-        SAME_NOISE: Published("shared", MIX, "--init_same_noise", deviation="no key has it yet", ours=PER_SAMPLE),
+        "shared_initial_noise": Published(True, MIX, "--init_same_noise"),
         "window.kind": Published("progressive", MIX),
         "window.size": Published(4, MIX),
         "window.stride": Published(1, MIX),
@@ -139,6 +136,7 @@ class DanceGRPOConfig(ClippedConfig):
 
     paper: ClassVar = "2505.07818"
     stage_defaults: ClassVar = {
+        "shared_initial_noise": True,
         "sampler": {"name": "dance_sde", "steps": 16},
         "window": {"kind": "share", "share": 0.6},
         "advantages": {"std": "group"},
@@ -149,7 +147,7 @@ class DanceGRPOConfig(ClippedConfig):
         "algorithm.clip_range": Published(1e-4, DANCE),
         "sampler.name": Published("dance_sde", DANCE, "eta .3; .25 for HunyuanVideo"),
         "sampler.steps": Published(16, DANCE, "20 for Qwen-Image and Wan2.1, 12 for the LoRA"),
-        SAME_NOISE: Published("shared", DANCE, "--init_same_noise", deviation="no key has it yet", ours=PER_SAMPLE),
+        "shared_initial_noise": Published(True, DANCE, "--init_same_noise"),
         "window.kind": Published("share", DANCE, "--ignore_last: the last step is never trained"),
         "window.share": Published(0.6, DANCE, "rounded down"),
         "which steps are trained": Published(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, flow_matching_error
-from ebbflow.recipe.algorithms import ForwardConfig, Published
+from ebbflow.recipe.algorithms import ForwardConfig, Published, SigmaConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,8 @@ class RWRConfig(ForwardConfig):
         "algorithm.noise_levels": Published(
             39, "yifan123/flow_grpo scripts/train_sd3_sft.py", "int(.99 * 40), all in one update"
         ),
+        "algorithm.sigma.kind": Published("logit_normal", "yifan123/flow_grpo scripts/train_sd3_sft.py"),
+        "algorithm.sigma.shift": Published(3.0, "yifan123/flow_grpo scripts/train_sd3_sft.py", "of SD3's scheduler"),
         "sampler.name": Published("flow_sde", SFT, "eta .7, though no log-prob is used"),
         "sampler.steps": Published(40, SFT),
         "reference.weight": Published(0.0, SFT),
@@ -50,7 +52,9 @@ class RWRConfig(ForwardConfig):
 
     name: Literal["rwr"] = "rwr"
     noise_levels: int = Field(39, ge=1)
-    """Draws of (sigma, noise) per sample and pass, one from each of as many equal parts of the distribution."""
+    """Draws of (sigma, noise) per sample and pass."""
+    sigma: SigmaConfig = SigmaConfig(kind="logit_normal", shift=3.0)
+    """As SD3 was trained, and as Flow-GRPO's code has it."""
     temperature: float = Field(1.0, gt=0)
 
 
