@@ -44,7 +44,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "advantages": {"std": "global"},
         "reference": {"weight": 0.0},
     },
-    "crd": {"reference": {"guidance": 1}},  # the glyph model has no guidance
+    "crd": {"algorithm": {"noise_levels": 2}, "reference": {"guidance": 1}},  # the glyph model has no guidance
     "sft": {"algorithm": {"noise_levels": 2}, "sampler": {"name": "ode", "steps": 6}},
     "rwr": {"algorithm": {"noise_levels": 2}, "sampler": {"name": "ode", "steps": 6}},
 }

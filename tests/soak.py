@@ -117,14 +117,17 @@ def inputs(seed: int) -> list[str]:
     environment = os.environ | {SOAK_CASES: str(max(1, count // tests))}
     log = FOLDER / "inputs.txt"
     with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output)
         try:
-            subprocess.run(command, cwd=ROOT, env=environment, stdout=output, timeout=float(minutes) * 60 if minutes else None)
+            process.wait(float(minutes) * 60 if minutes else None)
         except subprocess.TimeoutExpired:
-            output.write("\nstopped: the time was over\n")
+            process.send_signal(signal.SIGINT)  # pytest then says what failed until now
+            process.wait()
     printed = log.read_text()
+    over = ", stopped as the time was over" if "KeyboardInterrupt" in printed else ""
     failed = [f"- {line}" for line in printed.splitlines() if line.startswith("FAILED")]
-    ended = re.findall(r"^.*(?:passed|failed|stopped).*$", printed, re.MULTILINE)[-1:]
-    return [f"Bad inputs, about {count}: {' '.join(ended) or 'FAILED to start'} ({log.relative_to(ROOT)}).", *failed]
+    ended = re.findall(r"^.*(?:passed|failed).*$", printed, re.MULTILINE)[-1:]
+    return [f"Bad inputs, about {count}: {' '.join(ended) or 'FAILED to start'}{over} ({log.relative_to(ROOT)}).", *failed]
 
 
 def _end() -> float:

@@ -289,7 +289,8 @@ def test_guidance_doubles_the_work_of_a_real_family(tiny_recipe, make_prompts, s
 
 def test_a_guided_reference_is_two_evaluations_of_each_term(tiny_recipe, make_prompts, scorer):
     """The policy, its copies and the rollouts are not guided, and the drift is still measured without guidance."""
-    stage = {"kind": "online", **MORE, "steps": 1, "algorithm": {"name": "crd"}, **FEW}
+    stage = {"kind": "online", **MORE, "steps": 1, "algorithm": {"name": "crd", "noise_levels": 2}, **FEW}
+    stage["reference"] = {"guidance": 4.5}
     recipe = tiny_recipe("sd3", stages=[stage], policy={"train": "lora"})
     model = load_model(Path(recipe.model.path), recipe.model)
     policy, counter, ctx = Policy(model, recipe.policy, 0), Counter(model.transformer), StageContext(recipe, 0, 0)

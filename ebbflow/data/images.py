@@ -155,7 +155,7 @@ def _image_path(value: str, folder: Path) -> Path:
     except PathError:
         raise ImageError(f"lies outside {folder}; move the image into that folder or below it") from None
     except (OSError, ValueError) as error:
-        raise ImageError(f"is no valid path ({error}); correct it") from None
+        raise ImageError(f"is no valid path ({getattr(error, 'strerror', None) or error}); correct it") from None
     if not exists:
         raise ImageError(
             f"is no image file in {folder}. Paths are relative to the file that names them. From a URI only that file is "

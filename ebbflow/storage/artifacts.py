@@ -151,7 +151,7 @@ def _verified_once(folder: Path, state: tuple[tuple[str, int, int, int, int], ..
 
 
 def _verified(folder: Path) -> str:
-    digest = (folder / COMMIT).read_text(errors="replace").strip()
+    digest = (folder / COMMIT).read_text(errors="replace")
     if digest != sha256_of(folder / MANIFEST):
         raise ArtifactError(f"{folder / MANIFEST} does not match its COMMIT: the folder is damaged; make it again")
     expected, found = _expected(folder / MANIFEST), _files(folder)

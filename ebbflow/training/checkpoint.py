@@ -276,7 +276,7 @@ def _committed_state(checkpoint: Path) -> dict[str, Any]:
     """
     try:
         content, manifest = (checkpoint / STATE).read_bytes(), (checkpoint / MANIFEST).read_bytes()
-        committed = (checkpoint / COMMIT).read_text().strip() == hashlib.sha256(manifest).hexdigest()
+        committed = (checkpoint / COMMIT).read_text() == hashlib.sha256(manifest).hexdigest()
         expected = json.loads(manifest)["files"][STATE]["sha256"] if committed else None
         state = json.loads(content) if expected == hashlib.sha256(content).hexdigest() else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -193,9 +193,8 @@ class PolicyUpdater:
         return copies["reference"] if reference.weight > 0 else None
 
     def _let_copies_follow(self, count: int) -> None:
-        for name, decay in self.algorithm.follows.items():
-            if name in self.policy.copies:
-                self.policy.blend(name, decay(self.hyper, count))
+        for name in self.algorithm.following(self.hyper):
+            self.policy.blend(name, self.algorithm.follows[name](self.hyper, count))
 
     def _watch(self, drift: float) -> dict[str, float]:
         """Whether the policy has drifted too far; the first time is worth a warning."""

@@ -168,7 +168,7 @@ def test_the_time_of_the_gate_is_told_and_a_profile_is_of_the_rollouts(start, op
 
 def test_the_policy_is_pulled_to_the_base_model_as_it_draws_with_guidance(start):
     """By CRD's published defaults. The policy is unguided, and so is the base model that the drift is measured from."""
-    online = {"kind": "online", "algorithm": {"name": "crd"}, "sampler": {"steps": 3}}
+    online = {"kind": "online", "algorithm": {"name": "crd"}, "sampler": {"steps": 3}, "reference": {"guidance": 4.5}}
     ctx, model, updater = start("sd3", online | {"optimizer": {"lr": 0}}, guidance=1.0)
     wanted = [prompt for prompt in prompts("sd3", SHORT[:2]) for _ in range(2)]
     keys = SampleKeys(ctx.seed, [prompt.prompt_id for prompt in wanted], [0, 1, 0, 1])
@@ -193,7 +193,7 @@ def test_the_policy_is_pulled_to_the_base_model_as_it_draws_with_guidance(start)
 
 def test_a_stage_of_crd_trains_and_generates_without_guidance(start):
     online = {"kind": "online", "algorithm": {"name": "crd"}, "steps": 2, "prompts_per_step": 2, "updates_per_step": 1}
-    online |= {"sampler": {"steps": 3}, "optimizer": {"lr": 1e-3}, "statistics_alarm": 1e9}
+    online |= {"sampler": {"steps": 3}, "optimizer": {"lr": 1e-3}, "statistics_alarm": 1e9, "reference": {"guidance": 4.5}}
     ctx, _, updater = start("sd3", online, guidance=1.0)
     before, recorder = values(updater.policy), MetricsRecorder()
     run_online_stage(ctx, local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))), prompts("sd3", SHORT[:2]), recorder)

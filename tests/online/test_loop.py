@@ -337,13 +337,6 @@ def test_the_updates_of_a_step_share_out_its_samples_mixed(run, monkeypatch):
     assert len(prompts) == 2
 
 
-def test_forward_rows_know_the_largest_advantage(run, monkeypatch):
-    batches = watch_updates(monkeypatch)
-    run(**NFT, steps=1, updates_per_step=1, advantages={"clip": 0.5})
-    ((batch, _),) = batches
-    assert batch.advantage_clip == batch.advantage.abs().max() == 0.5
-
-
 def test_the_ratio_of_awm_is_one_in_the_first_update_of_every_step_alone(run):
     awm = {"algorithm": {"name": "awm"}, "sampler": {"name": "ode", "steps": 3}, "steps": 2, "sgd": 0.05}
     alone, several = (run(**awm, updates_per_step=updates)[2] for updates in (1, 2))

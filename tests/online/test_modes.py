@@ -55,7 +55,14 @@ def learnt(metrics):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["mode"])
-@pytest.mark.parametrize("algorithm", ["mix_grpo", "flow_grpo", "grpo_guard"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "mix_grpo",
+        pytest.param("flow_grpo", marks=pytest.mark.exhaustive),
+        pytest.param("grpo_guard", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_without_a_learning_rate_the_ratio_is_one_for_as_long_as_it_runs(run, mode, algorithm):
     _, metrics, _ = run(**mode, algorithm={"name": algorithm}, steps=20, prompts_per_step=2, optimizer={"lr": 0})
     assert len(metrics) == 20
@@ -65,7 +72,9 @@ def test_without_a_learning_rate_the_ratio_is_one_for_as_long_as_it_runs(run, mo
 
 
 @pytest.mark.parametrize("online", [{}, NFT, CRD], ids=["mix_grpo", "nft", "crd"])
-@pytest.mark.parametrize("policy", [{}, {"train": "lora", "rank": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param({}, id="full"), pytest.param({"train": "lora", "rank": 4}, id="lora", marks=pytest.mark.exhaustive)]
+)
 def test_without_a_learning_rate_every_mode_is_the_same(run, online, policy):
     modes = [run(**mode, **online, policy=policy, steps=4, optimizer={"lr": 0})[1] for mode in MODES]
     about_age = ("staleness", "rollout/")

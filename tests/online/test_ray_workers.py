@@ -142,6 +142,7 @@ def rollouts(monkeypatch):
     return seen
 
 
+@pytest.mark.exhaustive
 def test_three_rollout_workers_generate_what_one_does(context_of, train, prompts, rollouts, base_folder, tmp_path):
     one = train(context_of(), prompts)
     workers = {"rollout": {"count": 3, "cores": [0]}}

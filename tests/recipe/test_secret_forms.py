@@ -321,5 +321,5 @@ REPEATED = [
 )
 def test_redaction_takes_linear_time(part):
     with at_most_cpu_seconds(60):
-        redact(part * (2**20 // len(part)))
-        redact("x://" + part * (2**20 // len(part)))
+        redact(part * (2**18 // len(part)))
+        redact("x://" + part * (2**18 // len(part)))

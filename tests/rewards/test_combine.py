@@ -100,7 +100,8 @@ def test_no_images_are_no_failure():
 
 
 def test_guards_that_cannot_run_are_left_out_with_one_warning(monkeypatch):
-    monkeypatch.setattr("ebbflow.rewards.built_in.tesseract.Tesseract", lambda: Fixed("tesseract", [], reason="not on the PATH"))
+    absent = Fixed("tesseract", [], reason="not on the PATH")
+    monkeypatch.setattr("ebbflow.rewards.built_in.tesseract.Tesseract", lambda config: absent)
     monkeypatch.setattr("ebbflow.rewards.built_in.similarity.Similarity", lambda: Fixed("similarity", [1, 2, 3]))
     monkeypatch.setattr("ebbflow.rewards.built_in.ocr.Ocr", lambda config: Fixed("ocr", [1, 1, 1]))
     with pytest.warns(UserWarning, match="tesseract: not on the PATH") as caught:
@@ -113,7 +114,8 @@ def test_guards_that_cannot_run_are_left_out_with_one_warning(monkeypatch):
 
 
 def test_a_trained_term_that_cannot_run_is_an_error(monkeypatch):
-    monkeypatch.setattr("ebbflow.rewards.built_in.tesseract.Tesseract", lambda: Fixed("tesseract", [], reason="not on the PATH"))
+    absent = Fixed("tesseract", [], reason="not on the PATH")
+    monkeypatch.setattr("ebbflow.rewards.built_in.tesseract.Tesseract", lambda config: absent)
     with pytest.raises(RewardError, match="'tesseract' is trained on and cannot run here: not on the PATH"):
         load_scorer([reward("tesseract")], [])
 

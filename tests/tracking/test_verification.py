@@ -58,7 +58,9 @@ TAMPERED_FILES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize(("file", "check"), TAMPERED_FILES.values(), ids=TAMPERED_FILES)
-@pytest.mark.parametrize("change", [flip, Path.unlink], ids=["flipped", "deleted"])
+@pytest.mark.parametrize(
+    "change", [pytest.param(flip, id="flipped"), pytest.param(Path.unlink, id="deleted", marks=pytest.mark.exhaustive)]
+)
 def test_a_byte_of_a_file_is_found(version: Version, file: str, check: str, change: Callable[[Path], None]) -> None:
     change(version.folder / file)
     assert check in version.failed()
@@ -111,7 +113,7 @@ SCORES = {
 
 
 @pytest.mark.parametrize(("change", "checks"), SCORES.values(), ids=SCORES)
-@pytest.mark.parametrize("side", evidence.SIDES)
+@pytest.mark.parametrize("side", ["candidate", pytest.param("champion", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("tag", [False, True], ids=["file", "file and tag"])
 def test_a_score_in_a_table_is_found(
     version: Version, change: Callable[[dict[str, Any]], None], checks: set[str], side: str, tag: bool

@@ -134,7 +134,7 @@ def test_how_much_pictures_differ_is_not_known_when_they_were_too_large(
 
 def test_a_policy_that_does_not_verify_is_not_loaded(trained: Callable[..., Version]) -> None:
     version = trained(lambda rows: None)
-    flip(next((version.folder / "data").rglob("diffusion_pytorch_model.safetensors")))
+    flip(next((version.folder / "data" / "ebbflow" / "policy").rglob("*.safetensors")))
     assert version.checks(again=True)["samples again"].detail == "not generated, because of policy"
 
 
