@@ -66,7 +66,7 @@ $(ENGINE)/ready: $(VENV)/ready containers/vllm-omni-cpu.txt containers/vllm_omni
 lint: setup ## what `make test` checks before the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers auto
 
 docs: $(VENV)/docs ## build the documentation in build/docs; a dead link or an unresolved reference is an error
 	$(BIN)/sphinx-build -c docs --builder html --jobs auto --nitpicky --fail-on-warning --keep-going --quiet . build/docs

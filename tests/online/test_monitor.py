@@ -131,7 +131,9 @@ def evaluated(ctx, policy, scorer, prompts, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [{}, NFT, {"mode": "one_step_off"}, {"mode": "async", "staleness": 2}], ids=str)
-@pytest.mark.parametrize("own_weights", [False, True], ids=["shared", "sent"])
+@pytest.mark.parametrize(
+    "own_weights", [pytest.param(False, id="shared", marks=pytest.mark.exhaustive), pytest.param(True, id="sent")]
+)
 def test_being_watched_changes_nothing(run, stage, own_weights):
     """Same policy to the last bit and same metrics, also where the old copy generates and the average is validated."""
     stage = {"steps": 3, "policy": EMA, "own_weights": own_weights, **stage}
