@@ -10,6 +10,10 @@ MEMORY := $(shell test "$$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)" 
 PYTEST := $(if $(MEMORY),TMPDIR=$(MEMORY) )$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20
 # Rooms whose results depend on what the CPU can do.
 NUMERICAL := $(addprefix tests/,algorithms evaluation flow models offline online/test_loop.py online/test_modes.py rollouts training)
+# In addition to tests/faults: attacks and accidents that are tested in the room that withstands them.
+FAULTS := $(addprefix tests/,pipeline/test_pods.py pipeline/test_post_train.py pipeline/test_files.py pipeline/test_bad_input.py \
+	storage/test_artifacts.py rewards/test_server_limits.py recipe/test_secret_forms.py evaluation/test_gate.py \
+	labeling/test_label_server.py tracking/test_sqlite.py tracking/test_verification.py tracking/test_verify_again.py)
 # Base models, which Flyte's cache keeps for all runs, lie in the temporary folder: a durable one survives a reboot.
 RUN := MLFLOW_DISABLE_TELEMETRY=true TMPDIR=$(CURDIR)/runs/flyte PATH=$(abspath $(BIN)):$$PATH
 
@@ -44,8 +48,8 @@ test-all: lint ## lint, type check and all tests, then the numerical rooms with 
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -m "not exhaustive" $(NUMERICAL)
 	ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default $(PYTEST) -m "not exhaustive" $(NUMERICAL)
 
-test-faults: setup ## of these tests, those that kill, corrupt and starve the pipeline; EBBFLOW_FAULT_SEED=7 draws other points
-	$(PYTEST) tests/faults tests/pipeline/test_pods.py
+test-faults: setup ## of these tests, those that kill, corrupt, starve and attack the pipeline; EBBFLOW_FAULT_SEED=7 draws other points
+	$(PYTEST) tests/faults $(FAULTS)
 
 soak: setup ## for a night: kill whole runs at random and generate bad inputs; EBBFLOW_SOAK_POINTS=1000 EBBFLOW_SOAK_INPUTS=100000
 	$(BIN)/python -m tests.soak
