@@ -1,7 +1,7 @@
 """Which function of a library is run against each closed form.
 
 A function takes a case, whose inputs (NumPy arrays) and settings are its attributes, and returns any of the expected values by
-name. It leaves out what the library does not offer, and raises ``NotImplementedError`` for settings that the library cannot take.
+name. It leaves out what the library does not offer, and raises ``NotOffered`` for settings that the library cannot take.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ from ebbflow.flow.transition import Transition, log_prob, sample, transition
 from ebbflow.recipe.choices import AdvantagesConfig, CorrectionConfig, ReferenceConfig
 
 Function = Callable[[Any], Mapping[str, Any]]
+
+
+class NotOffered(Exception):
+    """A library cannot take these settings. Whatever else a function raises is a failure of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +165,7 @@ def _euler(c: Any, **options: Any) -> Mapping[str, Any]:
 
 def _euler_with_new_noise(c: Any) -> Mapping[str, Any]:
     if c.eta != 1:
-        raise NotImplementedError("stochastic_sampling replaces all of the noise: CPS with eta = 1")
+        raise NotOffered("stochastic_sampling replaces all of the noise: CPS with eta = 1")
     noise = torch.tensor(c.noise, dtype=torch.float32)
     with mock.patch(f"{FlowMatchEulerDiscreteScheduler.__module__}.randn_tensor", return_value=noise):
         return _euler(c, stochastic_sampling=True)
@@ -221,7 +225,7 @@ def published_step(file: Any, call: Callable[..., Any], scheduler_class: Any, na
 def check_one_plain_reward(c: Any, refused: bool = False) -> None:
     special = c.trim or c.keep_extremes or c.clip < 5 or c.earlier_rewards.size or np.isnan(c.rewards).any()
     if refused or special or len(c.rewards) > 1:
-        raise NotImplementedError("one reward, normalised inside the step")
+        raise NotOffered("one reward, normalised inside the step")
 
 
 def with_gradient(loss: Tensor, at: Tensor) -> dict[str, Tensor]:

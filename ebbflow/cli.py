@@ -223,7 +223,7 @@ def list_choices() -> None:
 @main.command()
 @click.argument("algorithm", required=False, type=click.Choice([name for name, config in ALGORITHMS.items() if config.published]))
 def defaults(algorithm: str | None) -> None:
-    """Print the defaults of ALGORITHM beside the published values and their sources; without it, of all of them."""
+    """Print the defaults of ALGORITHM next to the published values and their sources; without it, of all of them."""
     click.echo(defaults_table(algorithm) if algorithm else defaults_page(), nl=False)
 
 

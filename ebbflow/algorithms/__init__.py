@@ -18,8 +18,8 @@ How
     - ``reference`` and ``correction``: the penalty against the base model, and importance weights against the rollout policy.
 
 Gotchas
-    - Reading a recipe imports ``built_in``, ``base``, ``grouping`` and ``policy_gradient``: they import torch and numpy for type
-      checking only, or inside functions.
+    - Reading a recipe imports ``built_in``, ``base``, ``grouping``, ``imitation`` and ``policy_gradient``: they import torch and
+      numpy for type checking only, or inside functions.
     - Log-probs are means over latent elements, not sums: a clip range depends on their number.
     - A loss returns one value per row, [M], and takes no mean; the update averages over all processes.
     - Rows of one ``group_index`` (a pair, a group) share sigma, and the noise unless the algorithm says otherwise, and are always

@@ -1,4 +1,4 @@
-"""The defaults of each algorithm beside the published values: ``ebbflow defaults``, and the page ``docs/defaults.md``."""
+"""The defaults of each algorithm next to the published values: ``ebbflow defaults``, and the page ``docs/defaults.md``."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class OcrRewardConfig(ReadingRewardConfig):
     """A reward that spells out what it reads, and compares it with the target."""
 
     match: Match = "exact"
-    """``exact``: every letter read beside the target costs. ``contained``: a reading that contains the target scores 1, as in
+    """``exact``: every further letter that is read costs. ``contained``: a reading that contains the target scores 1, as in
     published code; a policy can then write more than it was asked for."""
 
 

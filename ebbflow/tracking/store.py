@@ -183,7 +183,7 @@ def _make_sqlite(database: Path) -> None:
         sync(new)
         new.replace(path)
 
-    with atomic_write(database, create=Path.mkdir, publish=publish) as folder, _connections_that_wait_for_no_disk():
+    with atomic_write(database, create=Path.mkdir, publish=publish) as folder, _without_fsync():
         uri = f"sqlite:///{folder / database.name}"
         try:
             SqlAlchemyStore(uri, (database.parent / ARTIFACTS).as_uri())
@@ -193,7 +193,7 @@ def _make_sqlite(database: Path) -> None:
 
 
 @contextmanager
-def _connections_that_wait_for_no_disk() -> Iterator[None]:
+def _without_fsync() -> Iterator[None]:
     """For a file that has no name yet: hundreds of statements would each wait until they are on the disk, seconds in all."""
     from sqlalchemy import Engine, event
 

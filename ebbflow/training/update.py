@@ -194,7 +194,8 @@ class PolicyUpdater:
 
     def _let_copies_follow(self, count: int) -> None:
         for name in self.algorithm.following(self.hyper):
-            self.policy.blend(name, self.algorithm.follows[name](self.hyper, count))
+            if decay := self.algorithm.follows.get(name):
+                self.policy.blend(name, decay(self.hyper, count))
 
     def _watch(self, drift: float) -> dict[str, float]:
         """Whether the policy has drifted too far; the first time is worth a warning."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from training_cases import FULL, GROUPS, LORA, PAIRS, farthest, forward_rows, sgd, stage_of, updater_of
@@ -55,6 +57,15 @@ def test_the_old_copy_follows_by_its_schedule(model, algorithm):
     assert farthest(start, seen[-1]) > 1e-4
     assert farthest(updater.policy.copies["old"], followed(start, seen, [0, 0.4, 0.5, 0.5])) < 1e-6
     assert same(updater.policy.copies["reference"], start)
+
+
+def test_a_copy_without_a_schedule_stays_as_it_was(model):
+    """As a user's own algorithm may have it."""
+    updater = updater_of(model, "awm", lr=0.05)
+    updater.algorithm = replace(updater.algorithm, follows={})
+    start = values(updater.policy)
+    assert farthest(start, take_steps(updater, 2)[-1]) > 1e-4
+    assert same(updater.policy.copies["old"], start)
 
 
 CRD = {
