@@ -1,8 +1,9 @@
 """Every algorithm on the glyph task: ``python -m benchmarks.algorithms [--seeds 0 1 2] [--seconds 45] [--only NAME ...]``.
 
 All start from the same base model with the same prompts and get the same CPU-seconds, in which rollouts, OCR and updates count
-and evaluations do not. The entries are in ``algorithms.yaml`` beside this file. A run whose result is there already is not
-repeated unless asked for by ``--again``; results go to ``benchmarks/results/algorithms.json``, the table and the plot beside it.
+and evaluations do not. The entries are in ``algorithms.yaml`` beside this file; those that are given longer or meant to collapse
+run with the first seed only. A run whose result is there already is not repeated unless asked for by ``--again``; results go to
+``benchmarks/results/algorithms.json``, the table and the plot beside it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "benchmarks"
 ENTRIES = Path(__file__).with_suffix(".yaml")
 RESULTS = ROOT / "benchmarks" / "results" / "algorithms.json"
+ONE_SEED = ("longer", "collapse")
 EVALUATE_EVERY = 8.0
 """CPU-seconds of training between evaluations."""
 
@@ -74,6 +76,8 @@ def main() -> None:
     for seed in arguments.seeds:
         for name in tqdm(arguments.only, desc=f"seed {seed}", unit="run"):
             kind, settings = entries[name]
+            if kind in ONE_SEED and seed != arguments.seeds[0]:
+                continue
             seconds = settings.get("cpu_seconds", arguments.seconds)
             asked = {"name": name, "kind": kind, "seed": seed, "cpu_seconds": seconds, "settings": settings}
             found = [run for run in results["runs"] if asked.items() <= run.items()]

@@ -18,6 +18,7 @@ GOAL = 0.90
 TITLES = {
     "policy_gradient": "Policy gradients: steps of a fresh trajectory",
     "forward_process": "Forward process: final samples only",
+    "published": "Published settings, made for large models and thousands of GPU-hours: all defaults of the algorithm",
     "distillation": "From a teacher: the policy of diffusion_nft with the same seed",
     "offline": "Offline: samples of the base model, generated and scored once",
     "longer": "The same, given longer: those that had not passed .90",
@@ -26,6 +27,7 @@ TITLES = {
 COLOURS = {
     "policy_gradient": "#2f6fdf",
     "forward_process": "#159a7a",
+    "published": "#6b7280",
     "distillation": "#e0791a",
     "offline": "#a24fc4",
     "longer": "#7a8a1f",
