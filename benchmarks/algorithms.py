@@ -165,6 +165,7 @@ def recipe_of(asked: dict[str, Any]) -> Recipe:
             "prompts": prompts,
             "rewards": rewards,
             "guardrails": [],
+            "evaluation": {"samples": 1},
             "stages": [stage],
         }
     )
