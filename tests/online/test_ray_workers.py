@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -47,6 +50,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ray.init(num_cpus=CPUS, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
         yield
         ray.shutdown()
+
+
+@pytest.mark.parametrize(("mode", "answered"), [("token", True), ("disabled", False)])
+def test_it_answers_only_who_has_its_token(mode: str, answered: bool) -> None:
+    address = ray.get_runtime_context().gcs_address
+    ask = f"from ray._raylet import GcsClient; print(GcsClient({address!r}).internal_kv_keys(b'', namespace=None, timeout=60))"
+    done = subprocess.run(
+        [sys.executable, "-c", ask], env=os.environ | {"RAY_AUTH_MODE": mode}, capture_output=True, text=True, timeout=120
+    )
+    assert ("gcs_pid" in done.stdout) is answered, done.stderr
+    assert ("InvalidAuthToken" in done.stderr) is not answered
 
 
 @dataclass(frozen=True)
