@@ -58,7 +58,7 @@ def kills(seed: int) -> list[str]:
             killed = _kill_until_it_ends(folder, RECIPE, seconds, draws)
             done += len(killed)
             bar.update(len(killed))
-            if problem := killed.problem or _difference(outcome(folder), whole):
+            if problem := killed.problem or _difference(folder, whole):
                 failures.append(f"- FAILED {folder.relative_to(ROOT)}, killed after {killed} s: {problem}")
             else:
                 shutil.rmtree(folder)
@@ -103,7 +103,11 @@ def outcome(folder: Path) -> dict[str, Any]:
     }
 
 
-def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
+def _difference(folder: Path, expected: dict[str, Any]) -> str | None:
+    try:
+        found = outcome(folder)
+    except ValueError as error:  # not one run, or not one folder
+        return f"more or less than one run: {error}"
     names = [name for name in expected if found[name] != expected[name]]
     return f"other {', '.join(names)}" if names else None
 

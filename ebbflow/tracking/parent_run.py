@@ -6,6 +6,7 @@ It is opened before any work starts, so here a store that is down is an error.
 from __future__ import annotations
 
 import logging
+import platform
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from ebbflow.tracking.store import (
     ARTIFACTS,
     DIGEST,
     EXECUTION,
+    MACHINE,
+    PARENT,
     ROLE,
     TrackingError,
     check_store,
@@ -70,14 +73,17 @@ def start_run(recipe: Recipe, execution_id: str | None, tags: Mapping[str, str] 
 def stopped_run(recipe: Recipe, tags: Mapping[str, str]) -> TrackedRun | None:
     """The newest run of the recipe with these tags, to be resumed with ``open_run``.
 
-    None if it FINISHED, or if its folder is not on this machine: deleting the folder is how a user starts over.
+    None if it FINISHED, or if its folder is not on this machine: deleting the folder is how a user starts over. A run that this
+    machine was stopped in before it made the folder has no node yet.
     """
     client, experiment_id = _store(recipe)
     run = find(client, experiment_id, {ROLE: "execution", DIGEST: recipe.digest, **tags}, order="DESC")
     if run is None or run.info.status == "FINISHED":
         return None
     tracked = _tracked(recipe, run)
-    return tracked if Path(tracked.folder).is_dir() else None
+    made_here = run.data.tags.get(MACHINE) == platform.node()
+    resumed = Path(tracked.folder).is_dir() or (made_here and find(client, experiment_id, {PARENT: tracked.run_id}) is None)
+    return tracked if resumed else None
 
 
 def open_run(recipe: Recipe, tracked: TrackedRun) -> None:
@@ -150,7 +156,7 @@ def _parent_tags(recipe: Recipe, execution_id: str | None) -> dict[str, str]:
     stages = " → ".join(f"{stage.kind} {stage.algorithm.name}" for stage in recipe.stages)
     note = f"Recipe **{recipe.name}**, seed {recipe.seed}: {recipe.rounds} × ({stages}), {recipe.policy.train} training."
     execution = {EXECUTION: execution_id} if execution_id else {}
-    return {ROLE: "execution", DIGEST: recipe.digest, "mlflow.note.content": note, **execution}
+    return {ROLE: "execution", DIGEST: recipe.digest, MACHINE: platform.node(), "mlflow.note.content": note, **execution}
 
 
 def _tracked(recipe: Recipe, run: Run) -> TrackedRun:

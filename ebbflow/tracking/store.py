@@ -24,7 +24,7 @@ from ebbflow.recipe.secrets import redact
 from ebbflow.storage.disk import DiskFullError, atomic_write, sync
 from ebbflow.storage.locks import wait_for_lock
 
-EXECUTION, NODE, PARENT = "flyte.execution_id", "ebbflow.node", "mlflow.parentRunId"
+EXECUTION, NODE, PARENT, MACHINE = "flyte.execution_id", "ebbflow.node", "mlflow.parentRunId", "ebbflow.machine"
 ROLE, DIGEST, RUN = "ebbflow.role", "ebbflow.recipe_digest", "ebbflow.run_id"
 AWAY, REFUSED = "ebbflow.mlflow_away", "ebbflow.refused"
 """Tags: what runs are found by; how long MLflow was away from a run, and what it refused."""

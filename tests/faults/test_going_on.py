@@ -50,6 +50,17 @@ def test_a_run_that_was_killed_is_resumed(make: Callable[..., Recipe], caplog: p
     assert f"resuming the stopped run (MLflow run {stopped.run_id}); to start over, delete {stopped.folder}" in caplog.text
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_a_run_that_was_killed_before_it_had_a_folder(
+    make: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    stopped = start_run(recipe=make(seed=int(here)))
+    shutil.rmtree(stopped.folder)
+    if not here:
+        monkeypatch.setattr("platform.node", lambda: "another machine")
+    assert (start_run(recipe=make(seed=int(here))).run_id == stopped.run_id) is here
+
+
 def test_a_run_that_failed_goes_on(make: Callable[..., Recipe]) -> None:
     failed = start_run(recipe=make())
     with pytest.raises(RuntimeError, match="disk"), node_run(failed, "prompts"):
@@ -71,6 +82,8 @@ def _finish(run: TrackedRun) -> None:
 
 
 def _delete_folder(run: TrackedRun) -> None:
+    with node_run(run, "prompts"):
+        pass
     shutil.rmtree(run.folder)
 
 
