@@ -28,13 +28,16 @@ os.environ.setdefault("RAY_TMPDIR", "/tmp")
 def train_online_ray(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
-    """The policy folder after the stage. Actors fetch what they load; when a training rank dies, the task is retried."""
+    """The policy folder after the stage. Actors fetch what they load.
+
+    When a training rank dies, or a worker that died cannot be replaced, the task is retried.
+    """
     from ebbflow.online.ray_actor import Folders
-    from ebbflow.online.ray_workers import TrainingDied
+    from ebbflow.online.ray_workers import RecoverableStageError
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
     folders = [str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)]
     actors = Folders(*(partial(fetch_once_per_machine, uri) for uri in (*folders, *([ctx.teacher] if ctx.teacher else []))))
-    with retry_on(TrainingDied):
+    with retry_on(RecoverableStageError):
         return train_stage(ctx, run, Path(base.folder.path), policy, prompts, actors=actors)

@@ -8,8 +8,10 @@ that dies ends the stage.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -38,16 +40,28 @@ from ebbflow.storage.artifacts import new_folder, verify
 from ebbflow.storage.disk import safe_join
 from ebbflow.training.checkpoint import part_files
 
+logger = logging.getLogger(__name__)
+
 ROLES: tuple[Role, ...] = get_args(Role)
 PLACEMENT_SECONDS = 300
-"""Time for every worker to find room, and for a replaced reward worker to load."""
+"""Time for every worker to find room, and for one that replaces another."""
+SAY_EVERY_SECONDS = 30
+"""Between two lines of the log about a worker that is waited for."""
 GRACE_SECONDS = 10
 """Time for the other ranks to say what went wrong, after one failed."""
 LOST = (RayActorError, ObjectLostError, OutOfMemoryError)
 """What Ray raises when a process, or the machine with what it left behind, is gone."""
 
 
-class TrainingDied(StageError):
+class RecoverableStageError(StageError):
+    """Another attempt at the stage may succeed; it starts from the last checkpoint."""
+
+
+class NoReplacement(RecoverableStageError):
+    """A rollout or reward worker is gone, and no other found room or loaded in time: names what is missing."""
+
+
+class TrainingDied(RecoverableStageError):
     """A rank of the training group is gone, and with it what the stage has learnt: names the rank and the step."""
 
 
@@ -58,6 +72,7 @@ class RayWorker:
         self.workers, self.role, self.index = workers, role, index
         config, bundle = workers.config_of(role), workers.bundle_index(role, index)
         self.opened: ray.ObjectRef[None]
+        self.placed: ray.ObjectRef[bool]
         self.actor = Actor.options(
             num_cpus=config.cpus,
             num_gpus=config.gpus,
@@ -66,6 +81,7 @@ class RayWorker:
 
     def open(self, make: Callable[..., Any], *arguments: Any) -> None:
         """Start to make the worker inside the actor."""
+        self.placed = self.actor.__ray_ready__.remote()
         self.opened = self.actor.open.remote(make, *arguments)
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -87,6 +103,15 @@ class RayWorker:
             if isinstance(cause, WorkerDied):
                 raise StageError(f"{cause}; it died while it loaded: check the memory of its machine") from error
             raise cause from error
+
+    def require_alive(self, ended: Sequence[ray.ObjectRef[Any]]) -> None:
+        """Raise ``WorkerDied`` if one of these ended because the process is gone. An error of its own is raised by its calls."""
+        for reference in ended:
+            try:
+                ray.get(reference)
+            except RayError as error:
+                if isinstance(cause := self._cause(error), WorkerDied):
+                    raise cause from error
 
     def stop(self) -> None:
         ray.kill(self.actor)
@@ -219,7 +244,7 @@ class RayWorkers:
             (opened,), _ = ray.wait(list(loading), fetch_local=False)
             loading.pop(opened).require_open()
         self.training = TrainingGroup(ranks, GRACE_SECONDS)
-        self.rollout = rollout_pool(rollouts, partial(self._replacement, "rollout"))
+        self.rollout = rollout_pool(rollouts, partial(self._replacement, "rollout"), self.ctx.online.rollout_timeout)
         self.reward = reward_pool(rewards, partial(self._replacement, "reward"), self.ctx.online.scoring)
         self.steps_before: int = ray.get(ranks[0].actor.call.remote("steps_before"))
 
@@ -231,11 +256,48 @@ class RayWorkers:
         return worker
 
     async def _replacement(self, role: Role, index: int) -> RayWorker:
-        """A worker in place of one that is gone. What goes wrong while it loads, its first call raises."""
-        worker = self._start(role, index)
-        if role == "reward":  # its calls have a time-out, in which it should not load
-            await asyncio.to_thread(ray.wait, [worker.opened], timeout=PLACEMENT_SECONDS, fetch_local=False)
-        return worker
+        """A worker in place of one that is gone, once it is open. What else goes wrong while it loads, its first call raises.
+
+        One that dies before it is open is replaced in turn, for it may have started on a machine whose end Ray had not noticed.
+
+        Raises:
+            NoReplacement: none was open, or had at least found room and still loads, in ``PLACEMENT_SECONDS``.
+        """
+        start = time.monotonic()
+        while True:
+            worker = self._start(role, index)
+            try:
+                await self._until_open(worker, start)
+                return worker
+            except WorkerDied as death:
+                worker.stop()
+                if time.monotonic() - start > PLACEMENT_SECONDS:
+                    raise self._no_replacement(worker, f"others died while they loaded (the last: {death})") from death
+                logger.warning("%s worker %d died before it was open, and another is started (%s)", role, index, death)
+
+    async def _until_open(self, worker: RayWorker, start: float) -> None:
+        """Wait until a worker is open, and say so every now and then. Only the time until it has room is limited."""
+        waited_for = [worker.placed, worker.opened]
+        while waited_for:
+            ended, waited_for = await asyncio.to_thread(
+                ray.wait, waited_for, num_returns=len(waited_for), timeout=SAY_EVERY_SECONDS, fetch_local=False
+            )
+            worker.require_alive(ended)
+            seconds, placed = time.monotonic() - start, worker.placed not in waited_for
+            if not placed and seconds > PLACEMENT_SECONDS:
+                worker.stop()
+                raise self._no_replacement(worker, "no machine had room for another")
+            if waited_for:
+                doing = "loads" if placed else f"waits for {_asked(self.config_of(worker.role))}"
+                logger.info("%s worker %d %s (%.0f s)", worker.role, worker.index, doing, seconds)
+
+    def _no_replacement(self, worker: RayWorker, why: str) -> NoReplacement:
+        there = ray.cluster_resources()
+        return NoReplacement(
+            f"{worker.role} worker {worker.index} of {self.ctx.label} is gone, and in {PLACEMENT_SECONDS} s {why}: it asks for "
+            f"{_asked(self.config_of(worker.role))}, and others hold {_in_use(there)}. Give Ray the machine back, or lower "
+            f"resources.{worker.role}.count; the stage starts again from its last checkpoint"
+        )
 
     async def _collect(self, folder: Path, method: str, *arguments: Any) -> None:
         """What all ranks write with a method, each on its own machine, into a folder on this one."""
@@ -248,6 +310,10 @@ class RayWorkers:
                     for start in range(0, size, CHUNK):
                         file.write((await rank.call("read", name, start)).data)
         await self.training.call("discard")
+
+
+def _asked(workers: WorkersConfig) -> str:
+    return " and ".join(f"{count:g} {kind}" for kind, count in _bundle(workers).items())
 
 
 def _bundle(workers: WorkersConfig) -> dict[str, float]:

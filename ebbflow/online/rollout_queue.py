@@ -18,6 +18,7 @@ How far ahead rollouts run is all that the modes differ in. With three steps, ``
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
+
+logger = logging.getLogger(__name__)
+
+SAY_EVERY_SECONDS = 60
+"""Between two lines of the log about rollouts that are waited for."""
 
 
 @dataclass
@@ -104,7 +110,9 @@ class RolloutQueue:
                     self.in_flight.remove(step)
                     return step.batch()
             running = [task for step in candidates for task in step.tasks if not task.done()]
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(running, timeout=SAY_EVERY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                logger.info("waiting for %d requests; none was generated and scored in %g s", len(running), SAY_EVERY_SECONDS)
             for task in done:
                 task.result()  # one that failed ends the stage now, not when the rest of its step is there
 
@@ -175,8 +183,8 @@ class RolloutQueue:
             rollouts, images, report = await self.workers.rollout.call("generate", lambda: (request, weights()))
         except CallFailed as failure:
             raise StageError(
-                f"{failure.attempts} rollout workers died over the same request; the last: {failure.error}. Check the memory of "
-                "their machine, or lower the stage's micro_batch"
+                f"{failure.attempts} rollout workers died or hung over the same request; the last: {failure.error}. Check the "
+                "memory of their machine, or lower the stage's micro_batch"
             ) from failure
         self.spans += report.spans
         return rollouts, images, report

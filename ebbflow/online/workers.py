@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 NUM_RETURNS = {"generate": 3}
 """Results of the methods that give more than a report."""
 MAX_DEATHS = 3
-"""Rollout workers that may die over the same request before the stage ends."""
+"""Rollout workers that may die or hang over the same request before the stage ends."""
 
 StartWorker = Callable[[int], Awaitable["Worker"]]
 """Starts the worker with this number, once it can take calls."""
@@ -164,15 +164,17 @@ class WorkerPool:
 
     async def _replaced(self, worker: Worker, error: Exception) -> Worker:
         what = "died" if isinstance(error, WorkerDied) else "hung"
-        logger.warning("%s worker %d %s and is replaced; its work is repeated (%s)", self.role, worker.index, what, error)
+        logger.warning("%s worker %d %s; another is started (%s)", self.role, worker.index, what, error)
         worker.stop()
+        replacement = await self.start_worker(worker.index)
         self.num_replaced += 1
-        return await self.start_worker(worker.index)
+        logger.info("%s worker %d is replaced; its work is repeated", self.role, worker.index)
+        return replacement
 
 
-def rollout_pool(workers: Sequence[Worker], start_worker: StartWorker) -> WorkerPool:
-    """Rollout workers: a request is repeated when its worker died; errors of the engine end the stage."""
-    return WorkerPool("rollout", workers, start_worker, max_attempts=MAX_DEATHS)
+def rollout_pool(workers: Sequence[Worker], start_worker: StartWorker, timeout: float | None = None) -> WorkerPool:
+    """Rollout workers: a request is repeated when its worker died or hung; errors of the engine end the stage."""
+    return WorkerPool("rollout", workers, start_worker, timeout, max_attempts=MAX_DEATHS)
 
 
 def reward_pool(workers: Sequence[Worker], start_worker: StartWorker, scoring: ScoringConfig) -> WorkerPool:

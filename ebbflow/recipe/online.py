@@ -84,6 +84,8 @@ class OnlineConfig(Strict):
     placement: Literal["in_process", "ray"] = "in_process"
     """Everything in one process; or workers of their own for training, rollouts and rewards, as Ray actors."""
     resources: ResourcesConfig = ResourcesConfig()
+    rollout_timeout: float = Field(3600, gt=0)
+    """With ``placement: ray``: seconds for the rollouts of one part of a step; then the worker is replaced."""
     scoring: ScoringConfig = ScoringConfig()
     validation: ValidationConfig | None = None
     dumps: DumpsConfig | None = None

@@ -61,7 +61,10 @@ def noted(folder: Path, notes: Path) -> Path:
 
 
 def with_a_dying_generator(folder: Path, flag: Path) -> Path:
-    """``folder``; the first rollout worker that has generated a request of the second step dies before it can say so."""
+    """``folder``; the first rollout worker that has generated a request of the second step dies before it can say so, and the
+    first process that asks afterwards dies as well, while it loads."""
+    if flag.exists() and first(f"{flag}-again"):
+        die()
     whole = RolloutWorker.generate
 
     def generate(self: RolloutWorker, request: Any, weights: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -26,9 +27,10 @@ from ebbflow.algorithms.advantages import PromptStatistics
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import PROMPTS
+from ebbflow.online import ray_workers
 from ebbflow.online.loop import OnlineLoop, train_online_folder
 from ebbflow.online.ray_actor import Folders, stay_on
-from ebbflow.online.ray_workers import RayWorkers, TrainingDied
+from ebbflow.online.ray_workers import NoReplacement, RayWorker, RayWorkers, TrainingDied
 from ebbflow.online.workers import StageError
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import TransferError, WeightsVersion
@@ -180,8 +182,9 @@ def test_dead_workers_are_replaced_and_their_work_is_repeated(context_of, train,
     ctx = context_of({"rollout": {"count": 2}, "reward": {"count": 2}}, {"dies": str(tmp_path / "judge")}, mode="one_step_off")
     base = partial(ray_cases.with_a_dying_generator, base_folder, tmp_path / "generator")
     on_ray = train(ctx, prompts, base)
-    replaced = [record.getMessage() for record in caplog.records if "is replaced; its work is repeated" in record.getMessage()]
-    assert sorted(message.split()[0] for message in replaced) == ["reward", "rollout"]
+    started = [message for record in caplog.records if "another is started" in (message := record.getMessage())]
+    assert sorted(message.split()[0] for message in started) == ["reward", "rollout", "rollout"]
+    assert sum("died before it was open" in message for message in started) == 1, "a death that is not counted"
     assert on_ray.replaced == 2
     assert_same(alone, on_ray)
 
@@ -289,6 +292,31 @@ def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(context_
     with pytest.raises(StageError, match=words):
         RayWorkers(ctx, Folders.at(base_folder, start(ctx)))
     wait_until_gone([])
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward"])
+def test_a_worker_for_whom_there_is_no_room_any_more(context_of, role, monkeypatch, caplog):
+    """As when its machine is gone: Ray waits for ever for a place that fits."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(ray_workers, "PLACEMENT_SECONDS", 0.5)
+    monkeypatch.setattr(ray_workers, "SAY_EVERY_SECONDS", 0.3)
+    nowhere = ray.remote(ray_cases.die).options(resources={"a machine that is gone": 1})
+    workers = RayWorkers.__new__(RayWorkers)
+    workers.ctx, stopped = context_of({"rollout": {"cpus": 7}, "reward": {"gpus": 1}}), []
+
+    def start(role: str, index: int) -> RayWorker:
+        worker = RayWorker.__new__(RayWorker)
+        worker.role, worker.index, worker.placed, worker.opened = role, index, nowhere.remote(), nowhere.remote()
+        worker.stop = lambda: stopped.append(index)
+        return worker
+
+    workers._start = start
+    asked = {"rollout": "7 CPU", "reward": "0.1 CPU and 1 GPU"}[role]
+    says = rf"{role} worker 3 of 1.1 online is gone, .* no machine had room .* asks for {asked}, .*count"
+    with pytest.raises(NoReplacement, match=says):
+        asyncio.run(workers._replacement(role, 3))
+    assert f"{role} worker 3 waits for {asked}" in caplog.text
+    assert stopped == [3]
 
 
 def test_cores_that_are_not_there_are_named():
