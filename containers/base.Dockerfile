@@ -1,15 +1,20 @@
 # Every task of the pipeline on CPUs. Build from the repository's root.
 FROM python:3.11.14-slim-bookworm
-RUN apt-get update && apt-get install --yes --no-install-recommends tesseract-ocr && rm -rf /var/lib/apt/lists/*
-WORKDIR /root
+# KubeRay's probes of a pod run wget.
+RUN apt-get update && apt-get install --yes --no-install-recommends tesseract-ocr wget && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/ebbflow
 COPY containers/uv.txt containers/
 RUN pip install --no-cache-dir --requirement containers/uv.txt
 # What the code needs comes before the code: changing a line of it leaves this layer alone.
 COPY pyproject.toml constraints.txt ./
-RUN uv pip install --system --no-cache --torch-backend cpu --constraints constraints.txt --requirements pyproject.toml
+# Where only PyPI or a mirror can be reached: --build-arg TORCH_BACKEND=, which installs CUDA's torch.
+ARG TORCH_BACKEND="--torch-backend cpu"
+RUN uv pip install --system --no-cache $TORCH_BACKEND --constraints constraints.txt --requirements pyproject.toml
 COPY README.md LICENSE ./
 COPY ebbflow ebbflow
 COPY tasks tasks
 COPY workflows workflows
 RUN uv pip install --system --no-cache --no-deps --build-constraints constraints.txt --editable .
-ENV MLFLOW_DISABLE_TELEMETRY=true
+# It runs as any user, on a root filesystem that cannot be written: only /tmp can. Own modules lie beside ebbflow.
+ENV HOME=/tmp PYTHONPATH=/opt/ebbflow PYTHONDONTWRITEBYTECODE=1 MLFLOW_DISABLE_TELEMETRY=true
+USER 1000

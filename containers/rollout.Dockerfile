@@ -1,11 +1,12 @@
 # Rollouts, online stages and evaluations on GPUs. Build from the repository's root.
 # Two environments: the engine's pins differ from the trainer's, and tasks reach it across a process boundary.
 FROM python:3.11.14-slim-bookworm
-# Triton compiles with gcc; the engine's OpenCV wants libgl1 and libglib; the rewards of an online stage want tesseract.
+# Triton compiles with gcc; the engine's OpenCV wants libgl1 and libglib; the rewards of an online stage want tesseract;
+# KubeRay's probes of a pod run wget.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ gcc libgl1 libglib2.0-0 tesseract-ocr \
+    && apt-get install --yes --no-install-recommends g++ gcc libgl1 libglib2.0-0 tesseract-ocr wget \
     && rm -rf /var/lib/apt/lists/*
-WORKDIR /root
+WORKDIR /opt/ebbflow
 COPY containers/uv.txt containers/vllm-omni.txt containers/
 RUN pip install --no-cache-dir --requirement containers/uv.txt
 # Compiled here: in a pod, importing the engine would otherwise take twice as long at every start.
@@ -24,4 +25,6 @@ RUN uv pip install --system --no-cache --no-deps --build-constraints constraints
     && uv pip install --python /opt/vllm-omni/bin/python --no-cache --no-deps --build-constraints constraints.txt --editable . \
     && uv pip install --python /opt/vllm-omni/bin/python --no-cache --no-deps --build-constraints constraints.txt \
         --editable containers/vllm_omni
-ENV MLFLOW_DISABLE_TELEMETRY=true NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# It runs as any user, on a root filesystem that cannot be written: only /tmp can. Own modules lie beside ebbflow.
+ENV HOME=/tmp PYTHONPATH=/opt/ebbflow PYTHONDONTWRITEBYTECODE=1 MLFLOW_DISABLE_TELEMETRY=true NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 1000

@@ -1,7 +1,7 @@
 # The training of offline stages on GPUs. Build from the repository's root.
 # torch's wheel brings CUDA along; the node brings the driver.
 FROM python:3.11.14-slim-bookworm
-WORKDIR /root
+WORKDIR /opt/ebbflow
 COPY containers/uv.txt containers/
 RUN pip install --no-cache-dir --requirement containers/uv.txt
 COPY pyproject.toml constraints.txt ./
@@ -11,4 +11,6 @@ COPY ebbflow ebbflow
 COPY tasks tasks
 COPY workflows workflows
 RUN uv pip install --system --no-cache --no-deps --build-constraints constraints.txt --editable .
-ENV MLFLOW_DISABLE_TELEMETRY=true NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# It runs as any user, on a root filesystem that cannot be written: only /tmp can. Own modules lie beside ebbflow.
+ENV HOME=/tmp PYTHONPATH=/opt/ebbflow PYTHONDONTWRITEBYTECODE=1 MLFLOW_DISABLE_TELEMETRY=true NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 1000

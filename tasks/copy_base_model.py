@@ -10,11 +10,11 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.model import ModelConfig
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch_folder, node_output
-from tasks.resources import accelerated
+from tasks.resources import downloader
 from tasks.types import BaseModelArtifact
 
 
-@task(cache=ONCE_PER_RUN, **accelerated())
+@task(cache=ONCE_PER_RUN, **downloader())
 def copy_base_model(model: ModelConfig, run: TrackedRun) -> BaseModelArtifact:
     """A committed copy of the folder at ``model.path``, a path or a URI."""
     from ebbflow.models.prepare import copy_base

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -35,7 +35,28 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
 
 
-class PodConfig(Strict):
+class TolerationConfig(Strict):
+    """A taint of nodes that a pod may run on all the same, as Kubernetes has it."""
+
+    key: str | None = None
+    """Of the taint; default: any."""
+    operator: Literal["Exists", "Equal"] = "Exists"
+    value: str | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Default: all three."""
+
+
+class NodesConfig(Strict):
+    """Which nodes a pod may run on. The GPUs that it asks for, and their kind, are other keys."""
+
+    node_selector: dict[str, str] = {}
+    """Labels that a node must have."""
+    tolerations: list[TolerationConfig] = []
+    affinity: dict[str, Any] | None = None
+    """``affinity`` of a pod, as Kubernetes has it (``nodeAffinity``, ``podAffinity``, ``podAntiAffinity``)."""
+
+
+class PodConfig(NodesConfig):
     """The pod of one kind of task."""
 
     image: str | None = None
@@ -58,6 +79,8 @@ class PodConfig(Strict):
     """Whether it may run on preemptible (spot) machines."""
     retries: AtLeastZero = 2
     """Retries after recoverable errors. Other errors end the run; lost machines are counted separately."""
+    max_hours: Annotated[float, Field(gt=0)] | None = None
+    """Hours after which Flyte ends an attempt; default: no limit."""
 
     @model_validator(mode="after")
     def _check_accelerator(self) -> Self:
@@ -94,7 +117,7 @@ class TrainingGroupConfig(PodConfig):
     grace_period: AtLeastZero = 300
 
 
-class RayWorkersConfig(Strict):
+class RayWorkersConfig(NodesConfig):
     """A group of identical pods of a Ray cluster, shared by the actors of a stage."""
 
     name: Annotated[str, Field(pattern="^[a-z]([-a-z0-9]*[a-z0-9])?$")] = "workers"
@@ -112,7 +135,8 @@ class RayWorkersConfig(Strict):
 class RayClusterConfig(PodConfig):
     """The Ray cluster of an online stage with ``placement: ray``; it lives as long as the stage.
 
-    Cores, memory and disk are the head's, which runs the stage's own process and no actor. Everything else applies to all pods.
+    Cores, memory, disk and nodes are the head's, which runs the stage's own process and no actor; KubeRay makes the pod that
+    submits the job as large as the head. Everything else applies to all pods.
     """
 
     cpu: AtLeastOne = 2
@@ -122,12 +146,25 @@ class RayClusterConfig(PodConfig):
     shared_memory: Size | None = "4Gi"
     """Of every pod. Ray's object store keeps rollouts and weights in it, and spills to disk what does not fit."""
     grace_period: AtLeastZero = 300
+    keep_seconds: AtLeastZero = 300
+    """How long the pods stay after the stage has ended, so that their logs can be read."""
     workers: Annotated[list[RayWorkersConfig], Field(min_length=1)] = [RayWorkersConfig()]
 
     @model_validator(mode="after")
     def _check_accelerator(self) -> Self:
         if self.accelerator and not any(group.gpus for group in self.workers):
             raise ValueError(f"accelerator = {self.accelerator!r} needs workers with gpus; set theirs or remove accelerator")
+        return self
+
+    @model_validator(mode="after")
+    def _check_disk(self) -> Self:
+        """Flyte merges the pods key by key, so that a group without a disk would get the head's."""
+        inheriting = [group.name for group in self.workers if self.ephemeral_storage and not group.ephemeral_storage]
+        if inheriting:
+            raise ValueError(
+                f"workers {', '.join(inheriting)}: ephemeral_storage is left out, and they would get the head's "
+                f"{self.ephemeral_storage}; state theirs"
+            )
         return self
 
 
@@ -148,6 +185,27 @@ class HubSecretConfig(Strict):
     """The key in the secret."""
 
 
+class SecretConfig(HubSecretConfig):
+    """A secret of the cluster that every task gets: of MLflow, of a reward server, of an object store."""
+
+    variable: Annotated[str, Field(pattern="^[A-Z_][A-Z0-9_]*$")]
+    """The environment variable that holds it."""
+    file: bool = False
+    """The secret lies in a file, and the variable holds its path."""
+
+
+Phase = Literal["SUCCEEDED", "FAILED", "ABORTED", "TIMED_OUT"]
+
+
+class NotificationsConfig(Strict):
+    """Who hears of the end of a run that a launch plan started."""
+
+    email: list[str] = []
+    slack: list[str] = []
+    """Addresses of Slack channels."""
+    phases: Annotated[list[Phase], Field(min_length=1)] = ["FAILED", "TIMED_OUT", "SUCCEEDED"]
+
+
 class DeploymentConfig(Strict):
     """All settings of a deployment."""
 
@@ -157,6 +215,17 @@ class DeploymentConfig(Strict):
     """Registry of the CPU image (tasks/images.py), which Flyte then builds when you register; default: no image is built."""
     hub_secret: HubSecretConfig | None = None
     """The token for gated base models and LoRA; the tasks that download them get it as ``HF_TOKEN``."""
+    secrets: list[SecretConfig] = []
+    env: dict[str, str] = {}
+    """Environment variables of every pod; no secrets."""
+    labels: dict[str, str] = {}
+    """Labels of every pod."""
+    service_account: str | None = None
+    image_pull_secrets: list[str] = []
+    priority_class: str | None = None
+    accelerator_label: str = "k8s.amazonaws.com/accelerator"
+    """The label that nodes carry their kind of GPU in, as Flyte's own configuration has it (``gpu-device-node-label``)."""
+    notifications: NotificationsConfig = NotificationsConfig()
     light: PodConfig = PodConfig()
     """Bookkeeping: prompts, tracking, advantages, the gate, the registry."""
     downloader: DownloaderConfig = DownloaderConfig()
@@ -188,7 +257,7 @@ def pod_environment(deployment: DeploymentConfig) -> dict[str, str]:
 
     Every pod gets all of it, because a dynamic compiles its tasks, with their images and GPUs, in its own pod.
     """
-    return {FILE: deployment.model_dump_json(exclude_defaults=True)}
+    return {**deployment.env, FILE: deployment.model_dump_json(exclude_defaults=True)}
 
 
 def _named(file_or_text: str) -> str:

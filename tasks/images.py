@@ -17,7 +17,7 @@ def cpu_image(registry: str) -> ImageSpec:
         registry=registry,
         base_image="python:3.11.14-slim-bookworm",
         python_exec="/usr/local/bin/python",
-        apt_packages=["tesseract-ocr"],
+        apt_packages=["tesseract-ocr", "wget"],
         requirements="containers/uv.txt",
         copy=["pyproject.toml", "constraints.txt", "README.md", "LICENSE", "ebbflow", "tasks", "workflows"],
         commands=["cd /root && uv pip install --torch-backend cpu --constraints constraints.txt --editable ."],

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 from flytekit import PodTemplate, Resources, Secret
 from flytekit.core.resources import pod_spec_from_resources
 from flytekit.extras.accelerators import GPUAccelerator
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
-from kubernetes.client import V1Container, V1PodSpec
+from kubernetes.client import V1Container, V1LocalObjectReference, V1PodSpec, V1Toleration
 
-from tasks.deployment import PodConfig, RayWorkersConfig, pod_environment, read_deployment
+from tasks.deployment import NodesConfig, PodConfig, RayWorkersConfig, SecretConfig, pod_environment, read_deployment
 from tasks.elastic import GracefulElastic
 from tasks.images import cpu_image
 
@@ -25,11 +26,11 @@ def light() -> dict[str, Any]:
 
 def downloader() -> dict[str, Any]:
     """Downloads a base model; a secret that the deployment names is in ``HF_TOKEN``."""
-    secret = DEPLOYMENT.hub_secret
+    arguments, secret = _task(DEPLOYMENT.downloader), DEPLOYMENT.hub_secret
     if secret is None:
-        return _task(DEPLOYMENT.downloader)
+        return arguments
     token = Secret(group=secret.group, key=secret.key, mount_requirement=Secret.MountType.ENV_VAR, env_var="HF_TOKEN")
-    return _task(DEPLOYMENT.downloader) | {"secret_requests": [token]}
+    return arguments | {"secret_requests": [*arguments["secret_requests"], token]}
 
 
 def scorer() -> dict[str, Any]:
@@ -71,16 +72,34 @@ def ray_cluster() -> dict[str, Any]:
         head_node_config=HeadNodeConfig(ray_start_params={"num-cpus": "0"}),
         worker_node_config=[_ray_workers(group) for group in cluster.workers],
         shutdown_after_job_finishes=True,
+        ttl_seconds_after_finished=cluster.keep_seconds,
     )
     return {"task_config": config} | _task(cluster)
 
 
 def _ray_workers(group: RayWorkersConfig) -> WorkerNodeConfig:
+    """A group of workers. Flyte looks at the head's GPUs alone, so that the kind of GPU is selected here."""
     resources = _resources(group)
     pod = pod_spec_from_resources("ray-worker", resources, resources)
     pod.containers[0].image = group.image
-    count = group.replicas
-    return WorkerNodeConfig(group.name, count, count, count, pod_template=PodTemplate(pod_spec=pod))
+    nodes, accelerator = _nodes(group), DEPLOYMENT.ray_cluster.accelerator
+    if accelerator and group.gpus:
+        label = DEPLOYMENT.accelerator_label
+        nodes["node_selector"] = {**(nodes["node_selector"] or {}), label: accelerator}
+        nodes["tolerations"] = [*(nodes["tolerations"] or []), V1Toleration(key=label, operator="Equal", value=accelerator)]
+    for name, value in nodes.items():
+        setattr(pod, name, value)
+    count, template = group.replicas, PodTemplate(pod_spec=pod, labels=DEPLOYMENT.labels or None)
+    return WorkerNodeConfig(group.name, count, count, count, pod_template=template)
+
+
+def _nodes(pod: NodesConfig) -> dict[str, Any]:
+    """Which nodes a pod may run on, as Kubernetes' client names it; what is left out is None, which no template has."""
+    return {
+        "node_selector": pod.node_selector or None,
+        "tolerations": [V1Toleration(**toleration.model_dump()) for toleration in pod.tolerations] or None,
+        "affinity": pod.affinity,
+    }
 
 
 def _task(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
@@ -89,18 +108,32 @@ def _task(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
     The pod template is new for every task, because Flyte may write into it, and has no resources: the task's replace them.
     """
     resources = _resources(pod, processes)
-    template = V1PodSpec(containers=[V1Container(name="primary")], termination_grace_period_seconds=pod.grace_period)
+    template = V1PodSpec(
+        containers=[V1Container(name="primary")],
+        termination_grace_period_seconds=pod.grace_period,
+        service_account_name=DEPLOYMENT.service_account,
+        image_pull_secrets=[V1LocalObjectReference(name=name) for name in DEPLOYMENT.image_pull_secrets] or None,
+        priority_class_name=DEPLOYMENT.priority_class,
+        **_nodes(pod),
+    )
     return {
         "container_image": pod.image or (cpu_image(registry) if (registry := DEPLOYMENT.image_registry) else None),
         "requests": resources,
         "limits": resources,
         "accelerator": GPUAccelerator(pod.accelerator) if pod.accelerator else None,
         "shared_memory": pod.shared_memory,
-        "pod_template": PodTemplate(pod_spec=template),
+        "pod_template": PodTemplate(pod_spec=template, labels=DEPLOYMENT.labels or None),
         "interruptible": pod.interruptible,
         "retries": pod.retries,
+        "timeout": timedelta(hours=pod.max_hours or 0),
+        "secret_requests": [_secret(secret) for secret in DEPLOYMENT.secrets],
         "environment": pod_environment(DEPLOYMENT),
     }
+
+
+def _secret(secret: SecretConfig) -> Secret:
+    mount = Secret.MountType.FILE if secret.file else Secret.MountType.ENV_VAR
+    return Secret(group=secret.group, key=secret.key, mount_requirement=mount, env_var=secret.variable)
 
 
 def _resources(pod: PodConfig | RayWorkersConfig, processes: int = 1) -> Resources:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flytekit import CronSchedule, LaunchPlan
+from flytekit import CronSchedule, Email, LaunchPlan, Slack
+from flytekit.core.notification import Notification
+from flytekit.models.core.execution import WorkflowExecutionPhase
 
 from ebbflow.recipe import Recipe, load_recipe
+from tasks.resources import DEPLOYMENT
 from workflows.post_training import post_train
 
 APPROVAL_HOURS = 72.0
@@ -24,13 +27,27 @@ def _recipe() -> Recipe:
     return recipe.model_copy(update={"promotion": promotion})
 
 
+def _notifications() -> list[Notification]:
+    """What the deployment says of who hears of the end of a run."""
+    config = DEPLOYMENT.notifications
+    phases = [getattr(WorkflowExecutionPhase, phase) for phase in config.phases]
+    kinds = ((Email, config.email), (Slack, config.slack))
+    return [kind(phases=phases, recipients_email=addresses) for kind, addresses in kinds if addresses]
+
+
 nightly = LaunchPlan.get_or_create(
     name="workflows.launch_plans.nightly",
     workflow=post_train,
     fixed_inputs={"recipe": _recipe()},
     schedule=CronSchedule(schedule="0 2 * * *"),  # UTC
+    notifications=_notifications(),
 )
 """Every night, once the launch plan is activated."""
 
-manual = LaunchPlan.get_or_create(name="workflows.launch_plans.manual", workflow=post_train, default_inputs={"recipe": _recipe()})
+manual = LaunchPlan.get_or_create(
+    name="workflows.launch_plans.manual",
+    workflow=post_train,
+    default_inputs={"recipe": _recipe()},
+    notifications=_notifications(),
+)
 """On demand. Another recipe may be given; it is used as it is."""

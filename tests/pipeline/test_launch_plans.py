@@ -16,6 +16,7 @@ from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState
 from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.user import FlyteDisapprovalException
+from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.models.dynamic_job import DynamicJobSpec
 from flytekit.models.literals import Literal
 from flytekit.types.directory import FlyteDirectory
@@ -23,6 +24,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import Comparison, Evaluation, GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe, load_recipe
+from tasks.deployment import DeploymentConfig
 from tasks.promote_policy import promote_policy
 from tasks.register_policy import register_policy
 from tasks.request_approval import ApprovalError, request_approval
@@ -81,6 +83,15 @@ def test_every_input_of_every_plan_has_a_value(plans: dict[str, launch_plan_pb2.
     for plan in plans.values():
         assert all(parameter.HasField("default") for parameter in plan.spec.default_inputs.parameters.values())
         assert {*plan.spec.default_inputs.parameters, *plan.spec.fixed_inputs.literals} == {"recipe"}
+
+
+def test_a_plan_notifies_those_whom_the_deployment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"email": ["team@example.com"], "slack": ["channel@example.com"], "phases": ["FAILED"]}
+    monkeypatch.setattr(launch_plans, "DEPLOYMENT", DeploymentConfig.model_validate({"notifications": said}))
+    email, slack = (notification.to_flyte_idl() for notification in launch_plans._notifications())
+    assert list(email.email.recipients_email) == said["email"]
+    assert list(slack.slack.recipients_email) == said["slack"]
+    assert list(email.phases) == list(slack.phases) == [WorkflowExecutionPhase.FAILED]
 
 
 class Started(Exception):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from flyteidl.admin import task_pb2
 from flyteidl.core import tasks_pb2
+from flyteidl.core.security_pb2 import Secret as SecretProto
 from flytekit.configuration import ImageConfig, SerializationSettings
 from flytekit.core.python_auto_container import update_image_spec_copy_handling
 from flytekit.image_spec.default_builder import create_docker_context
@@ -35,7 +36,7 @@ DOCKERFILES = sorted((ROOT / "containers").glob("*.Dockerfile"))
 KINDS = {
     "tasks.choose_candidate.choose_candidate": "light",
     "tasks.compute_advantages.compute_advantages": "light",
-    "tasks.copy_base_model.copy_base_model": "accelerated",
+    "tasks.copy_base_model.copy_base_model": "downloader",
     "tasks.decide_promotion.decide_promotion": "light",
     "tasks.download_base_model.download_base_model": "downloader",
     "tasks.evaluate_champion.evaluate_champion": "accelerated",
@@ -84,6 +85,16 @@ ON_CPUS = {
 GPU_CLUSTER = """
 train_processes: 8
 hub_secret: {group: hub, key: token}
+secrets:
+  - {group: mlflow, key: password, variable: MLFLOW_TRACKING_PASSWORD}
+  - {group: judge, key: token, variable: JUDGE_TOKEN_FILE, file: true}
+env: {HTTPS_PROXY: "http://proxy:3128"}
+labels: {team: post-training}
+service_account: trainer
+image_pull_secrets: [registry]
+priority_class: low
+accelerator_label: gpu/kind
+notifications: {email: [team@example.com], phases: [FAILED]}
 light: {cpu: 3, mem: 5Gi, ephemeral_storage: 7Gi, grace_period: 31, retries: 0}
 downloader: {image: "base:4", cpu: 7, mem: 17Gi, ephemeral_storage: 300Gi}
 scorer: {image: "reward:1", cpu: 6, mem: 24Gi, grace_period: 45, interruptible: true, retries: 5}
@@ -97,6 +108,10 @@ accelerated:
   shared_memory: 16Gi
   grace_period: 240
   retries: 3
+  max_hours: 1.5
+  node_selector: {pool: gpus}
+  tolerations: [{key: nvidia.com/gpu, effect: NoSchedule}]
+  affinity: {nodeAffinity: {preferredDuringSchedulingIgnoredDuringExecution: []}}
 training_group:
   image: trainer:3
   cpu: 5
@@ -117,17 +132,24 @@ ray_cluster:
   interruptible: true
   retries: 6
   workers:
-    - {name: gpus, replicas: 2, cpu: 30, mem: 400Gi, ephemeral_storage: 90Gi, gpus: 8}
+    - {name: gpus, replicas: 2, cpu: 30, mem: 400Gi, ephemeral_storage: 90Gi, gpus: 8, node_selector: {pool: gpus}}
     - {name: rewards, image: "reward:1", cpu: 7, mem: 20Gi}
 """
+EVERYWHERE = [("mlflow", "password", "MLFLOW_TRACKING_PASSWORD"), ("judge", "token", "JUDGE_TOKEN_FILE")]
+"""Secrets that every task gets."""
 ON_GPUS = {
     "light": NOTHING_SPECIAL
-    | {"resources": {"cpu": "3", "memory": "5Gi", "ephemeral-storage": "7Gi"}, "grace_period": 31, "retries": 0},
+    | {
+        "resources": {"cpu": "3", "memory": "5Gi", "ephemeral-storage": "7Gi"},
+        "grace_period": 31,
+        "retries": 0,
+        "secrets": EVERYWHERE,
+    },
     "downloader": NOTHING_SPECIAL
     | {
         "image": "base:4",
         "resources": {"cpu": "7", "memory": "17Gi", "ephemeral-storage": "300Gi"},
-        "secrets": [("hub", "token", "HF_TOKEN")],
+        "secrets": [*EVERYWHERE, ("hub", "token", "HF_TOKEN")],
     },
     "scorer": NOTHING_SPECIAL
     | {
@@ -136,6 +158,7 @@ ON_GPUS = {
         "grace_period": 45,
         "interruptible": True,
         "retries": 5,
+        "secrets": EVERYWHERE,
     },
     "accelerated": {
         "image": "rollout:2",
@@ -145,7 +168,7 @@ ON_GPUS = {
         "grace_period": 240,
         "interruptible": False,
         "retries": 3,
-        "secrets": [],
+        "secrets": EVERYWHERE,
     },
     # Four processes, not the file's eight: EBBFLOW_TRAIN_PROCESSES was set when packaging.
     "training_group": {
@@ -156,7 +179,7 @@ ON_GPUS = {
         "grace_period": 600,
         "interruptible": True,
         "retries": 4,
-        "secrets": [],
+        "secrets": EVERYWHERE,
     },
     "ray_cluster": {
         "image": "rollout:2",
@@ -166,7 +189,7 @@ ON_GPUS = {
         "grace_period": 500,
         "interruptible": True,
         "retries": 6,
-        "secrets": [],
+        "secrets": EVERYWHERE,
     },
 }
 OPERATED = {"tasks.train_online_ray.train_online_ray": "ray"}
@@ -261,6 +284,34 @@ def test_every_pod_reads_the_deployment_that_was_registered(
     assert (read.train_processes, read.training_group.image, read.accelerated.gpus) == (4, "trainer:3", 1)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_what_every_pod_of_a_deployment_has(for_gpus: Tasks, name: str) -> None:
+    template = for_gpus[name]
+    pod, _ = _pod(template)
+    assert (pod["serviceAccountName"], pod["imagePullSecrets"], pod["priorityClassName"]) == (
+        "trainer",
+        [{"name": "registry"}],
+        "low",
+    )
+    assert dict(template.k8s_pod.metadata.labels) == {"team": "post-training"}
+    assert _environment(template)["HTTPS_PROXY"] == "http://proxy:3128"
+    files = {secret.env_var: secret.mount_requirement for secret in template.security_context.secrets}
+    assert files["JUDGE_TOKEN_FILE"] == SecretProto.FILE
+    assert files["MLFLOW_TRACKING_PASSWORD"] == SecretProto.ENV_VAR
+
+
+def test_where_a_pod_may_run_and_for_how_long(for_gpus: Tasks) -> None:
+    template = for_gpus["tasks.train_online.train_online"]
+    pod, _ = _pod(template)
+    assert pod["nodeSelector"] == {"pool": "gpus"}
+    assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert pod["affinity"] == {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    assert template.metadata.timeout.ToSeconds() == 5400
+    light = for_gpus["tasks.start_run.start_run"]
+    assert not {"nodeSelector", "tolerations", "affinity"} & set(_pod(light)[0])
+    assert light.metadata.timeout.ToSeconds() == 0
+
+
 def test_no_two_tasks_share_a_pod_template() -> None:
     # Flyte writes into some of them.
     kinds = (getattr(resources, kind) for kind in set(KINDS.values()))
@@ -274,21 +325,27 @@ def _ray_groups(template: tasks_pb2.TaskTemplate) -> dict[str, dict[str, Any]]:
     assert cluster["headGroupSpec"] == {"rayStartParams": {"num-cpus": "0"}}, "no actor on the head, which is the task's pod"
     groups = {}
     for group in cluster["workerGroupSpec"]:
-        (container,) = group["k8sPod"]["podSpec"]["containers"]
+        pod = group["k8sPod"]["podSpec"]
+        (container,) = pod["containers"]
         assert container.pop("name") == "ray-worker", "Flyte merges by this name"
         assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
         assert container["resources"]["requests"] == container["resources"].pop("limits")
         groups[group["groupName"]] = {"replicas": group["replicas"], **container.pop("resources")["requests"], **container}
+        groups[group["groupName"]] |= {key: pod[key] for key in ("nodeSelector", "tolerations") if key in pod}
     return groups
 
 
 def test_the_workers_of_a_ray_cluster(by_default: Tasks, for_gpus: Tasks) -> None:
     name = "tasks.train_online_ray.train_online_ray"
     assert _ray_groups(by_default[name]) == {"workers": {"replicas": 1, "cpu": "4", "memory": "16Gi"}}
-    gpus = {"cpu": "30", "memory": "400Gi", "ephemeral-storage": "90Gi", "nvidia.com/gpu": "8"}
+    gpus = {"cpu": "30", "memory": "400Gi", "ephemeral-storage": "90Gi", "nvidia.com/gpu": "8"} | {
+        "nodeSelector": {"pool": "gpus", "gpu/kind": "nvidia-h100"},
+        "tolerations": [{"key": "gpu/kind", "operator": "Equal", "value": "nvidia-h100"}],
+    }
     rewards = {"cpu": "7", "memory": "20Gi", "image": "reward:1"}
     assert _ray_groups(for_gpus[name]) == {"gpus": {"replicas": 2, **gpus}, "rewards": {"replicas": 1, **rewards}}
     assert MessageToDict(for_gpus[name].custom)["shutdownAfterJobFinishes"], "else its GPUs stay taken"
+    assert MessageToDict(for_gpus[name].custom)["ttlSecondsAfterFinished"] == 300, "its logs can be read"
 
 
 # --- the deployment file
@@ -347,6 +404,8 @@ def _keys(model: type[BaseModel]) -> set[str]:
         ("ray_cluster: {gpus: 8}", ["ray_cluster.gpus = 8", "less than or equal to 0"]),
         ("ray_cluster: {accelerator: nvidia-h100}", ["needs workers with gpus"]),
         ("ray_cluster: {workers: [{name: Two Words}]}", ["ray_cluster.workers.0.name = 'Two Words'"]),
+        ("ray_cluster: {ephemeral_storage: 9Gi}", ["workers: ephemeral_storage is left out", "head's 9Gi; state theirs"]),
+        ("secrets: [{group: a, key: b, variable: lower}]", ["secrets.0.variable", "match pattern"]),
         ("ray_cluster: {workers: []}", ["ray_cluster.workers", "at least 1"]),
         ("scorer: {interruptible: sometimes}", ["scorer.interruptible = 'sometimes'", "boolean"]),
         ("hub_secret: {group: hub}", ["hub_secret.key", "required"]),
@@ -380,9 +439,12 @@ def test_a_bad_number_of_processes_names_its_variable(number: str) -> None:
 
 
 def _instructions(file: Path) -> list[tuple[str, str]]:
-    """(instruction, the rest of it) of a Dockerfile, with its lines joined and its comments dropped."""
-    lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
-    joined = "\n".join(lines).replace("\\\n", " ").splitlines()
+    """(instruction, the rest of it) of a Dockerfile, with its lines joined, its comments dropped and its arguments at their
+    defaults."""
+    text = "\n".join(line for line in file.read_text().splitlines() if line and not line.startswith("#"))
+    for name, value in re.findall(r'^ARG (\w+)="(.*)"$', text, re.MULTILINE):
+        text = text.replace(f"${name}", value)
+    joined = text.replace("\\\n", " ").splitlines()
     return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in joined)]
 
 
@@ -465,6 +527,30 @@ def test_everything_that_is_installed_is_pinned(file: Path) -> None:
             assert "setuptools" in _pins(ROOT / copied[install.build_constraints])
 
 
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
+def test_an_image_runs_as_any_user_and_writes_into_tmp_alone(file: Path) -> None:
+    instructions = _instructions(file)
+    (user,) = (rest for name, rest in instructions if name == "USER")
+    assert user == "1000"
+    assert ("WORKDIR", "/opt/ebbflow") in instructions
+    assert "/root" not in file.read_text()
+    (variables,) = (rest.split() for name, rest in instructions if name == "ENV" and "HOME" in rest)
+    assert {"HOME=/tmp", "PYTHONPATH=/opt/ebbflow"} <= set(variables)
+
+
+@pytest.mark.parametrize("image", ["base", "reward", "rollout"])
+def test_the_images_of_ray_pods_have_what_its_operator_probes_them_with(image: str) -> None:
+    (install,) = (
+        rest for name, rest in _instructions(ROOT / "containers" / f"{image}.Dockerfile") if name == "RUN" and "apt-get" in rest
+    )
+    assert " wget " in install
+
+
+def test_the_builder_gets_what_the_dockerfiles_copy_and_nothing_else() -> None:
+    sent = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert sent == {source.parts[0] for file in DOCKERFILES for source in _copied(file).values()}
+
+
 def test_the_engine_is_the_one_that_goes_with_its_vllm() -> None:
     pins = _pins(ROOT / "containers" / "vllm-omni.txt")
     assert pins["vllm"] == pins["vllm-omni"]
@@ -473,12 +559,13 @@ def test_the_engine_is_the_one_that_goes_with_its_vllm() -> None:
 def test_flyte_builds_the_cpu_image_from_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     create_docker_context(cpu_image("localhost:30000"), tmp_path)
-    written, base = (tmp_path / "Dockerfile").read_text(), (ROOT / "containers" / "base.Dockerfile").read_text()
+    written = (tmp_path / "Dockerfile").read_text()
+    base = "\n".join(" ".join(instruction) for instruction in _instructions(ROOT / "containers" / "base.Dockerfile"))
     copied = _copied(ROOT / "containers" / "base.Dockerfile")
     assert all((tmp_path / path).exists() for path in copied if not path.startswith("containers/"))
     assert (ROOT / "containers" / "uv.txt").read_text().strip() in (tmp_path / "requirements_uv.txt").read_text()
     assert all(" --torch-backend cpu --constraints constraints.txt " in text for text in (written, base))
-    assert all("tesseract-ocr" in text and "MLFLOW_DISABLE_TELEMETRY=true" in text for text in (written, base))
+    assert all("tesseract-ocr" in text and "wget" in text and "MLFLOW_DISABLE_TELEMETRY=true" in text for text in (written, base))
 
 
 def test_a_pod_knows_the_cpu_image_that_was_built_when_registering() -> None:
