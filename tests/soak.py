@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,9 @@ def inputs(seed: int) -> list[str]:
     environment = os.environ | {SOAK_CASES: str(max(1, count // tests))}
     log = FOLDER / "inputs.txt"
     with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output)
+        # A shell that starts the soak in the background lets its processes ignore SIGINT.
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, preexec_fn=heard)
         try:
             process.wait(float(minutes) * 60 if minutes else None)
         except subprocess.TimeoutExpired:
