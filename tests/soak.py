@@ -117,7 +117,7 @@ def inputs(seed: int) -> list[str]:
     """Run the tests of bad inputs; the lines of pytest that say what failed."""
     count, minutes = int(os.environ.get("EBBFLOW_SOAK_INPUTS", "100000")), os.environ.get("EBBFLOW_SOAK_MINUTES")
     tests = sum(path.read_text().count("\n@cases(") for path in BAD_INPUTS)
-    options = ["--quiet", "--no-header", "--maxfail", "20", "--hypothesis-seed", str(seed), "-p", "no:cacheprovider"]
+    options = ["--no-header", "--maxfail", "20", "--hypothesis-seed", str(seed), "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *map(str, BAD_INPUTS), *options]
     environment = os.environ | {SOAK_CASES: str(max(1, count // tests))}
     log = FOLDER / "inputs.txt"
