@@ -97,17 +97,21 @@ def keys() -> None:
 @click.option("--overwrite", is_flag=True, help="Replace TARGET if it is an unchanged earlier export; nothing else is deleted.")
 @click.option("--allow-code", multiple=True, metavar="MODULE:NAME", help="Code that POLICY may name and you trust.")
 def export(policy: Path, target: Path, base: Path, overwrite: bool, allow_code: tuple[str, ...]) -> None:
-    """Export POLICY, a policy folder, to TARGET, a new or empty folder, as a diffusers pipeline with its LoRA merged."""
+    """Export POLICY, a policy folder, to TARGET, a new or empty folder, as a diffusers pipeline with its LoRA merged.
+
+    The last line of the output is the line of Python that loads it.
+    """
     from ebbflow.models import ModelError  # imports torch
     from ebbflow.storage.artifacts import ArtifactError
-    from ebbflow.training.export import export_pipeline
+    from ebbflow.training.export import export_pipeline, how_to_load_pipeline
     from ebbflow.training.policy_metadata import PolicyError
 
     try:
-        export_pipeline(base, policy, target, overwrite, allow_code)
+        metadata = export_pipeline(base, policy, target, overwrite, allow_code)
     except (ArtifactError, ModelError, PolicyError) as error:
         sys.exit(str(error))
-    click.echo(f"{target}: load it with DiffusionPipeline.from_pretrained")
+    click.echo(f"{target} has the {metadata.model.family} model. To load it in Python:")
+    click.echo(how_to_load_pipeline(target, metadata.model.family))
 
 
 @main.command()

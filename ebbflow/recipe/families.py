@@ -16,6 +16,7 @@ class Family:
         adapter: ``package.module:Class``, an ``ebbflow.models.base.Model``.
         guided: has classifier-free guidance, and so reads negative prompts.
         edits_images: every prompt comes with an image.
+        diffusers: ``DiffusionPipeline.from_pretrained`` loads its folders, and draws with them.
         vllm_omni: ``package.module:NAME`` of its network in vLLM-Omni's environment (``containers/vllm_omni``); None: the engine
             cannot generate with it.
         tiny: ``package.module:name`` of the builders of its tiny models (``ebbflow tiny name``).
@@ -24,12 +25,13 @@ class Family:
     adapter: str
     guided: bool = True
     edits_images: bool = False
+    diffusers: bool = True
     vllm_omni: str | None = None
     tiny: tuple[str, ...] = ()
 
 
 FAMILIES = {
-    "glyph": Family(adapter="ebbflow.models.families.glyph:GlyphModel", guided=False),
+    "glyph": Family(adapter="ebbflow.models.families.glyph:GlyphModel", guided=False, diffusers=False),
     "sd3": Family(
         adapter="ebbflow.models.families.sd3:SD3Model",
         vllm_omni="ebbflow_vllm_omni.networks:SD3",

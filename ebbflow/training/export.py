@@ -6,20 +6,26 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ebbflow.models import load_model
+from ebbflow.recipe.families import FAMILIES
 from ebbflow.storage.artifacts import new_folder, require_replaceable
 from ebbflow.training.policy import ADAPTER, Policy
-from ebbflow.training.policy_metadata import read_policy_metadata, require_allowed_code, require_base
+from ebbflow.training.policy_metadata import PolicyMetadata, read_policy_metadata, require_allowed_code, require_base
 
 
-def export_pipeline(base: Path, folder: Path, target: Path, overwrite: bool = False, allowed_code: Collection[str] = ()) -> None:
+def export_pipeline(
+    base: Path, folder: Path, target: Path, overwrite: bool = False, allowed_code: Collection[str] = ()
+) -> PolicyMetadata:
     """Write the base model with the weights of a policy folder to ``target``: float32, in shards, committed; LoRA is merged in.
 
-    ``DiffusionPipeline.from_pretrained(target)`` loads it. The adapters alone need no export: a pipeline's
-    ``load_lora_weights`` reads the policy folder itself.
+    ``how_to_load_pipeline`` says what loads it. The adapters alone need no export: a pipeline's ``load_lora_weights`` reads the
+    policy folder itself.
 
     Args:
         overwrite: whether ``target`` may be a committed folder that nobody has changed, which is then replaced.
         allowed_code: see ``require_allowed_code``.
+
+    Returns:
+        The policy's metadata.
 
     Raises:
         ArtifactError: a folder is not what was committed, or ``target`` holds something.
@@ -38,3 +44,17 @@ def export_pipeline(base: Path, folder: Path, target: Path, overwrite: bool = Fa
         model.transformer.unload_lora()
     with new_folder(target, overwrite) as unfinished:
         model.save(unfinished)
+    return metadata
+
+
+def how_to_load_pipeline(folder: Path, family: str) -> str:
+    """A line of Python that loads an exported pipeline of a family, which Ebbflow ships or a user has written.
+
+    diffusers loads what has all parts of its pipeline. The glyph model has no VAE, and of a user's family nothing is known.
+    """
+    if family in FAMILIES and FAMILIES[family].diffusers:
+        return f"from diffusers import DiffusionPipeline; pipeline = DiffusionPipeline.from_pretrained({str(folder)!r})"
+    config = "" if family in FAMILIES else f", ModelConfig(family={family!r}, path={str(folder)!r})"
+    imports = "from pathlib import Path; from ebbflow.models import load_model"
+    imports += "; from ebbflow.recipe.model import ModelConfig" if config else ""
+    return f"{imports}; model = load_model(Path({str(folder)!r}){config})"
