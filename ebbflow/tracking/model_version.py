@@ -34,6 +34,8 @@ MAX_STORED_BASE = 2**30
 """Bytes up to which a base model is stored with its version; larger ones are only referenced, or they would fill the store."""
 REQUIREMENTS = ("diffusers", "peft", "pillow", "safetensors", "torch", "transformers")
 """What serving imports besides Ebbflow, pinned to the installed versions. MLflow would load the model to find out."""
+OUTPUTS = {"image": "binary", "error": "string", "warning": "string"}
+"""Columns of a prediction: a PNG, or why there is none, and what to know of the picture."""
 SIGNATURE = ModelSignature(
     inputs=Schema(
         [
@@ -43,7 +45,7 @@ SIGNATURE = ModelSignature(
             ColSpec("binary", "image", required=False),
         ]
     ),
-    outputs=Schema([ColSpec("binary", "image")]),
+    outputs=Schema([ColSpec(kind, name, required=False) for name, kind in OUTPUTS.items()]),
 )
 
 

@@ -5,13 +5,17 @@ The model's data folder has ``policy/`` and, unless the base model is only refer
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Hashable
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pandas as pd
 
+from ebbflow.data.images import ImageError, condition_image
 from ebbflow.data.prompts import Prompt
+from ebbflow.recipe.secrets import redact
 from ebbflow.tracking.store import TrackingError
 
 
@@ -20,27 +24,58 @@ class ServedPolicy:
 
     def __init__(self, base: Path, policy: Path) -> None:
         self.base, self.policy = base, policy
+        self._one_at_a_time = Lock()  # a server may call from several threads, and there is one model
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        """One PNG per row of ``prompt`` and, optionally, ``negative_prompt``, ``seed`` (default 0) and ``image`` to edit."""
-        from ebbflow.evaluation.serve import generate_images
+        """Columns ``image``, a PNG, ``error``, why there is none, and ``warning``, a row per row of the input.
+
+        Args:
+            model_input: ``prompt`` and, optionally, ``negative_prompt``, ``seed`` (default 0) and ``image`` to edit. A row that
+                cannot be drawn gets an error, and the others their images.
+        """
+        from ebbflow.evaluation.serve import Drawn, generate_images
 
         rows = model_input.astype(object).where(model_input.notna(), None).to_dict("records")
-        images = generate_images(
-            self.base, self.policy, [_prompt(row) for row in rows], [int(row.get("seed") or 0) for row in rows]
-        )
-        return pd.DataFrame({"image": images})
+        requests: dict[int, tuple[Prompt, int]] = {}
+        drawn = {}
+        for index, row in enumerate(rows):
+            try:
+                requests[index] = _request(row)
+            except ValueError as error:
+                drawn[index] = Drawn(error=str(error))
+        prompts, seeds = [prompt for prompt, _ in requests.values()], [seed for _, seed in requests.values()]
+        with self._one_at_a_time:
+            drawn |= dict(zip(requests, generate_images(self.base, self.policy, prompts, seeds), strict=True))
+        return pd.DataFrame([drawn[index] for index in range(len(rows))], columns=list(Drawn._fields), dtype=object)
 
 
-def _prompt(row: dict[Hashable, Any]) -> Prompt:
-    """A row as an entry of a prompt table."""
-    negative, image = row.get("negative_prompt") or "", row.get("image")
-    return Prompt(0, str(row["prompt"]), str(negative), None, source="", split="", metadata="{}", image=image)
+def _request(row: dict[Hashable, Any]) -> tuple[Prompt, int]:
+    """A row as an entry of a prompt table, and its seed.
+
+    Raises:
+        ValueError: a value of it cannot be used.
+    """
+    prompt, negative, seed, image = (row.get(name) for name in ("prompt", "negative_prompt", "seed", "image"))
+    if prompt is None:
+        raise ValueError("the row has no prompt; give it one")
+    if (seed := int(seed or 0)) < 0:
+        raise ValueError(f"seed = {seed}: give 0 or more")
+    if not isinstance(image, bytes | None):
+        raise ValueError("image is no bytes; give the content of an image file")
+    try:
+        edited = None if image is None else condition_image(image, Path())
+    except ImageError as error:
+        raise ValueError(f"image {error}") from None
+    return Prompt(0, str(prompt), str(negative or ""), None, source="", split="", metadata="{}", image=edited), seed
 
 
 def _load_pyfunc(data_path: str) -> ServedPolicy:
-    """MLflow's entry point."""
-    return ServedPolicy(base_folder(Path(data_path)), Path(data_path) / "policy")
+    """MLflow's entry point. The model is loaded now: a server's first request would run into its time limit."""
+    from ebbflow.evaluation.serve import load_served
+
+    base, policy = base_folder(Path(data_path)), Path(data_path) / "policy"
+    load_served(base, policy)
+    return ServedPolicy(base, policy)
 
 
 def base_folder(data: Path) -> Path:
@@ -61,3 +96,15 @@ def base_folder(data: Path) -> Path:
             f"{data} was registered without its base model; put the one that {policy / 'policy.json'} names into {base}"
         )
     return cached_base(model)
+
+
+def how_to_load(tracking_uri: str, model_name: str, version: str) -> str:
+    """A line of Python that loads a registered version. It names the store, as MLflow's default is another than a run's."""
+    store = f"mlflow.set_tracking_uri({redact(tracking_uri)!r})"
+    return f"import mlflow; {store}; model = mlflow.pyfunc.load_model('models:/{model_name}/{version}')"
+
+
+def how_to_draw(tracking_uri: str, model_name: str, version: str, prompt: str) -> str:
+    """A line of shell that draws a prompt with a registered version."""
+    store = f"MLFLOW_TRACKING_URI={shlex.quote(redact(tracking_uri))}"
+    return f"{store} ebbflow draw {shlex.quote(f'{model_name}/{version}')} {shlex.quote(prompt)}"

@@ -137,7 +137,10 @@ def test_code_that_the_user_names_runs(
     with pytest.raises(PolicyError, match="names code to run"):
         generate_images(base, tmp_path / "policy", make_prompts(1), [0])
     monkeypatch.setenv(ALLOW_CODE, f"another.module,{allowed}")
-    assert generate_images(base, tmp_path / "policy", make_prompts(1), [0])
+    for given in ((), (allowed,)):
+        (drawn,) = generate_images(base, tmp_path / "policy", make_prompts(1), [0], given)
+        assert drawn.image
+        monkeypatch.delenv(ALLOW_CODE, raising=False)
     export_pipeline(base, tmp_path / "policy", tmp_path / "exported", allowed_code=[allowed])
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
-import types
 import uuid
 from pathlib import Path
 from typing import Any
 
 import mlflow.pyfunc
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -17,8 +16,10 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model
 
+from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import Comparison, GateDecision, TrackedRun
+from ebbflow.evaluation import serve
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import PolicyConfig
@@ -319,22 +320,23 @@ def test_a_damaged_policy_gets_no_new_commit(recipe: Recipe, name: str, base_fol
 def test_the_registered_model_renders_with_seeds(
     recipe: Recipe, name: str, policy: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list[int]) -> list[bytes]:
+    def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list[int]) -> list[serve.Drawn]:
         assert (base / "model_index.json").is_file()
         assert (policy / "policy.json").is_file()
-        return [f"{p.prompt}/{p.negative_prompt}/{p.image!r}/{seed}".encode() for p, seed in zip(prompts, seeds, strict=True)]
+        texts = [f"{p.prompt}/{p.negative_prompt}/{p.image == png}/{seed}" for p, seed in zip(prompts, seeds, strict=True)]
+        return [serve.Drawn(text.encode()) for text in texts]
 
-    serve = types.ModuleType("ebbflow.evaluation.serve")
-    serve.generate_images = generate_images  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ebbflow.evaluation.serve", serve)
+    (png,) = encode_png(np.zeros((1, 8, 8, 3), np.uint8))
+    monkeypatch.setattr(serve, "generate_images", generate_images)
+    monkeypatch.setattr(serve, "load_served", lambda base, policy: None)
     tracked = new_run(recipe)
     crown(tracked, policy, base, {}, model_name=name, expected_champion=None)
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
     model = mlflow.pyfunc.load_model(str(download_champion(champion, tmp_path / "champion").parents[1]))
-    rows = pd.DataFrame({"prompt": ["AB", "CD"], "seed": [5, 6], "negative_prompt": ["dull", None], "image": [b"png", None]})
-    assert model.predict(rows)["image"].tolist() == [b"AB/dull/b'png'/5", b"CD//None/6"]
-    assert model.predict(pd.DataFrame({"prompt": ["AB"]}))["image"].tolist() == [b"AB//None/0"]
+    rows = pd.DataFrame({"prompt": ["AB", "CD"], "seed": [5, 6], "negative_prompt": ["dull", None], "image": [png, None]})
+    assert model.predict(rows)["image"].tolist() == [b"AB/dull/True/5", b"CD//False/6"]
+    assert model.predict(pd.DataFrame({"prompt": ["AB"]}))["image"].tolist() == [b"AB//False/0"]
 
 
 def test_a_large_base_model_is_only_referred_to(

@@ -9,6 +9,7 @@ shift and scale of a VAE. ``diffusers.StableDiffusion3Pipeline.from_pretrained``
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar as silence_transform
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.folder import INDEX, reading
+from ebbflow.recipe.base import short
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig, Precision
 
@@ -130,6 +132,15 @@ class GlyphModel:
             raise ModelError(f"this glyph model draws {limit - 2} letters at most and was asked for {too_long[0]!r}")
         output = self.text_encoder(input_ids=torch.tensor(tokens, device=self.text_encoder.device))
         return Conditioning({"embeds": output.last_hidden_state, "pooled": output.text_embeds})
+
+    def outside_training(self, prompt: Prompt) -> str | None:
+        """How a prompt differs from what the model was trained on, strings of ``letters`` capitals, and what it reads in it."""
+        letters = self.tokenizer.model_max_length - 2
+        asked = re.sub(r'["\s]', "", prompt.prompt)
+        read = re.sub("[^A-Za-z]", "", asked).upper()
+        if asked == read and len(read) == letters:
+            return None
+        return f"it was trained on {letters} capital letters A-Z and reads {read!r} in {short(prompt.prompt)}"
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """As ``ebbflow.models.base.Model.velocity``."""
