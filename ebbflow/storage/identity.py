@@ -91,16 +91,19 @@ def _folder_state(folder: Path) -> Any:
     return [[path.relative_to(folder).as_posix(), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
-def _package_state(module: str) -> Any:
-    """The sources of the package, or of the one file, that a module belongs to."""
+def package_roots(module: str) -> list[Path]:
+    """The folders of the package, or the one file, that a module belongs to; none if it is not installed here."""
     try:
         spec = find_spec(module.partition(".")[0])
     except ValueError:  # a module without a file, such as __main__
         spec = None
-    if spec is None:
-        return None
-    roots = [Path(root) for root in spec.submodule_search_locations or [spec.origin or ""]]
-    return [source for root in roots for source in _sources(root)]
+    return [Path(root) for root in spec.submodule_search_locations or [spec.origin or ""]] if spec else []
+
+
+def _package_state(module: str) -> Any:
+    """The sources of the package, or of the one file, that a module belongs to."""
+    roots = package_roots(module)
+    return [source for root in roots for source in _sources(root)] if roots else None
 
 
 def _digest(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -19,8 +20,11 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, Schema
 
 from ebbflow.data.records import TrackedRun
+from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.model import ModelConfig
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder
 from ebbflow.storage.disk import sha256_of
+from ebbflow.storage.identity import SOURCE_SUFFIXES, package_roots
 from ebbflow.tracking.store import RUN, TrackingError, uploading
 from ebbflow.training.policy_metadata import METADATA, STATISTICS, read_policy_metadata
 
@@ -28,12 +32,19 @@ EVIDENCE = "evidence"
 """The folder of a version that holds what the gate decided from (``ebbflow.tracking.evidence``)."""
 POLICY_DIGEST, MODEL_FILES_DIGEST, BASE_STORED = "ebbflow.policy_digest", "ebbflow.model_files_digest", "ebbflow.base_stored"
 """Tags: the digests of the version's policy folder and of MLflow's own files, and whether the base model is stored with it."""
+BYTECODE = "__pycache__"
 REGISTERED_MODEL_META = "registered_model_meta"
 """The file that MLflow may add when it downloads a version."""
 MAX_STORED_BASE = 2**30
 """Bytes up to which a base model is stored with its version; larger ones are only referenced, or they would fill the store."""
-REQUIREMENTS = ("diffusers", "peft", "pillow", "safetensors", "torch", "transformers")
-"""What serving imports besides Ebbflow, pinned to the installed versions. MLflow would load the model to find out."""
+LIBRARY = Path(__file__).parents[1]
+CODE = "code"
+"""The folder of a version that has Ebbflow's sources, and those of a user's own model family. MLflow puts it on Python's path."""
+REQUIREMENTS = (
+    *("accelerate", "diffusers", "huggingface-hub", "numpy", "pandas", "peft", "pillow", "pyarrow", "pydantic", "pydantic-core"),
+    *("pyyaml", "safetensors", "tokenizers", "torch", "tqdm", "transformers"),
+)
+"""What serving imports besides the sources. MLflow, which it adds itself, would load the model to find out."""
 OUTPUTS = {"image": "binary", "error": "string", "warning": "string"}
 """Columns of a prediction: a PNG, or why there is none, and what to know of the picture."""
 SIGNATURE = ModelSignature(
@@ -47,6 +58,9 @@ SIGNATURE = ModelSignature(
     ),
     outputs=Schema([ColSpec(kind, name, required=False) for name, kind in OUTPUTS.items()]),
 )
+
+
+logger = logging.getLogger(__name__)
 
 
 class RegistryError(TrackingError):
@@ -122,9 +136,19 @@ def folder_bytes(folder: Path) -> int:
 
 
 def model_files_digest(model: Path) -> str:
-    """sha256 over MLflow's own files of a model, which name the module that loads it and the packages to install."""
-    files = {path.name: sha256_of(path) for path in model.iterdir() if path.is_file() and path.name != REGISTERED_MODEL_META}
+    """sha256 over MLflow's own files of a model, which name the module that loads it and the packages to install, and its code.
+
+    Bytecode is left out: Python writes it beside sources that it imports from a store on this machine.
+    """
+    own = [path for path in model.iterdir() if path.is_file() and path.name != REGISTERED_MODEL_META]
+    code = [path for path in (model / CODE).rglob("*") if path.is_file() and path.parent.name != BYTECODE]
+    files = {path.relative_to(model).as_posix(): sha256_of(path) for path in [*own, *code]}
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def requirements() -> list[str]:
+    """The installed versions of what serving imports, without a local part: ``2.13.0+cpu`` is on no package index but torch's."""
+    return [f"{package}=={installed(package).partition('+')[0]}" for package in REQUIREMENTS]
 
 
 def _create_logged_model(client: MlflowClient, tracked: TrackedRun, name: str, tags: dict[str, str]) -> LoggedModel:
@@ -149,10 +173,11 @@ def _upload(
             str(saved),
             loader_module="ebbflow.tracking.serving",
             data_path=str(data),
+            code_paths=_collect_code(Path(folder) / CODE, read_policy_metadata(policy).model),
             mlflow_model=Model(artifact_path=location, run_id=tracked.run_id, model_uuid=model_id, model_id=model_id),
             signature=SIGNATURE,
             input_example=pd.DataFrame({"prompt": ['"EBBS"'], "seed": [0]}),
-            pip_requirements=[f"{package}=={installed(package)}" for package in REQUIREMENTS],
+            pip_requirements=requirements(),
         )
         if evidence:
             shutil.copytree(evidence, saved / EVIDENCE)
@@ -173,3 +198,25 @@ def _collect_data(data: Path, policy: Path, base: Path | None) -> Path:
     if base is not None and folder_bytes(base) <= MAX_STORED_BASE:
         (data / "base").symlink_to(base.resolve(strict=True), target_is_directory=True)
     return data
+
+
+def _collect_code(folder: Path, model: ModelConfig) -> list[str]:
+    """The sources of Ebbflow, and of the package of a user's own family, as links below ``folder``; its entries."""
+    roots = [LIBRARY]
+    if model.family not in FAMILIES:
+        module = model.family.partition(":")[0]
+        roots += (found := package_roots(module))
+        if not found:
+            logger.warning("the version lacks %s, which is not installed here: whatever serves it must have it", module)
+    for root in roots:
+        _link_sources(root, folder / root.name)
+    return [str(path) for path in sorted(folder.iterdir())]
+
+
+def _link_sources(root: Path, target: Path) -> None:
+    """Links to the sources at ``root``, a folder or a file. What else lies in a user's package may be large, or secret."""
+    for path in [root] if root.is_file() else root.rglob("*"):
+        if path.suffix in SOURCE_SUFFIXES and path.is_file():
+            link = target / path.relative_to(root)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path.resolve())

@@ -45,6 +45,7 @@ def test_one_that_the_gate_refused_verifies_as_challenger(make_version: Callable
 TAMPERED_FILES: dict[str, tuple[str, str]] = {
     "model": ("MLmodel", "model files"),
     "packages": ("requirements.txt", "model files"),
+    "sources": ("code/ebbflow/tracking/serving.py", "model files"),
     "policy": ("data/ebbflow/policy/weights.safetensors", "policy"),
     "policy metadata": ("data/ebbflow/policy/policy.json", "policy"),
     "base": ("data/ebbflow/base/weights.safetensors", "base model"),
