@@ -304,6 +304,53 @@ def label(
         sys.exit(str(error))
 
 
+@main.command()
+@click.argument("model")
+@click.argument("prompts", nargs=-1, required=True, metavar="PROMPT...")
+@click.option(
+    "--out", default="drawn", show_default=True, type=click.Path(path_type=Path), help="Folder; nothing is overwritten."
+)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**62), help="Of the noise.")
+@click.option(
+    "--samples", default=1, show_default=True, type=click.IntRange(min=1), help="Of each prompt, with successive seeds."
+)
+@click.option("--image", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The image to edit.")
+@click.option("--base", type=click.Path(exists=True, path_type=Path), help="Folder of the base model, where it is not found.")
+@click.option("--allow-code", multiple=True, metavar="MODULE:NAME", help="Code that MODEL may name and you trust.")
+@STORE
+def draw(
+    model: str,
+    prompts: tuple[str, ...],
+    out: Path,
+    seed: int,
+    samples: int,
+    image: Path | None,
+    base: Path | None,
+    allow_code: tuple[str, ...],
+    recipe: Path | None,
+) -> None:
+    """Draw each PROMPT with MODEL into PNG files (docs/serving.md).
+
+    MODEL is a registered model, which means its champion, MODEL@ALIAS, MODEL/3, or a policy folder.
+    """
+    from ebbflow.tracking import drawing  # imports torch
+    from ebbflow.tracking.store import resolve_tracking_uri
+
+    seeds = range(seed, seed + samples)
+    try:
+        uri = resolve_tracking_uri(load_recipe(recipe) if recipe else Recipe())
+        drawn = drawing.draw(uri, model, prompts, out, seeds, base=base, image=image, allowed_code=allow_code)
+        pictures = list(drawn)  # files appear meanwhile; lines would break the progress bar
+    except (RecipeError, *drawing.ERRORS) as error:
+        sys.exit(str(error))
+    for picture in pictures:
+        click.echo(picture.path or f"{picture.prompt}: not drawn", err=picture.path is None)
+        if picture.problem:
+            click.echo(f"  {picture.problem}", err=True)
+    if failed := sum(picture.path is None for picture in pictures):
+        sys.exit(f"{failed} of {len(pictures)} pictures could not be drawn")
+
+
 def _table(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) -> None:
     """Print aligned lines: name, remarks, description."""
     click.secho(title, bold=True)

@@ -24,11 +24,12 @@ from ebbflow.data.records import Champion, GateDecision, Registration, TrackedRu
 from ebbflow.recipe.secrets import redact
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.disk import safe_join
-from ebbflow.tracking.model_version import RegistryError, create_version, find_version, link_to_run
+from ebbflow.tracking.model_version import BASE_STORED, RegistryError, create_version, find_version, link_to_run
 from ebbflow.tracking.registry_lock import CHAMPION, registry_lock, version_by_alias
 from ebbflow.tracking.store import DIGEST, EXECUTION, RUN, TrackingError, connect, sqlite_file
 from ebbflow.training.policy_metadata import METADATA
 
+BASE_DIGEST = "ebbflow.base_digest"
 CHALLENGER, PREVIOUS = "challenger", "previous"
 REPLACES, ROLLED_BACK = "ebbflow.replaces", "ebbflow.rolled_back"
 COMPARED_WITH, NO_CHAMPION, DECISION = "ebbflow.compared_with", "no champion", "ebbflow.decision"
@@ -150,7 +151,7 @@ def find_champion(tracking_uri: str, model_name: str) -> Champion | None:
         version=str(version.version),
         run_id=version.tags.get(RUN, version.run_id or ""),
         recipe_digest=version.tags.get(DIGEST, ""),
-        base_digest=version.tags.get("ebbflow.base_digest", ""),
+        base_digest=version.tags.get(BASE_DIGEST, ""),
     )
 
 
@@ -179,6 +180,17 @@ def named_version(tracking_uri: str, named: str) -> ModelVersion:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 raise
             raise RegistryError(f"there is no version {number!r} of {name!r}; give MODEL@alias or MODEL/version") from error
+
+
+def version_with_base(tracking_uri: str, base_digest: str) -> ModelVersion | None:
+    """A version of any model that was registered with this base model; None if there is none, or no such store."""
+    try:
+        require_store(tracking_uri)
+    except RegistryError:
+        return None
+    with _registry_errors(f"look up base model {base_digest[:12]}", tracking_uri, "Run the command again"):
+        wanted = f"tags.`{BASE_DIGEST}` = '{base_digest}' and tags.`{BASE_STORED}` = 'true'"
+        return next(iter(connect(tracking_uri).search_model_versions(wanted, max_results=1)), None)
 
 
 def download_version(tracking_uri: str, name: str, version: str, into: Path) -> Path:

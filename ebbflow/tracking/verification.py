@@ -33,6 +33,7 @@ from ebbflow.storage.tables import read_table
 from ebbflow.tracking import evidence as stored
 from ebbflow.tracking.model_version import BASE_STORED, EVIDENCE, MODEL_FILES_DIGEST, POLICY_DIGEST, model_files_digest
 from ebbflow.tracking.registry import (
+    BASE_DIGEST,
     COMPARED_WITH,
     DECISION,
     NO_CHAMPION,
@@ -47,7 +48,6 @@ from ebbflow.tracking.serving import base_folder
 from ebbflow.tracking.store import connect
 from ebbflow.training.policy_metadata import named_code, read_policy_metadata
 
-BASE_DIGEST = "ebbflow.base_digest"
 LIBRARY = Path(__file__).parents[1]
 OLDER = "the version was registered before Ebbflow stored it"
 ROUNDING = 1e-9
