@@ -5,6 +5,7 @@ list, and a test reads the list (tests/test_house.py).
 
 - recipe: the config schema of a run
 - timing: wall time by phase
+- formatting: how numbers are written for people
 - logs: logging of the command line and of tasks
 - seeding: random streams that need no saved state
 - compute: threads and deterministic kernels of a process that computes

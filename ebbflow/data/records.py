@@ -53,6 +53,8 @@ class Comparison(Strict):
     high: float
     prompts: int
     """Prompts that both sides scored."""
+    tolerance: float | None = None
+    """How far the mean of a guardrail may fall, on the scale of its scores; None where nothing of the kind is asked."""
 
 
 class GateDecision(Strict):

@@ -2,8 +2,9 @@
 
 1. Coverage: both sides scored all held-out samples.
 2. Target: the confidence interval of the reward's paired difference lies above zero.
-3. Guardrails: no guardrail metric fell by more than the recipe's tolerance, failed on more than the allowed share of the
-   samples of a side, or failed more often on the candidate than on the champion.
+3. Guardrails: no guardrail metric fell by more than its tolerance (a share of the spread of the champion's prompts, unless the
+   recipe states it on the metric's own scale), failed on more than the allowed share of the samples of a side, or failed more
+   often on the candidate than on the champion.
 4. Statistics: every image statistic provably moved by less than its margin (``ebbflow.evaluation.non_inferiority``).
 """
 
@@ -19,7 +20,8 @@ import pyarrow as pa
 from ebbflow.data.records import Comparison, Evaluation, GateDecision
 from ebbflow.data.schema import KEY
 from ebbflow.evaluation.non_inferiority import StatisticFinding, check_statistics
-from ebbflow.evaluation.statistics import compare, held_out_pairs
+from ebbflow.evaluation.statistics import compare, held_out_pairs, prompt_means
+from ebbflow.formatting import signed, significant
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import NO_TARGET
 
@@ -98,8 +100,8 @@ def _coverage(
 
 
 def _target(recipe: Recipe, target: Comparison) -> _Finding:
-    interval = f"{recipe.evaluation.confidence:.0%} interval [{target.low:+.3f}, {target.high:+.3f}]"
-    moved = f"The reward went from {target.champion:.3f} to {target.candidate:.3f} ({target.difference:+.3f})"
+    interval = f"{recipe.evaluation.confidence:.0%} interval [{signed(target.low)}, {signed(target.high)}]"
+    moved = f"The reward went {_change(target)}"
     if target.low > 0:
         return _Finding(True, f"{moved}; its {interval} over {target.prompts} prompts lies above zero.")
     return _Finding(False, f"{moved}; its {interval} over {target.prompts} prompts does not lie above zero: no proven gain.")
@@ -119,9 +121,9 @@ def _guardrails(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> tupl
         elif failures := _failure_reason(recipe, guardrail, candidate, champion):
             findings.append(_Finding(False, f"{failures}; see the column 'failure' of the samples."))
         else:
-            comparison = _compare(recipe, guardrail, candidate, champion)
+            comparison, finding = _guardrail(recipe, guardrail, candidate, champion)
             comparisons.append(comparison)
-            findings.append(_guardrail(comparison, recipe.promotion.guardrail_tolerance))
+            findings.append(finding)
     return comparisons, findings
 
 
@@ -153,12 +155,28 @@ def _has_no_text(metric: str, samples: pa.Table) -> set[tuple[int, int]]:
     return {(row[KEY[0]], row[KEY[1]]) for row in silent if says_so.search(row["failure"] or "")}
 
 
-def _guardrail(guardrail: Comparison, tolerance: float) -> _Finding:
-    passed = guardrail.difference >= -tolerance - ROUNDING
-    change = f"from {guardrail.champion:.3f} to {guardrail.candidate:.3f} ({guardrail.difference:+.3f})"
-    moved = f"Guardrail {guardrail.metric} went {change} over {guardrail.prompts} prompts"
-    relation = "within" if passed else "beyond"
-    return _Finding(passed, f"{moved}, {relation} the allowed fall of {tolerance:.3f}.")
+def _guardrail(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table) -> tuple[Comparison, _Finding]:
+    tolerance, unit = _tolerance(recipe, metric, candidate, champion)
+    guardrail = _compare(recipe, metric, candidate, champion).model_copy(update={"tolerance": tolerance})
+    passed = guardrail.difference >= -tolerance - ROUNDING * max(1.0, tolerance)
+    moved = f"Guardrail {metric} went {_change(guardrail)} over {guardrail.prompts} prompts"
+    return guardrail, _Finding(passed, f"{moved}, {'within' if passed else 'beyond'} the allowed fall of {unit}.")
+
+
+def _tolerance(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table) -> tuple[float, str]:
+    """How far a guardrail may fall on the scale of its scores, and how a reason says so."""
+    rule = recipe.promotion.guardrail_tolerance
+    if (absolute := rule.absolute.get(metric)) is not None:
+        return absolute, significant(absolute)
+    share = rule.standard_deviations.get(metric, rule.default)
+    spread = float(prompt_means(metric, candidate, champion)["champion"].std())
+    if spread <= ROUNDING:
+        return 0.0, "0 (the champion's prompts all score the same; promotion.guardrail_tolerance.absolute can state more)"
+    return share * spread, f"{significant(share * spread)} ({share:g} standard deviations of the champion's prompts)"
+
+
+def _change(one: Comparison) -> str:
+    return f"from {significant(one.champion)} to {significant(one.candidate)} ({signed(one.difference)})"
 
 
 def _statistics(tested: list[StatisticFinding]) -> list[_Finding]:
@@ -166,7 +184,7 @@ def _statistics(tested: list[StatisticFinding]) -> list[_Finding]:
     near = [finding.comparison for finding in tested if finding.passed and finding.comparison]
     findings = [_Finding(False, finding.reason) for finding in tested if not finding.passed]
     if near:
-        moved = ", ".join(f"{one.metric} {one.difference:+.3f}" for one in near)
+        moved = ", ".join(f"{one.metric} {signed(one.difference)}" for one in near)
         findings.append(_Finding(True, f"Statistics of the images within their margins: {moved}."))
     elif not tested:
         findings.append(_Finding(True, "No statistic of the images was measured on either side: ignored."))

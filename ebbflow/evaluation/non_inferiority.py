@@ -17,6 +17,7 @@ import pyarrow as pa
 from ebbflow.data.records import Comparison
 from ebbflow.data.schema import statistic_column
 from ebbflow.evaluation.statistics import compare, held_out_pairs, holm, paired_tail, prompt_means
+from ebbflow.formatting import signed, significant
 from ebbflow.recipe import Recipe
 
 MIN_MARGIN = 0.01
@@ -117,12 +118,12 @@ def _finding(
         seed=recipe.seed,
     ).model_copy(update={"metric": tested.statistic})
     moved = (
-        f"Statistic {tested.statistic} went from {comparison.champion:.3f} to {comparison.candidate:.3f} "
-        f"({comparison.difference:+.3f}) over {comparison.prompts} prompts"
+        f"Statistic {tested.statistic} went from {significant(comparison.champion)} to {significant(comparison.candidate)} "
+        f"({signed(comparison.difference)}) over {comparison.prompts} prompts"
     )
     if not kept:
-        return StatisticFinding(True, f"{moved}, within the margin of {tested.margin:.3f}.", comparison)
+        return StatisticFinding(True, f"{moved}, within the margin of {significant(tested.margin)}.", comparison)
     worst = max(kept, key=lambda one: one.p_value)
     fix = f"look at the samples, or set promotion.margins.{tested.statistic}"
-    reason = f"{moved}: a {worst.change} of {worst.margin:.3f} or more is not ruled out (p = {worst.p_value:.3g}); {fix}"
+    reason = f"{moved}: a {worst.change} of {significant(worst.margin)} or more is not ruled out (p = {worst.p_value:.3g}); {fix}"
     return StatisticFinding(False, f"{reason}.", comparison)

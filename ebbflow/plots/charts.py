@@ -127,8 +127,8 @@ def progress(evaluations: Sequence[Evaluation], metrics: Sequence[str], chosen: 
         return _svg(figure, "Metrics over evaluations")
 
 
-def differences(decision: GateDecision, tolerance: float, metrics: Sequence[str]) -> Markup:
-    """Every comparison of the gate as a point with its interval, against zero and the guardrails' tolerance.
+def differences(decision: GateDecision, metrics: Sequence[str]) -> Markup:
+    """Every comparison of the gate as a point with its interval, against zero and the guardrails' tolerances.
 
     Colours match those of ``metrics`` in ``progress``; ``reward`` is not among them when it equals the first metric.
     """
@@ -136,10 +136,10 @@ def differences(decision: GateDecision, tolerance: float, metrics: Sequence[str]
     comparisons: list[Comparison] = [decision.target, *decision.guardrails]
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure(4.6, 0.75 + 0.42 * len(comparisons))
-        axes.axvspan(-tolerance, 0, color=GRID, alpha=0.55, linewidth=0)
         axes.axvline(0, color=INK, linewidth=1)
         for row, comparison in enumerate(comparisons):
             colour = colours.get(comparison.metric, SERIES[0])
+            axes.barh(row, -(comparison.tolerance or 0.0), height=0.8, color=GRID, linewidth=0)
             axes.plot([comparison.low, comparison.high], [row, row], color=colour, linewidth=3, alpha=0.45)
             axes.plot([comparison.difference], [row], color=colour, marker="o", markersize=6)
         axes.set_yticks(range(len(comparisons)), [label(comparison.metric) for comparison in comparisons])

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from ebbflow.recipe.algorithms import EmaScheduleConfig
-from ebbflow.recipe.base import RecipeError, Strict, explain, iter_leaves, require_no_secrets, require_plain, sanitize
+from ebbflow.recipe.base import (
+    RecipeError,
+    Strict,
+    dotted,
+    explain,
+    iter_leaves,
+    require_no_secrets,
+    require_plain,
+    sanitize,
+    short,
+)
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.paths import OutputText, PathText, StoreText
@@ -28,6 +39,7 @@ NAME, MAX_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", 128
 """Of names that become names of folders and in MLflow."""
 MAX_BYTES, MAX_KEYS = 2**16, 1000
 """Of a recipe file, and of one mapping in it; real ones have some thousand bytes and a few dozen keys."""
+Tolerance = Annotated[float, Field(ge=0)]
 
 
 class PromptsConfig(Strict):
@@ -124,12 +136,38 @@ class MarginsConfig(Strict):
     """Distance between the features of a prompt's samples, as a share, where a reward or guardrail has a network."""
 
 
+class GuardrailToleranceConfig(Strict):
+    """How far the mean of a guardrail may fall below the champion's."""
+
+    default: float = Field(0.05, ge=0)
+    """Of every guardrail that is not named below, in standard deviations of the champion's prompts (Glass's delta)."""
+    standard_deviations: dict[str, Tolerance] = {}
+    """Of single guardrails by name, in the same unit."""
+    absolute: dict[str, Tolerance] = {}
+    """Of single guardrails by name, on the scale of their scores."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_number_fits_no_two_scales(cls, given: Any) -> Any:
+        if isinstance(given, (int, float)):
+            raise ValueError(
+                "one number does not fit the scales of all guardrails; give {default: ...} in standard deviations, or {absolute: "
+                f"{{tesseract: {short(given)}}}}}"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _one_tolerance_each(self) -> GuardrailToleranceConfig:
+        if twice := sorted(self.standard_deviations.keys() & self.absolute.keys()):
+            raise ValueError(f"{', '.join(twice)} has two tolerances; keep one of them")
+        return self
+
+
 class PromotionConfig(Strict):
     """When the best policy of the run becomes champion."""
 
     model_name: str = Field("ebbflow-glyph", pattern=NAME, max_length=MAX_LENGTH)
-    guardrail_tolerance: float = Field(0.02, ge=0)
-    """How far the mean of a guardrail may fall below the champion's."""
+    guardrail_tolerance: GuardrailToleranceConfig = GuardrailToleranceConfig()
     margins: MarginsConfig = MarginsConfig()
     approval: float | None = Field(None, gt=0, le=24 * 365)
     """Hours that a policy which passed the gate waits for a person to approve it; left out, nobody is asked. Nobody in time is a
@@ -189,6 +227,18 @@ class Recipe(Strict):
             raise ValueError(f"{sorted(both)} cannot be trained on and be a guardrail; take it out of 'guardrails'")
         if weighed := [guardrail.column for guardrail in self.guardrails if guardrail.weight != 1]:
             raise ValueError(f"a guardrail has no weight, since it is only watched; take it from {weighed}")
+        return self
+
+    @model_validator(mode="after")
+    def _tolerances_are_of_guardrails(self) -> Recipe:
+        known, tolerance = [guardrail.column for guardrail in self.guardrails], self.promotion.guardrail_tolerance
+        for unit in ("standard_deviations", "absolute"):
+            for name in getattr(tolerance, unit):
+                if name not in known:
+                    nearest = difflib.get_close_matches(name, known, n=1)
+                    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+                    key = dotted(("promotion", "guardrail_tolerance", unit, name))
+                    raise RecipeError(f"{key}: no such guardrail; {hint}It has {', '.join(known) or 'none'}")
         return self
 
     @model_validator(mode="after")

@@ -158,7 +158,7 @@ def _page(inputs: ReportInputs) -> dict[str, Any]:
         "distributed": _distributed(inputs, metrics),
         "statistics": list(dict.fromkeys(name for evaluation, _ in inputs.evaluations for name in evaluation.statistics)),
         "progress": charts.progress(own_evaluations, metrics, inputs.after.label, inputs.champion),
-        "differences": charts.differences(inputs.decision, inputs.recipe.promotion.guardrail_tolerance, metrics),
+        "differences": charts.differences(inputs.decision, metrics),
         "curves": [(record, charts.training(steps)) for record, steps in inputs.stages[-MAX_CURVES:]],
         "times": charts.times(seconds),
         "total_seconds": sum(sum(phases.values()) for phases in seconds.values()),

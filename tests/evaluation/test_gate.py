@@ -12,7 +12,8 @@ from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import NO_TARGET
 
 PROMPTS = 24
-RECIPE = Recipe.model_validate({"evaluation": {"resamples": 500}, "promotion": {"guardrail_tolerance": 0.02}})
+ABSOLUTE = {"guardrail_tolerance": {"absolute": {"tesseract": 0.02, "similarity": 0.02}}}
+RECIPE = Recipe.model_validate({"evaluation": {"resamples": 500}, "promotion": ABSOLUTE})
 
 
 def samples(reward: float, prompts: int = PROMPTS, **guardrails: float | None) -> pa.Table:
@@ -44,8 +45,8 @@ BEFORE = {"tesseract": 0.30, "similarity": 0.80}
         (0.9, {"tesseract": 0.35, "similarity": 0.85}, True, "lies above zero"),
         (0.5, {"tesseract": 0.35, "similarity": 0.85}, False, "does not lie above zero"),
         (0.4, {"tesseract": 0.35, "similarity": 0.85}, False, "does not lie above zero"),
-        (0.9, {"tesseract": 0.28, "similarity": 0.85}, True, "within the allowed fall of 0.020"),
-        (0.9, {"tesseract": 0.27, "similarity": 0.85}, False, "beyond the allowed fall of 0.020"),
+        (0.9, {"tesseract": 0.28, "similarity": 0.85}, True, "within the allowed fall of 0.0200"),
+        (0.9, {"tesseract": 0.27, "similarity": 0.85}, False, "beyond the allowed fall of 0.0200"),
         (0.9, {"tesseract": 0.35, "similarity": 0.70}, False, "Guardrail similarity went from 0.800 to 0.700"),
     ],
 )
@@ -56,6 +57,59 @@ def test_target_and_guardrails_decide(reward: float, guardrails: dict[str, float
     assert len(result.reasons) == 5, "coverage, target, two guardrails and the statistics each give a reason"
     assert sum(reason.startswith(REFUSED) for reason in result.reasons) == (not promote)
     assert {guardrail.metric for guardrail in result.guardrails} == {"tesseract", "similarity"}
+
+
+def spread_samples(reward: float, shift: float, scale: float) -> pa.Table:
+    """A guardrail whose prompts lie around 5 with a standard deviation of exactly ``scale``, moved by ``shift`` of them."""
+    step = scale * ((PROMPTS - 1) / PROMPTS) ** 0.5
+    rows = [
+        row | {"reward": reward, "similarity": 5 * scale + step * (-1) ** index + shift * scale}
+        for index, row in enumerate(samples(reward, similarity=0.0).to_pylist())
+    ]
+    return pa.Table.from_pylist(rows, schema=evaluation_schema(["reward", "similarity"]))
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 1000.0])
+@pytest.mark.parametrize(
+    ("tolerance", "allowed", "fall", "promote"),
+    [
+        ({}, 0.05, 0.049, True),
+        ({}, 0.05, 0.051, False),
+        ({"default": 0.2}, 0.2, 0.19, True),
+        ({"default": 0.2}, 0.2, 0.21, False),
+        ({"default": 0.2, "standard_deviations": {"similarity": 0.1}}, 0.1, 0.11, False),
+        ({"standard_deviations": {"similarity": 0.1}}, 0.1, 0.09, True),
+        ({"standard_deviations": {"tesseract": 0.1}}, 0.05, 0.09, False),
+    ],
+)
+def test_a_guardrail_may_fall_by_a_share_of_its_spread_on_any_scale(
+    tolerance: dict[str, object], allowed: float, fall: float, promote: bool, scale: float
+) -> None:
+    recipe = Recipe.model_validate({"evaluation": {"resamples": 100}, "promotion": {"guardrail_tolerance": tolerance}})
+    sides = spread_samples(0.9, -fall, scale), spread_samples(0.5, 0.0, scale)
+    result = decide(recipe, evaluation("1.1 online"), evaluation("before"), *sides)
+    assert result.promote is promote
+    (guardrail,) = result.guardrails
+    assert guardrail.tolerance == pytest.approx(allowed * scale)
+    assert "standard deviations of the champion's prompts" in " ".join(result.reasons)
+
+
+@pytest.mark.parametrize(("scale", "promote"), [(0.01, True), (1.0, False)])
+def test_an_absolute_tolerance_does_not_know_the_scale(scale: float, promote: bool) -> None:
+    settings = {"evaluation": {"resamples": 100}, "promotion": {"guardrail_tolerance": {"absolute": {"similarity": 0.02}}}}
+    sides = spread_samples(0.9, -0.5, scale), spread_samples(0.5, 0.0, scale)
+    result = decide(Recipe.model_validate(settings), evaluation("1.1 online"), evaluation("before"), *sides)
+    assert result.promote is promote
+    assert result.guardrails[0].tolerance == 0.02
+
+
+@pytest.mark.parametrize(("after", "promote"), [(1.0, True), (0.999, False)])
+def test_prompts_that_do_not_differ_allow_no_fall_and_the_reason_says_so(after: float, promote: bool) -> None:
+    recipe = Recipe.model_validate({"evaluation": {"resamples": 100}})
+    sides = samples(0.9, similarity=after), samples(0.5, similarity=1.0)
+    result = decide(recipe, evaluation("1.1 online"), evaluation("before"), *sides)
+    assert result.promote is promote
+    assert "prompts all score the same; promotion.guardrail_tolerance.absolute can state more" in " ".join(result.reasons)
 
 
 def test_a_guardrail_that_nobody_measured_has_no_say_but_is_mentioned() -> None:

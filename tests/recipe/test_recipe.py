@@ -98,6 +98,24 @@ def test_every_problem_is_named_at_once():
         ({"prompts": {"count": 10, "validation": 4, "held_out": 6}}, "validation + held_out = 10 leaves nothing of count = 10"),
         ({"rewards": [{"name": "ocr"}, {"name": "ocr"}]}, "each reward may be named once"),
         ({"rewards": [{"name": "tesseract"}]}, "['tesseract'] cannot be trained on and be a guardrail"),
+        (
+            {"promotion": {"guardrail_tolerance": 0.02}},
+            "promotion.guardrail_tolerance = 0.02: one number does not fit the scales of all guardrails; give {default: ...} in "
+            "standard deviations, or {absolute: {tesseract: 0.02}}",
+        ),
+        (
+            {"promotion": {"guardrail_tolerance": {"absolute": {"similarty": 0.02}}}},
+            "promotion.guardrail_tolerance.absolute.similarty: no such guardrail; did you mean 'similarity'? It has tesseract, "
+            "similarity",
+        ),
+        (
+            {"promotion": {"guardrail_tolerance": {"standard_deviations": {"similarity": -1}}}},
+            "promotion.guardrail_tolerance.standard_deviations.similarity = -1: Input should be greater than or equal to 0",
+        ),
+        (
+            {"promotion": {"guardrail_tolerance": {"absolute": {"tesseract": 1}, "standard_deviations": {"tesseract": 1}}}},
+            "promotion.guardrail_tolerance: tesseract has two tolerances; keep one of them",
+        ),
         ({"rewards": []}, "rewards"),
         ({"stages": []}, "stages"),
         (
@@ -136,6 +154,10 @@ def test_each_rule_explains_itself(data, explanation):
         {"prompts": {"count": 11, "validation": 4, "held_out": 6}},
         {"prompts": {"source": "prompts.txt", "count": 10, "validation": 4, "held_out": 6}},
         {"rewards": [{"name": "tesseract"}], "guardrails": ["ocr"]},
+        {
+            "guardrails": [{"name": "similarity", "label": "looks"}],
+            "promotion": {"guardrail_tolerance": {"default": 0, "absolute": {"looks": 2}}},
+        },
         one_stage(kind="online", sampler={"name": "cps", "steps": 5}, window={"kind": "fixed", "start": 2, "size": 2}),
         one_stage(kind="online", sampler={"name": "cps", "steps": 2}, window={"kind": "all"}),
         one_stage(kind="offline", prompts=3, shards=3),
@@ -148,7 +170,7 @@ def test_what_keeps_to_the_rules_is_a_recipe(data):
 @pytest.mark.parametrize("number", [".nan", ".inf", "-.inf"])
 @pytest.mark.parametrize(
     "key",
-    ["stop.min_delta", "promotion.guardrail_tolerance", "model.training.lr", "max_failed_share", "evaluation.confidence"],
+    ["stop.min_delta", "promotion.guardrail_tolerance.default", "model.training.lr", "max_failed_share", "evaluation.confidence"],
 )
 def test_numbers_that_are_not_finite_are_refused(key, number):
     data = yaml.safe_load(number)
