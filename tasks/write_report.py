@@ -38,6 +38,7 @@ def write_report(
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.outage import deliver_saved
     from ebbflow.tracking.parent_run import log_results
+    from ebbflow.tracking.run_facts import run_facts
 
     page, numbers = (node_output(run, "report", name) for name in ("report.html", "summary.json"))
     with node_run(run, "report"):
@@ -52,6 +53,12 @@ def write_report(
             registration=registration,
             base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,
             outages=deliver_saved(run),
+            facts=run_facts(run),
+            policy=next(
+                str(one.policy.folder.remote_source or one.policy.folder.path)
+                for one in history
+                if one.evaluation.label == decision.candidate
+            ),
         )
         report.write_report(page, inputs)
         report.write_summary(numbers, inputs)

@@ -36,6 +36,26 @@ def distribution(prompt_ids: np.ndarray, values: np.ndarray) -> Distribution | N
     )
 
 
+def best_of(prompt_ids: np.ndarray, values: np.ndarray, k: int, samples: int) -> float | None:
+    """Expected best of ``k`` samples of a prompt: the mean over all choices of k, then over the prompts with ``samples`` or more.
+
+    The largest of k out of n sorted values is the i-th with probability C(i - 1, k - 1) / C(n, k), as in the estimator of pass@k
+    (Chen et al., 2107.03374).
+
+    Args:
+        prompt_ids: [N], of the samples.
+        values: float64 [N], NaN where the metric failed.
+        samples: at least ``k``; prompts with fewer finite values are left out. None where no prompt has so many.
+    """
+    found = []
+    for _, group in _by_prompt(prompt_ids, values):
+        ordered = np.sort(group.to_numpy())
+        if (count := len(ordered)) >= samples:
+            chances = [math.comb(rank, k - 1) / math.comb(count, k) for rank in range(count)]
+            found.append(float(np.dot(chances, ordered)))
+    return float(np.mean(found)) if found else None
+
+
 def _by_prompt(prompt_ids: np.ndarray, values: np.ndarray) -> pd.api.typing.SeriesGroupBy:
     finite = np.isfinite(values)
     return pd.Series(np.asarray(values, np.float64)[finite]).groupby(np.asarray(prompt_ids)[finite])

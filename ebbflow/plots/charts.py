@@ -6,13 +6,16 @@ because it is an artifact of the run.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -20,9 +23,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ebbflow.data.records import Comparison, Evaluation, GateDecision
+from ebbflow.formatting import significant
 
 INK, FAINT, GRID = "#5b6471", "#9aa3af", "#e4e7ec"
 SERIES = ("#2f6fdf", "#e0791a", "#159a7a", "#a24fc4", "#c8385a", "#7a8a1f", "#1795b8", "#8a6a4f")
+LINES: tuple[Any, ...] = ("solid", (0, (3, 1.5)))
+"""Of the metrics of a panel, so that colour is not all that tells them apart."""
 VARIABLES = {INK: "var(--ink-2)", FAINT: "var(--ink-3)", GRID: "var(--line)"} | {
     colour: f"var(--c{number})" for number, colour in enumerate(SERIES, start=1)
 }
@@ -52,7 +58,8 @@ STYLE: dict[Any, Any] = {
 }
 MAX_POINTS = 160
 """Points per curve; longer curves are averaged over equal spans of steps."""
-MAX_LABELS = 9
+MAX_LABELS = 4
+"""Evaluations that a panel names below its axis."""
 MAX_STEPS = 12
 """Steps that a timeline shows: the last ones."""
 TASKS = ("training", "rollout", "scoring", "validation", "receive", "profile")
@@ -63,20 +70,50 @@ class Panel(NamedTuple):
     """One of the small multiples: metrics that share an axis. ``band`` is the area between two metrics."""
 
     title: str
+    meaning: str
     lines: tuple[str, ...]
     band: tuple[str, str] | None = None
 
 
 PANELS = (
-    Panel("Reward, mean and range", ("reward/mean",), ("reward/min", "reward/max")),
-    Panel("Ratio, mean |r − 1|", ("ratio/deviation",)),
-    Panel("Clipped, down / up", ("clip/down", "clip/up")),
-    Panel("Rollout mismatch, |Δ log-prob|", ("rollout/delta_mean",)),
-    Panel("Reference divergence", ("kl/reference",)),
-    Panel("Velocity drift", ("velocity_drift",)),
-    Panel("Gradient norm", ("grad_norm",)),
-    Panel("Loss", ("loss",)),
-    Panel("Groups without variance", ("group/zero_std_share",)),
+    Panel(
+        "Reward, mean and range",
+        "Of the step's samples: the line is their mean, the band reaches from the least to the greatest. It should rise.",
+        ("reward/mean",),
+        ("reward/min", "reward/max"),
+    ),
+    Panel(
+        "Ratio, mean |r − 1|",
+        "How far the probability of a sample has moved since it was generated; near 0 in the first update of a step.",
+        ("ratio/deviation",),
+    ),
+    Panel(
+        "Clipped, down / up",
+        "Shares of the loss terms whose ratio left the clip range below (solid line) and above (dashed): they no longer train.",
+        ("clip/down", "clip/up"),
+    ),
+    Panel(
+        "Rollout mismatch, |Δ log-prob|",
+        "Difference between the engine's and the trainer's log-probability of the same sample; it should stay near 0.",
+        ("rollout/delta_mean",),
+    ),
+    Panel(
+        "Reference divergence",
+        "Divergence from the reference policy that the penalty acts on; a steep rise says that the policy runs away.",
+        ("kl/reference",),
+    ),
+    Panel(
+        "Velocity drift",
+        "Mean squared difference between the policy's velocity and the base model's; a steep rise comes before hacked rewards.",
+        ("velocity_drift",),
+    ),
+    Panel("Gradient norm", "Length of the gradient before it is clipped; spikes say that training is unstable.", ("grad_norm",)),
+    Panel("Loss", "What the optimiser minimises. In reinforcement learning its level says little: read the reward.", ("loss",)),
+    Panel(
+        "Groups without variance",
+        "Share of the prompts whose samples all have the same reward: nothing is learned from them.",
+        ("group/zero_std_share",),
+    ),
 )
 
 
@@ -104,77 +141,90 @@ def label(metric: str) -> str:
     return words.upper() if words in ("ocr", "kl") else words[:1].upper() + words[1:]
 
 
-def progress(evaluations: Sequence[Evaluation], metrics: Sequence[str], chosen: str, champion: Evaluation | None) -> Markup:
-    """Held-out means over the run's evaluations. A band marks the ``chosen`` label; a dashed line is the champion."""
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(5.3, 3.0)
-        positions, shown = range(len(evaluations)), [*evaluations, *([champion] if champion else [])]
-        ends = []
-        for metric, colour in zip(metrics, _colours(len(metrics)), strict=True):
-            values = [evaluation.held_out.get(metric, math.nan) for evaluation in evaluations]
-            width = 2.4 if metric == metrics[0] else 1.5
-            axes.plot(positions, values, color=colour, marker="o", markersize=4, linewidth=width, clip_on=False)
-            if math.isfinite(values[-1]):
-                ends.append((values[-1], label(metric), colour))
-        if champion is not None and metrics[0] in champion.held_out:
-            axes.axhline(champion.held_out[metrics[0]], color=SERIES[0], linestyle=(0, (4, 3)), linewidth=1)
-        axes.axvline([evaluation.label for evaluation in evaluations].index(chosen), color=GRID, linewidth=7, zorder=0)
-        low, high = limits([value for evaluation in shown for name, value in evaluation.held_out.items() if name in metrics])
-        axes.set(ylim=(low, high), xlim=(-0.15, len(evaluations) - 0.85))
-        _label_evaluations(axes, [evaluation.label for evaluation in evaluations])
-        axes.grid(axis="x", visible=False)
-        _label_curves(axes, ends, len(evaluations) - 1, low, high)
-        return _svg(figure, "Metrics over evaluations")
+def progress(evaluations: Sequence[Evaluation], metrics: Sequence[str], chosen: str, champion: Evaluation | None) -> list[Chart]:
+    """Held-out means over the run's evaluations, a panel per metric: each has a scale of its own.
 
-
-def differences(decision: GateDecision, metrics: Sequence[str]) -> Markup:
-    """Every comparison of the gate as a point with its interval, against zero and the guardrails' tolerances.
-
-    Colours match those of ``metrics`` in ``progress``; ``reward`` is not among them when it equals the first metric.
+    A ring marks the ``chosen`` label; a dashed line is the champion.
     """
-    colours = dict(zip(metrics, _colours(len(metrics)), strict=True))
+    return [_progress(evaluations, metric, chosen, champion) for metric in metrics]
+
+
+def _progress(evaluations: Sequence[Evaluation], metric: str, chosen: str, champion: Evaluation | None) -> Chart:
+    labels, name = [evaluation.label for evaluation in evaluations], label(metric)
+    values = [evaluation.held_out.get(metric, math.nan) for evaluation in evaluations]
+    at = labels.index(chosen)
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(2.9, 1.7)
+        axes.plot(range(len(values)), values, color=SERIES[0], marker="o", markersize=4)
+        axes.plot([at], [values[at]], color=SERIES[0], marker="o", markersize=10, fillstyle="none", markeredgewidth=1.2)
+        if champion is not None and math.isfinite(its := champion.held_out.get(metric, math.nan)):
+            axes.axhline(its, color=INK, linestyle=(0, (4, 3)), linewidth=1)
+        axes.set_xlim(-0.3, len(values) - 0.7)
+        _label_evaluations(axes, labels)
+        _plain_scale(axes)
+        axes.grid(axis="x", visible=False)
+        steps = ", ".join(f"{each} {significant(value)}" for each, value in zip(labels, values, strict=True))
+        return Chart(name, significant(values[at]), _svg(figure, f"{name} over the evaluations: {steps}"))
+
+
+def differences(decision: GateDecision) -> Markup:
+    """Every comparison of the gate as a point with its interval, against zero and how far a guardrail may fall.
+
+    A row per metric, each on its own scale.
+    """
     comparisons: list[Comparison] = [decision.target, *decision.guardrails]
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(4.6, 0.75 + 0.42 * len(comparisons))
-        axes.axvline(0, color=INK, linewidth=1)
-        for row, comparison in enumerate(comparisons):
-            colour = colours.get(comparison.metric, SERIES[0])
-            axes.barh(row, -(comparison.tolerance or 0.0), height=0.8, color=GRID, linewidth=0)
-            axes.plot([comparison.low, comparison.high], [row, row], color=colour, linewidth=3, alpha=0.45)
-            axes.plot([comparison.difference], [row], color=colour, marker="o", markersize=6)
-        axes.set_yticks(range(len(comparisons)), [label(comparison.metric) for comparison in comparisons])
-        axes.set_ylim(len(comparisons) - 0.5, -0.5)
-        axes.grid(axis="y", visible=False)
-        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.3g}" if abs(value) > 1e-9 else "0")
-        return _svg(figure, "Differences between candidate and champion")
+        figure = Figure(figsize=(4.6, 0.2 + 0.62 * len(comparisons)), layout="constrained")
+        FigureCanvasSVG(figure)
+        for axes, comparison in zip(figure.subplots(len(comparisons), 1, squeeze=False)[:, 0], comparisons, strict=True):
+            if comparison.tolerance:
+                axes.axvspan(-comparison.tolerance, 0, color=FAINT, alpha=0.35, linewidth=0)
+            axes.axvline(0, color=INK, linewidth=1)
+            axes.plot([comparison.low, comparison.high], [0, 0], color=SERIES[0], linewidth=3, alpha=0.45)
+            axes.plot([comparison.difference], [0], color=SERIES[0], marker="o", markersize=6)
+            axes.set_yticks([0], [label(comparison.metric)])
+            axes.set_ylim(-1, 1)
+            axes.grid(axis="y", visible=False)
+            axes.spines["left"].set_visible(False)
+            axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.3g}" if abs(value) > 1e-12 else "0")
+        return _svg(figure, "Differences between candidate and champion; the table beside has the numbers")
+
+
+def scatter(before: Sequence[float], after: Sequence[float], metric: str) -> Markup:
+    """A metric of every prompt before and after, against the diagonal; a larger mark stands for several prompts.
+
+    Args:
+        before, after: finite values, paired by prompt.
+    """
+    counts = Counter(zip(before, after, strict=True))
+    kinds = {
+        "rose": ([pair for pair in counts if pair[1] > pair[0]], "^", SERIES[2]),
+        "fell": ([pair for pair in counts if pair[1] < pair[0]], "v", SERIES[4]),
+        "the same": ([pair for pair in counts if pair[1] == pair[0]], "o", INK),
+    }
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(3.8, 3.6)
+        low, high = min([*before, *after]), max([*before, *after])
+        axes.plot([low, high], [low, high], color=FAINT, linestyle=(0, (4, 3)), linewidth=1)
+        texts = []
+        for name, (pairs, marker, colour) in kinds.items():
+            texts.append(f"{sum(counts[pair] for pair in pairs)} {name}")
+            if pairs:
+                sizes = [30 * min(counts[pair], 40) ** 0.6 for pair in pairs]
+                at = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+                axes.scatter(*at, s=sizes, marker=marker, color=colour, alpha=0.6, linewidth=0, label=texts[-1])
+        axes.set(xlabel=f"{label(metric)}, before", ylabel=f"{label(metric)}, after")
+        _plain_scale(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+        figure.legend(loc="outside upper left", ncols=3, handletextpad=0.2, columnspacing=1.0, markerscale=0.8)
+        return _svg(figure, f"{label(metric)} of every prompt before and after: of {len(before)} prompts {', '.join(texts)}")
 
 
 def training(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
     """The small multiples of one stage, without the panels whose metrics it did not report."""
     return [_panel(panel, metrics) for panel in PANELS if any(_series(metrics, key)[0] for key in panel.lines)]
-
-
-def times(rows: Mapping[str, Mapping[str, float]]) -> Markup:
-    """Seconds by phase, one stacked bar per row."""
-    phases = list(dict.fromkeys(phase for row in rows.values() for phase in row))
-    colours = dict(zip(phases, _colours(len(phases)), strict=True))
-    longest = max(sum(row.values()) for row in rows.values()) or 1.0
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(10.2, 0.75 + 0.31 * len(rows))
-        for position, row in enumerate(rows.values()):
-            left = 0.0
-            for phase, seconds in row.items():
-                axes.barh(position, seconds, left=left, height=0.62, color=colours[phase], linewidth=0)
-                left += seconds
-            axes.text(left + longest * 0.008, position, f"{left:,.1f} s", va="center")
-        axes.set_yticks(range(len(rows)), list(rows))
-        axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, longest * 1.09), xlabel="seconds")
-        axes.grid(axis="y", visible=False)
-        axes.spines["left"].set_visible(False)
-        handles = [matplotlib.patches.Patch(color=colours[phase], label=phase.replace("_", " ")) for phase in phases]
-        figure.legend(handles=handles, loc="outside upper left", ncols=8, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
-        return _svg(figure, "Seconds per stage and phase")
 
 
 def timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]]) -> bytes:
@@ -249,16 +299,16 @@ def _panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Chart:
             if low[0] and low[0] == high[0]:
                 axes.fill_between(low[0], low[1], high[1], color=SERIES[0], alpha=0.16, linewidth=0)
         last = []
-        for key, colour in zip(panel.lines, SERIES, strict=False):
+        for key, colour, dashes in zip(panel.lines, SERIES, LINES, strict=False):
             steps, values = _series(metrics, key)
             if steps:
-                axes.plot(steps, values, color=colour, marker="o" if len(steps) == 1 else None, markersize=3)
+                marker = "o" if len(steps) == 1 else None
+                axes.plot(steps, values, color=colour, linestyle=dashes, marker=marker, markersize=3)
                 last.append(_short(values[-1], 2 if len(panel.lines) > 1 else 3))
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(3))
-        axes.yaxis.set_major_formatter(lambda value, _: _short(value))
+        _plain_scale(axes)
         axes.margins(x=0.02)
-        return Chart(panel.title, " / ".join(last), _svg(figure, panel.title))
+        return Chart(panel.title, " / ".join(last), _svg(figure, f"{panel.title} over the steps, last {' / '.join(last)}"))
 
 
 def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
@@ -269,6 +319,13 @@ def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[list[floa
     return [sum(step for step, _ in group) / len(group) for group in groups], [
         sum(value for _, value in group) / len(group) for group in groups
     ]
+
+
+def _plain_scale(axes: Axes) -> None:
+    """Three or four plain numbers on the y axis, and room above and below."""
+    axes.yaxis.set_major_locator(MaxNLocator(3))
+    axes.yaxis.set_major_formatter(lambda value, _: _short(value))
+    axes.margins(y=0.12)
 
 
 def _short(value: float, digits: int = 3) -> str:
@@ -285,35 +342,6 @@ def _label_evaluations(axes: Axes, names: Sequence[str]) -> None:
     axes.set_xticks(list(shown), [names[position].replace(" ", "\n", 1) for position in shown])
 
 
-def limits(values: Sequence[float]) -> tuple[float, float]:
-    """Of an axis for scores: 0 to 1, or as far beyond as the values go."""
-    finite = [value for value in values if math.isfinite(value)]
-    low, high = min([0.0, *finite]), max([1.0, *finite])
-    room = 0.05 * (high - low)
-    return low - room * (low < 0), high + room * (high > 1)
-
-
-def _label_curves(axes: Axes, ends: list[tuple[float, str, str]], x: int, low: float, high: float) -> None:
-    """Name each curve at its end; names that would overlap are pushed apart. ``low`` to ``high`` is the axis."""
-    gap, lowest = 0.075 * (high - low), low - (high - low)
-    positions = []
-    for value, _, _ in sorted(ends):
-        lowest = max(value, lowest + gap)
-        positions.append(lowest)
-    overshoot = max(0.0, (positions[-1] if positions else low) - high)
-    for (value, name, colour), position in zip(sorted(ends), positions, strict=True):
-        text = f"{name} {value:.2f}"
-        axes.annotate(
-            text,
-            (x, position - overshoot),
-            xytext=(8, 0),
-            textcoords="offset points",
-            color=colour,
-            va="center",
-            annotation_clip=False,
-        )
-
-
 def _colours(count: int) -> list[str]:
     return [SERIES[index % len(SERIES)] for index in range(count)]
 
@@ -328,7 +356,20 @@ def _svg(figure: Figure, description: str) -> Markup:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
-    text = text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)
+    text = _unique_ids(text[text.index("<svg") :], description)
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{escape(description)}" ', 1)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
     return Markup(text)
+
+
+def _unique_ids(svg: str, description: str) -> str:
+    """The ids that something refers to, unlike those of other charts of the page; all others are left out."""
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
+    prefix = f"c{hashlib.sha256(f'{description}{svg}'.encode()).hexdigest()[:8]}-"
+
+    def renamed(tag: re.Match[str]) -> str:
+        named = re.sub(r' id="([^"]*)"', lambda name: f' id="{prefix}{name[1]}"' if name[1] in used else "", tag[0])
+        return re.sub(r'(href="#|url\(#)', rf"\1{prefix}", named)
+
+    return re.sub(r"<[^>]+>", renamed, svg)

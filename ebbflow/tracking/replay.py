@@ -39,7 +39,7 @@ from ebbflow.storage.tables import write_table
 from ebbflow.tracking.model_version import find_version
 from ebbflow.tracking.pages import page_environment
 from ebbflow.tracking.registry import data_folder, download_version, require_store
-from ebbflow.tracking.report import MAX_SHARP_WIDTH, data_uri
+from ebbflow.tracking.report_pictures import MAX_SHARP_WIDTH, data_uri
 from ebbflow.tracking.store import DIGEST, NODE, PARENT, ROLE, connect, find, resolve_tracking_uri
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, read_policy_metadata

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from PIL import Image
 
 from ebbflow.data.records import Distribution, Evaluation, GateDecision, Registration, StageRecord, TrackedRun
+from ebbflow.data.schema import KEY
+from ebbflow.evaluation.distribution import best_of
 from ebbflow.evaluation.gate import REFUSED
+from ebbflow.evaluation.statistics import prompt_means
+from ebbflow.formatting import duration, signed, significant
 from ebbflow.plots import charts
-from ebbflow.plots.images import fit, open_rgb
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.secrets import redact
 from ebbflow.storage.disk import write_text
+from ebbflow.tracking.glossary import glossary
 from ebbflow.tracking.pages import page_environment
+from ebbflow.tracking.report_pictures import HELD_OUT, MAX_PREVIEW_WIDTH, changed_rows, first_rows
+from ebbflow.tracking.run_facts import RunFacts
 
-MAX_PROMPTS = 16
 MAX_COLUMNS = 6
 """Evaluations in the image grid; of more, the first, the last ones and the chosen one are shown."""
 MAX_CURVES = 8
 """Stages whose curves are drawn; of more, the last ones."""
-MAX_SHARP_WIDTH = 96
-"""Images up to this width are embedded pixel by pixel, larger ones as small JPEGs."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,10 @@ class ReportInputs:
     """Seconds spent on the base model; 0 if it was cached."""
     outages: Sequence[str] = ()
     """A sentence per outage or refusal of MLflow (``ebbflow.tracking.outage.deliver_saved``)."""
+    facts: RunFacts | None = None
+    """Wall times, machine, versions and commit (``ebbflow.tracking.run_facts``)."""
+    policy: str | None = None
+    """Path or URI of the candidate's policy folder."""
 
     def __post_init__(self) -> None:
         labels = [evaluation.label for evaluation, _ in self.evaluations]
@@ -80,32 +88,30 @@ class ReportInputs:
         return asked and self.registration is not None and not self.promoted
 
 
-class Cell(NamedTuple):
-    """One image of the grid."""
+class Times(NamedTuple):
+    """How long a part of the run took.
 
-    source: str
-    sharp: bool
-    exact: bool | None
-    """Whether it matches the target exactly; None if that was not measured."""
-    score: str
+    Attributes:
+        wall: seconds on the clock; None where that is not known.
+        phases: seconds that workers were busy by phase. Workers overlap, so these may add up to more.
+    """
 
+    wall: float | None
+    phases: dict[str, float]
 
-class Row(NamedTuple):
-    """One prompt of the grid."""
-
-    prompt: str
-    target: str | None
-    cells: list[Cell | None]
-    """One per shown evaluation; None if it lacks this sample."""
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values()) if self.wall is None else self.wall
 
 
 def summary(inputs: ReportInputs) -> dict[str, Any]:
-    """The run in numbers, for programs."""
-    seconds = {name: round(sum(phases.values()), 3) for name, phases in _times(inputs).items()}
+    """The run in numbers, for programs. ``seconds`` are on the clock; ``total`` is that of the parts, ``run`` of everything."""
+    seconds = {name: round(times.seconds, 3) for name, times in _times(inputs).items()}
+    whole = {"run": round(inputs.facts.written_at - inputs.tracked.started_at, 3)} if inputs.facts else {}
     return {
         "before": _finite(inputs.before.held_out),
         "after": _finite(inputs.after.held_out),
-        "seconds": seconds | {"total": round(sum(seconds.values()), 3)},
+        "seconds": seconds | {"total": round(sum(seconds.values()), 3)} | whole,
         "candidate": inputs.decision.candidate,
         "champion": inputs.decision.champion,
         "promoted": inputs.promoted,
@@ -125,7 +131,7 @@ def summary_table(inputs: ReportInputs) -> str:
     table = [["", *(charts.label(metric) for metric in metrics), "drift"]]
     for evaluation, _ in inputs.evaluations:
         mark = "*" if evaluation is inputs.after else ""
-        values = [_number(evaluation.held_out.get(metric)) for metric in metrics]
+        values = [significant(evaluation.held_out.get(metric)) for metric in metrics]
         table.append([evaluation.label + mark, *values, f"{evaluation.velocity_drift:.2g}"])
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = [
@@ -139,7 +145,7 @@ def write_report(path: Path, inputs: ReportInputs) -> None:
     """Write one HTML file without references to other files or the network."""
     environment = page_environment(Path(__file__).parent)
     environment.globals["refused"] = REFUSED
-    environment.filters |= {"number": _number, "label": charts.label, "duration": _duration}
+    environment.filters |= {"number": significant, "signed": signed, "label": charts.label, "duration": duration, "day": _day}
     write_text(path, environment.get_template("report.html").render(_page(inputs)))
 
 
@@ -147,23 +153,92 @@ def _page(inputs: ReportInputs) -> dict[str, Any]:
     metrics = _metrics(inputs)
     shown = _shown(inputs)
     own_evaluations = [evaluation for evaluation, _ in inputs.evaluations if evaluation is not inputs.champion]
-    seconds = _times(inputs)
+    statistics = list(dict.fromkeys(name for evaluation, _ in inputs.evaluations for name in evaluation.statistics))
     return {
         "inputs": inputs,
         "metrics": metrics,
         "guardrails": _guardrails(inputs.recipe),
+        "meanings": glossary(inputs.recipe, [*metrics, inputs.decision.target.metric], statistics),
+        "trained": _trained(inputs.recipe),
         "evaluations": [evaluation for evaluation, _ in inputs.evaluations],
         "shown": [evaluation for evaluation, _ in shown],
-        "rows": _rows(shown),
         "distributed": _distributed(inputs, metrics),
-        "statistics": list(dict.fromkeys(name for evaluation, _ in inputs.evaluations for name in evaluation.statistics)),
+        "statistics": statistics,
         "progress": charts.progress(own_evaluations, metrics, inputs.after.label, inputs.champion),
-        "differences": charts.differences(inputs.decision, metrics),
+        "differences": charts.differences(inputs.decision),
         "curves": [(record, charts.training(steps)) for record, steps in inputs.stages[-MAX_CURVES:]],
-        "times": charts.times(seconds),
-        "total_seconds": sum(sum(phases.values()) for phases in seconds.values()),
+        "times": _times(inputs),
         "recipe_yaml": yaml.safe_dump(inputs.recipe.model_dump(mode="json"), sort_keys=False),
+        "problems": _problems(inputs),
+        "how_to_load": _how_to_load(inputs),
+        **_pictures(inputs, shown, metrics),
+        **_by_prompt(inputs),
     }
+
+
+def _pictures(inputs: ReportInputs, shown: Sequence[tuple[Evaluation, Path]], metrics: Sequence[str]) -> dict[str, Any]:
+    against, after = _sides(inputs)
+    compared = against[0].label, after[0].label
+    fell, rose = changed_rows(against[1], after[1], compared, metrics)
+    rows = first_rows(shown, metrics, compared)
+    width = max((cell.width for row in rows for cell in row.cells if cell), default=MAX_PREVIEW_WIDTH)
+    # whole multiples of the 32 pixels of the glyph model
+    return {"rows": rows, "fell": fell, "rose": rose, "picture_width": 128 if width < 128 else min(width, MAX_PREVIEW_WIDTH)}
+
+
+def _by_prompt(inputs: ReportInputs) -> dict[str, Any]:
+    """The scatter of every prompt's reward, and the best of k samples."""
+    against, after = _sides(inputs)
+    columns = [*KEY, "split", "reward"]
+    tables = [pq.read_table(path, columns=columns, filters=[HELD_OUT]) for _, path in (after, against)]
+    means = prompt_means("reward", *tables)
+    moved = means["candidate"] - means["champion"]
+    counts = sorted(
+        {k for k in (1, 2, 4, 8, 16, 32, 64) if k < inputs.recipe.evaluation.samples} | {inputs.recipe.evaluation.samples}
+    )
+    best = [
+        (evaluation.label, [best_of(*_rewards(table), k, counts[-1]) for k in counts])
+        for (evaluation, _), table in zip((against, after), reversed(tables), strict=True)
+    ]
+    return {
+        "scatter": charts.scatter(means["champion"].tolist(), means["candidate"].tolist(), "reward"),
+        "moved": [int(found.sum()) for found in (moved > 0, moved < 0, moved == 0)],
+        "best_counts": counts,
+        "best": [(label, values) for label, values in best if values[-1] is not None],
+        "against": against[0],
+    }
+
+
+def _rewards(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts and rewards of the samples, NaN where there is none."""
+    return table["prompt_id"].to_numpy(), table["reward"].to_pandas().to_numpy(np.float64, na_value=np.nan)
+
+
+def _sides(inputs: ReportInputs) -> tuple[tuple[Evaluation, Path], tuple[Evaluation, Path]]:
+    """What the gate compared: the champion, or the run's start, and the candidate."""
+    pairs = {evaluation.label: (evaluation, path) for evaluation, path in reversed(inputs.evaluations)}
+    return pairs[(inputs.champion or inputs.before).label], pairs[inputs.after.label]
+
+
+def _problems(inputs: ReportInputs) -> list[str]:
+    """What a person should know before anything else."""
+    alarms = [f"{record.label}: {alarm}" for record, _ in inputs.stages for alarm in record.alarms]
+    return [*alarms, *inputs.outages]
+
+
+def _how_to_load(inputs: ReportInputs) -> str:
+    """Python that loads the registered version."""
+    if inputs.registration is None:
+        return ""
+    version = f"models:/{inputs.registration.model_name}/{inputs.registration.version}"
+    store = redact(inputs.tracked.tracking_uri)
+    return f"import mlflow; mlflow.set_tracking_uri({store!r})\nmodel = mlflow.pyfunc.load_model({version!r})"
+
+
+def _trained(recipe: Recipe) -> str:
+    """What the number under a picture is: the only reward, or the weighted sum."""
+    only = recipe.rewards[0] if len(recipe.rewards) == 1 and recipe.rewards[0].weight == 1 else None
+    return charts.label(only.column) if only else "Reward"
 
 
 def _guardrails(recipe: Recipe) -> list[str]:
@@ -197,67 +272,30 @@ def _shown(inputs: ReportInputs) -> list[tuple[Evaluation, Path]]:
     return [evaluations[index] for index in sorted(kept)]
 
 
-def _times(inputs: ReportInputs) -> dict[str, dict[str, float]]:
-    """Seconds by phase of the base model, of every stage, and of all evaluations together."""
+def _times(inputs: ReportInputs) -> dict[str, Times]:
+    """Of the base model, of every stage, and of all evaluations together."""
     evaluating: dict[str, float] = {}
     for evaluation, _ in inputs.evaluations:
         for phase, seconds in evaluation.seconds.items():
             evaluating[phase] = evaluating.get(phase, 0.0) + seconds
     stages = {record.label: dict(record.seconds) for record, _ in inputs.stages}
-    return {"base model": {"base model": inputs.base_seconds}, **stages, "evaluations": evaluating}
+    parts = {"base model": {"base model": inputs.base_seconds}, **stages, "evaluations": evaluating}
+    return {name: Times(_wall(inputs, name), phases) for name, phases in parts.items()}
 
 
-def _rows(shown: Sequence[tuple[Evaluation, Path]]) -> list[Row]:
-    """The first held-out prompts, not the best ones, with every policy's image from the same noise."""
-    samples = [_first_samples(path) for _, path in shown]
-    keys = sorted({key for table in samples for key in table})[:MAX_PROMPTS]
-    return [_row([table.get(key) for table in samples]) for key in keys]
-
-
-def _first_samples(path: Path) -> dict[tuple[int, int], dict[str, Any]]:
-    """The first held-out samples by key. Reads only what is shown: the images of an evaluation can be gigabytes."""
-    held_out = ("split", "==", "held_out")
-    keys = pq.read_table(path, columns=["prompt_id", "sample"], filters=[held_out]).sort_by(
-        [("prompt_id", "ascending"), ("sample", "ascending")]
-    )
-    ids = list(dict.fromkeys(keys["prompt_id"].to_pylist()))[:MAX_PROMPTS]
-    rows = pq.read_table(path, filters=[held_out, ("prompt_id", "in", ids)]).to_pylist()
-    first = {prompt: min(row["sample"] for row in rows if row["prompt_id"] == prompt) for prompt in ids}
-    return {(row["prompt_id"], row["sample"]): row for row in rows if row["sample"] == first[row["prompt_id"]]}
-
-
-def _row(samples: list[dict[str, Any] | None]) -> Row:
-    first = next(sample for sample in samples if sample is not None)
-    return Row(first["prompt"], first["target"], [_cell(sample) if sample else None for sample in samples])
-
-
-def _cell(sample: dict[str, Any]) -> Cell:
-    image = open_rgb(sample["image"])
-    sharp = image.width <= MAX_SHARP_WIDTH
-    exact = sample.get("exact_match")
-    score = sample.get("ocr", sample.get("reward"))
-    return Cell(data_uri(image, sharp), sharp, None if exact is None else exact >= 1, _number(score))
-
-
-def data_uri(image: Image.Image, sharp: bool) -> str:
-    """An image inside a page: pixel by pixel, or as a small JPEG."""
-    buffer = io.BytesIO()
-    if sharp:
-        image.save(buffer, "PNG", optimize=True)
-    else:
-        fit(image, 1, 2 * MAX_SHARP_WIDTH).save(buffer, "JPEG", quality=80)
-    return f"data:image/{'png' if sharp else 'jpeg'};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+def _wall(inputs: ReportInputs, part: str) -> float | None:
+    """Seconds on the clock of the nodes of a part of the run; None where none of them is known."""
+    nodes = inputs.facts.nodes if inputs.facts else {}
+    evaluating = {name for name in nodes if name.endswith(" evaluation")}
+    own = {name for name in nodes if name == part or name.startswith(f"{part} ")} - evaluating
+    names = evaluating if part == "evaluations" else own
+    return inputs.facts.wall_seconds(names) if inputs.facts and names else None
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in values.items() if math.isfinite(value)}
 
 
-def _number(value: float | None, digits: int = 3) -> str:
-    return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
+def _day(seconds: float) -> str:
+    """Seconds since 1970 as a date and a time, UTC."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%d %B %Y, %H:%M} UTC".lstrip("0")

@@ -165,7 +165,7 @@ def test_the_report_says_when_mlflow_was_away(tmp_path):
     sentence = "1.1 online: MLflow was away for 3 s; 40 records were delivered late"
     inputs = replace(made(tmp_path / "inputs", None), outages=[sentence], stages=[])
     write_report(tmp_path / "report.html", inputs)
-    assert f'<li class="bad">{sentence}</li>' in (tmp_path / "report.html").read_text()
+    assert f'<li class="bad">✗ {sentence}</li>' in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("hostile", HOSTILE[-2:])
@@ -180,10 +180,11 @@ def test_charts(hostile):
     evaluation = Evaluation(
         label=hostile, policy_version=0, held_out={hostile: 0.5}, validation={}, coverage=1.0, velocity_drift=0.0, seconds={}
     )
-    svg = charts.progress([evaluation, evaluation], [hostile], hostile, evaluation) + charts.times({hostile: {hostile: 1.0}})
+    progress = charts.progress([evaluation, evaluation], [hostile], hostile, evaluation)
+    svg = progress[0].svg + charts.scatter([0.0, 1.0], [1.0, 1.0], hostile)
     page = Page(svg)
     assert {"script", "img", "iframe"}.isdisjoint(page.elements)
-    assert not [name for _, name, value in page.attributes if PLANT in value or name.startswith("on")]
+    assert {name for _, name, value in page.attributes if PLANT in value or name.startswith("on")} == {"aria-label"}
     assert page.comments == []
     assert PLANT in page.text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.base import Strict, field_docs
+from ebbflow.recipe.recipe import GuardrailToleranceConfig
 from tests.nested import paths, replaced
 
 SHIPPED = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
@@ -165,6 +167,14 @@ def test_each_rule_explains_itself(data, explanation):
 )
 def test_what_keeps_to_the_rules_is_a_recipe(data):
     Recipe.model_validate(data)
+
+
+def test_the_tolerances_of_the_page_are_those_of_a_recipe():
+    page = (Path(__file__).parents[2] / "docs" / "promotion.md").read_text()
+    (block,) = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "guardrail_tolerance" in block]
+    tolerance = Recipe.model_validate(yaml.safe_load(block)).promotion.guardrail_tolerance
+    assert tolerance.default == GuardrailToleranceConfig().default
+    assert (tolerance.standard_deviations, tolerance.absolute) == ({"ocr": 0.1}, {"jpeg_incompressibility": 0.001})
 
 
 @pytest.mark.parametrize("number", [".nan", ".inf", "-.inf"])

@@ -131,12 +131,12 @@ def test_the_page_shows_the_best_sample_first_and_prompts_as_text(ran: Ran, tmp_
     assert "target &lt;b&gt;&amp;" in page
     assert page.count("data:image/png;base64,") == 8
     assert "Scores and advantages have the statistics that the run logged." in page
-    sections = page.split("<section>")[1:3]
+    sections = re.split("<section[^>]*>", page)[1:3]
     shown = [[float(value) for value in re.findall(r"<span>reward</span><b>([^<]*)</b>", text)] for text in sections]
     assert all(rewards == sorted(rewards, reverse=True) and len(rewards) == 4 for rewards in shown)
     means = [sum(rewards) / len(rewards) for rewards in shown]
     assert means == sorted(means, reverse=True)
-    assert "<td>grad_norm</td>" in page
+    assert '<th scope="row">grad_norm</th>' in page
 
 
 def test_a_run_is_found_by_its_id_too(ran: Ran, tmp_path: Path) -> None:
@@ -154,7 +154,9 @@ def test_what_differs_from_the_log_is_named(ran: Ran, tmp_path: Path) -> None:
     done = ran.replay(tmp_path / "shown", stage="1.1", step=0)
     assert done.exit_code == 0
     assert "not what was logged: reward/max" in done.output
-    assert "Not what was logged: reward/max." in (tmp_path / "shown" / "index.html").read_text()
+    page = (tmp_path / "shown" / "index.html").read_text()
+    assert "Not what was logged: reward/max." in page
+    assert '<th scope="row">≠ reward/max</th>' in page
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link to a folder", "dangling link"])

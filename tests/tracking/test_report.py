@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
 import json
 import math
@@ -15,17 +16,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from markupsafe import Markup
 from matplotlib import font_manager
+from page_structure import contrasts, parse, problems
 from PIL import Image, ImageDraw, ImageFont
 
 from ebbflow.data.images import decode_png, encode_png
 from ebbflow.data.records import Distribution, Evaluation, Registration, StageRecord, TrackedRun
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import decide
+from ebbflow.formatting import signed, significant
 from ebbflow.plots import charts
 from ebbflow.plots.images import image_grid
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.recipe import MarginsConfig
+from ebbflow.tracking.glossary import OWN, glossary
 from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report, write_summary
+from ebbflow.tracking.run_facts import RunFacts
 
 METRICS = ["reward", "ocr", "exact_match", "tesseract", "similarity"]
 HOSTILE = "<script>alert('prompt')</script>"
@@ -133,6 +140,18 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> ReportInputs:
     )
 
 
+@pytest.fixture(scope="session")
+def page(inputs: ReportInputs, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page with its charts; drawing them is what takes the time."""
+    return written(inputs, tmp_path_factory.mktemp("page") / "new" / "report.html")
+
+
+@pytest.fixture
+def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts are not drawn; only what they say to a screen reader is there."""
+    monkeypatch.setattr(charts, "_svg", lambda figure, text: Markup('<svg role="img" aria-label="{}"></svg>').format(text))
+
+
 class Tags(HTMLParser):
     """Collects start tags, and fails on one that is never closed."""
 
@@ -160,52 +179,51 @@ def written(inputs: ReportInputs, path: Path) -> str:
     return path.read_text()
 
 
-def test_the_page_is_one_whole_file(inputs: ReportInputs, tmp_path: Path) -> None:
-    page = written(inputs, tmp_path / "new" / "report.html")
+def test_the_page_is_one_whole_file(page: str) -> None:
     parsed = Tags()
     parsed.feed(page)
     assert not parsed.open
     assert all(value.startswith(("data:image/", "#")) for value in parsed.outside)
     assert not re.search(r"url\((?!#)", page)
     assert len(page) < 1_000_000
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
 
 
-def test_prompts_never_become_markup(inputs: ReportInputs, tmp_path: Path) -> None:
-    page = written(inputs, tmp_path / "report.html")
+def test_prompts_never_become_markup(page: str) -> None:
     parsed = Tags()
     parsed.feed(page)
     assert "script" not in parsed.tags
     assert "&lt;script&gt;alert(" in page
 
 
-def test_the_page_tells_the_run(inputs: ReportInputs, tmp_path: Path) -> None:
-    page = written(inputs, tmp_path / "report.html")
-    text = re.sub(r"\s+", " ", page)
+def test_the_page_tells_the_run(inputs: ReportInputs, page: str) -> None:
+    text = re.sub(r"\s+", " ", html.unescape(page))
     assert "✓ Champion: ebbflow-glyph v1" in text
     for reason in inputs.decision.reasons:
         assert reason in text
     for known in (inputs.tracked.run_id, inputs.recipe.digest, "Where the time went", "flow_grpo"):
         assert known in text
-    assert text.count("<img ") == 16 * 3
-    assert len(re.findall(r"<figure>", text)) == 8 + 4, "a panel is drawn only for what a stage reported"
+    changed = text.count('id="fell-') + text.count('id="rose-')
+    assert text.count("<img ") == 2 * (16 * 3 + changed), "each picture is there as it stands and enlarged"
+    assert len(re.findall(r"<figure>", text)) == 8 + 4 + 4, "a panel is drawn only for what a stage reported, and for each metric"
 
 
-def test_the_page_shows_what_stands_behind_the_means(inputs: ReportInputs, tmp_path: Path) -> None:
-    text = re.sub(r"\s+", " ", written(inputs, tmp_path / "report.html"))
-    rows = re.findall(r"<tr(?: class=\"chosen\")?><td>([^<]*)</td>((?:\s*<td>[^<]*</td>)+)\s*</tr>", text)
-    cells = [(name, *re.findall(r"<td>([^<]*)</td>", rest)) for name, rest in rows]
-    ocr = [f"{evaluation.held_out['ocr']:.3f}" for evaluation, _ in inputs.evaluations]
+def test_the_page_shows_what_stands_behind_the_means(inputs: ReportInputs, page: str) -> None:
+    text = re.sub(r"\s+", " ", page)
+    rows = re.findall(r"<tr(?: class=\"chosen\")?><th scope=\"row\">([^<]*)</th>((?:\s*<td[^>]*>[^<]*</td>)+)\s*</tr>", text)
+    cells = [(name, *re.findall(r"<td[^>]*>([^<]*)</td>", rest)) for name, rest in rows]
+    ocr = [significant(evaluation.held_out["ocr"]) for evaluation, _ in inputs.evaluations]
     assert ("before", "OCR", ocr[0], "0.111", "0.222", "–") in cells
     assert ("1.2 offline ★", "OCR", ocr[2], "0.111", "0.302", "0.999") in cells
     assert ("1.1 online", "0.290", "0.125") in cells
     assert ("1.2 offline ★", "0.330", "0.125") in cells
 
 
-def test_the_same_run_gives_the_same_bytes(inputs: ReportInputs, tmp_path: Path) -> None:
-    assert written(inputs, tmp_path / "a.html") == written(inputs, tmp_path / "b.html")
+def test_the_same_run_gives_the_same_bytes(inputs: ReportInputs, page: str, tmp_path: Path) -> None:
+    assert written(inputs, tmp_path / "a.html") == page
+    assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
 
 
+@pytest.mark.usefixtures("no_charts")
 def test_a_run_that_was_not_promoted_says_so(inputs: ReportInputs, tmp_path: Path) -> None:
     registration = Registration(model_name="ebbflow-glyph", version="2", champion=False, previous=None)
     decision = inputs.decision.model_copy(
@@ -213,10 +231,11 @@ def test_a_run_that_was_not_promoted_says_so(inputs: ReportInputs, tmp_path: Pat
     )
     page = written(replace(inputs, registration=registration, decision=decision), tmp_path / "report.html")
     assert "v2 stays challenger" in page
-    assert '<li class="bad">Refused: Guardrail x fell.</li><li class="good">Coverage is full.</li>' in page
+    assert re.search(r'<li class="bad">✗ Refused: Guardrail x fell.</li>\s*<li class="good">✓ Coverage is full.</li>', page)
     assert "Not registered" in written(replace(inputs, registration=None), tmp_path / "report.html")
 
 
+@pytest.mark.usefixtures("no_charts")
 def test_an_alarm_stands_above_the_pictures_and_beside_its_curves(inputs: ReportInputs, tmp_path: Path) -> None:
     quiet = written(inputs, tmp_path / "quiet.html")
     (record, steps), *rest = inputs.stages
@@ -227,6 +246,7 @@ def test_an_alarm_stands_above_the_pictures_and_beside_its_curves(inputs: Report
     assert page.index("1.1 online: velocity drift 1.9") < page.index("Same prompts, same noise")
 
 
+@pytest.mark.usefixtures("no_charts")
 def test_many_rounds_and_large_pictures_stay_small(inputs: ReportInputs, tmp_path: Path) -> None:
     large = tmp_path / "large.parquet"
     table = samples(large, 0.9, prompts=20, size=(512, 256))
@@ -238,7 +258,7 @@ def test_many_rounds_and_large_pictures_stay_small(inputs: ReportInputs, tmp_pat
         inputs, evaluations=evaluations, stages=stages, decision=inputs.decision.model_copy(update={"candidate": labels[7]})
     )
     page = written(many, tmp_path / "report.html")
-    assert len(page) < 3_000_000
+    assert len(page) < 5_000_000
     assert "evaluations in between are not shown" in page
     assert "The curves of the first 32 stages are in MLflow" in page
     assert f"{labels[7]} ★" in page
@@ -251,6 +271,7 @@ def as_videos(table: pa.Table, path: Path) -> None:
     pq.write_table(table.set_column(table.schema.get_field_index("image"), table.schema.field("image"), [videos]), path)
 
 
+@pytest.mark.usefixtures("no_charts")
 @pytest.mark.parametrize(("size", "kind"), [((32, 16), "PNG"), ((512, 256), "JPEG")])
 def test_videos_are_shown_as_stills_of_their_first_frames(
     inputs: ReportInputs, tmp_path: Path, size: tuple[int, int], kind: str
@@ -264,12 +285,13 @@ def test_videos_are_shown_as_stills_of_their_first_frames(
             written(replace(inputs, evaluations=[(entry, path) for entry, _ in inputs.evaluations]), tmp_path / f"{name}.html")
         )
     assert pages[0] == pages[1]
-    (first, *rest) = re.findall(r'<img [^>]*src="data:image/(?:png|jpeg);base64,([^"]+)"', pages[1])
-    assert len(rest) == 5 * 3 - 1
+    first, *rest = re.findall(r'<img [^>]*src="data:image/(?:png|jpeg);base64,([^"]+)"', pages[1])
+    assert len(rest) == 2 * 5 * 3 - 1, "the reward is the same on both sides, so no prompt changed"
     shown = Image.open(io.BytesIO(base64.b64decode(first)))
     assert (shown.format, getattr(shown, "n_frames", 1)) == (kind, 1)
 
 
+@pytest.mark.usefixtures("no_charts")
 def test_an_unmeasured_guard_and_a_missing_metric_do_not_break_the_page(inputs: ReportInputs, tmp_path: Path) -> None:
     without = [
         (entry.model_copy(update={"held_out": entry.held_out | {"tesseract": float("nan")}}), path)
@@ -331,9 +353,134 @@ def test_an_image_grid_needs_pictures_and_captions(pngs: list[bytes], captions: 
         image_grid(pngs, captions, columns)
 
 
+@pytest.mark.usefixtures("no_charts")
+def test_a_keyboard_and_a_screen_reader_reach_everything(inputs: ReportInputs, tmp_path: Path) -> None:
+    facts = RunFacts(120.0, "a machine", {"torch": "2"}, nodes={"1.1 online": (0.0, 60.0)})
+    page = written(replace(inputs, facts=facts, policy="/runs/policy"), tmp_path / "report.html")
+    assert problems(page) == []
+    root = parse(page)
+    landmarks = [element.tag for element in root.all("header", "nav", "main", "footer")]
+    assert landmarks == ["header", "nav", "main", "footer"]
+    tips = [element for element in root.all("a") if element.attributes.get("class") == "term"]
+    texts = {element.attributes["id"]: element.whole_text for element in root.all("dd") if "id" in element.attributes}
+    assert len(tips) > 20
+    assert all(texts[tip.attributes["aria-describedby"]] == tip.attributes["data-tip"] for tip in tips)
+
+
 @pytest.mark.parametrize(
-    ("values", "low", "high"),
-    [([], 0, 1), ([0.2, 0.9, math.nan], 0, 1), ([5.0, 6.0], 0, 6.3), ([-1.5, 0.5], -1.625, 1), ([-0.5, 1.5], -0.6, 1.6)],
+    ("old", "new", "problem"),
+    [
+        ('<h2 id="pictures-title">', '<h4 id="pictures-title">', "an h4 follows an h2"),
+        (' scope="row"', "", "a header cell without a scope"),
+        ("<caption>Means over the held-out prompts</caption>", "", "a table without a caption"),
+        ('id="gate"', 'id="gate2"', "a link to #gate"),
+    ],
 )
-def test_the_axis_of_scores_goes_as_far_as_they_do(values: list[float], low: float, high: float) -> None:
-    assert charts.limits(values) == pytest.approx((low, high))
+def test_the_check_of_the_structure_sees_what_is_wrong(page: str, old: str, new: str, problem: str) -> None:
+    assert problems(page) == []
+    assert old in page
+    assert any(found.startswith(problem) for found in problems(page.replace(old, new)))
+
+
+def test_colours_can_be_told_from_what_they_stand_on(page: str) -> None:
+    found = contrasts(page)
+    assert len(found) > 40
+    assert {pair: ratio for pair, ratio in found.items() if ratio < (4.5 if "text" in pair else 3)} == {}
+
+
+def changed(inputs: ReportInputs, path: Path, rewards: dict[int, float | None]) -> ReportInputs:
+    """The candidate's rewards of single prompts are others."""
+    table = pq.read_table(inputs.evaluations[2][1])
+    values = [rewards.get(row["prompt_id"], row["reward"]) for row in table.select(["prompt_id", "reward"]).to_pylist()]
+    pq.write_table(table.set_column(table.schema.get_field_index("reward"), "reward", pa.array(values, pa.float64())), path)
+    return replace(inputs, evaluations=[*inputs.evaluations[:2], (inputs.evaluations[2][0], path)])
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_the_worst_and_the_best_changes_are_pictured(inputs: ReportInputs, tmp_path: Path) -> None:
+    before = pq.read_table(inputs.evaluations[0][1]).to_pylist()
+    moved = changed(inputs, tmp_path / "after.parquet", {100: -5.0, 101: 7.0, 102: None})
+    root = parse(written(moved, tmp_path / "report.html"))
+    (section,) = [each for each in root.all("section") if each.attributes["id"] == "changes"]
+    lists = section.all("ol")
+    fell, rose = ([item.all("h4")[0].whole_text for item in each.all("li")] for each in lists)
+    assert fell[0] == f"{before[100]['prompt']} OCR {signed(-5 - before[100]['reward'])}"
+    assert rose[0] == f"{before[101]['prompt']} OCR {signed(7 - before[101]['reward'])}"
+    assert not any(before[102]["prompt"] in text for text in (*fell, *rose))
+    captions = [caption.whole_text for caption in lists[0].all("li")[0].all("figcaption")]
+    assert captions[0].startswith(f"before OCR {significant(before[100]['reward'])}")
+    assert captions[1].startswith("1.2 offline ★ OCR -5.00")
+    words = section.whole_text
+    counts = [int(re.search(rf"(\d+) {word}", words)[1]) for word in ("rose", "fell", "stayed the same")]
+    assert sum(counts) == 127
+    assert "of 127 prompts" in section.all("svg")[0].attributes["aria-label"]
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_the_number_under_a_picture_is_what_was_trained_on(inputs: ReportInputs, tmp_path: Path) -> None:
+    """Not the OCR, when the reward is another sum."""
+    settings = inputs.recipe.model_dump() | {"rewards": [{"name": "similarity", "weight": 2}, {"name": "ocr"}], "guardrails": []}
+    page = written(
+        replace(changed(inputs, tmp_path / "a.parquet", {0: 2.25}), recipe=Recipe.model_validate(settings)), tmp_path / "r.html"
+    )
+    first = parse(page).all("ol")[0].all("li")[0]
+    assert first.all("figcaption")[2].whole_text.startswith("1.2 offline ★ Reward 2.25")
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_prompts_are_whole_and_pictures_have_their_size(inputs: ReportInputs, tmp_path: Path) -> None:
+    long = "A very long prompt, " * 40 + "with its end"
+    path = tmp_path / "large.parquet"
+    table = samples(path, 0.9, prompts=3, size=(512, 256))
+    prompts = pa.array([long] * 3, pa.string())
+    pq.write_table(table.set_column(table.schema.get_field_index("prompt"), "prompt", prompts), path)
+    large = replace(inputs, evaluations=[(entry, path) for entry, _ in inputs.evaluations])
+    root = parse(written(large, tmp_path / "report.html"))
+    assert root.all("ol")[0].all("h3")[0].whole_text == long
+    (picture, *_) = root.all("ol")[0].all("figure")
+    preview, whole = picture.all("img")
+    sizes = [Image.open(io.BytesIO(base64.b64decode(each.attributes["src"].split(",")[1]))).size for each in (preview, whole)]
+    assert sizes == [(320, 160), (512, 256)]
+    assert picture.all("button")[0].attributes["popovertarget"] == next(
+        each.attributes["id"] for each in picture.all("div") if "popover" in each.attributes
+    )
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_times_are_those_of_the_clock(inputs: ReportInputs, tmp_path: Path) -> None:
+    nodes = {
+        "1.2 offline rollout 0": (10.0, 30.0),
+        "1.2 offline rollout 1": (12.0, 32.0),
+        "1.2 offline": (40.0, 45.0),
+        "1.2 offline evaluation": (45.0, 52.0),
+        "before evaluation": (2.0, 5.0),
+        "11.2 offline": (0.0, 900.0),
+    }
+    facts = RunFacts(3700.0, "a machine", {"torch": "2.13.0"}, "c0ffee", "ada", nodes)
+    timed = replace(inputs, facts=facts)
+    seconds = summary(timed)["seconds"]
+    assert (seconds["1.2 offline"], seconds["evaluations"], seconds["run"]) == (27.0, 10.0, 3700.0)
+    assert seconds["total"] == pytest.approx(74.3 + 32.9 + 27 + 10)
+    assert seconds["1.1 online"] == pytest.approx(32.9), "what is not known is the sum of the phases"
+    text = parse(written(timed, tmp_path / "report.html")).whole_text
+    for known in ("1 h 01 min", "27.0 s", "a machine", "torch 2.13.0", "c0ffee", "by ada", "1 January 1970, 01:01 UTC"):
+        assert known in text
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_the_page_says_how_to_load_the_version_and_where_the_policy_is(inputs: ReportInputs, tmp_path: Path) -> None:
+    page = html.unescape(written(replace(inputs, policy="/runs/x/policy"), tmp_path / "report.html"))
+    assert f"mlflow.set_tracking_uri({inputs.tracked.tracking_uri!r})" in page
+    assert "mlflow.pyfunc.load_model('models:/ebbflow-glyph/1')" in page
+    assert "/runs/x/policy" in page
+
+
+def test_every_name_of_the_page_is_explained() -> None:
+    rewards = ["ocr", "pickscore", "jpeg_compressibility", {"name": "vision_judge", "url": "http://127.0.0.1", "model": "m"}]
+    recipe = Recipe.model_validate({"rewards": rewards, "guardrails": ["tesseract", "a.b:Own"]})
+    statistics = list(MarginsConfig.model_fields)
+    metrics = ["reward", "exact_match", *(config.column for config in (*recipe.rewards, *recipe.guardrails))]
+    found = glossary(recipe, metrics, statistics)
+    assert {charts.label(name) for name in (*metrics, *statistics)} | {panel.title for panel in charts.PANELS} <= found.keys()
+    assert [name for name, text in found.items() if not text.endswith(".") or len(text) < 10] == []
+    assert [name for name, text in found.items() if text == OWN] == ["Own"]

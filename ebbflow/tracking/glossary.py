@@ -1,0 +1,48 @@
+"""What every number of the report means, in a sentence each: rewards and margins say it in the recipe's docstrings, panels beside
+their metrics, and what is left stands here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ebbflow.plots import charts
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.base import field_docs
+from ebbflow.recipe.recipe import MarginsConfig
+
+MEANINGS = {
+    "reward": "The weighted sum of the trained rewards, with the weights of the recipe.",
+    "exact_match": "1 where the OCR reads exactly the target text, else 0; the mean is the share of such pictures.",
+    "Velocity drift": "Mean squared difference between the policy's velocity and the base model's, on the policy's own samples.",
+    "Policy version": "Optimiser steps since the base model.",
+    "Spread": "Standard deviation of the prompts' means: how much easy and hard prompts differ.",
+    "Worst tenth": "Mean of the lowest tenth of the prompts: a policy that gives up on hard prompts falls here first.",
+    "Best of k": "Expected reward of the best of k samples of a prompt: what sampling more and keeping the best would give.",
+    "Interval": "Where the mean difference lies with the stated confidence, by resampling prompts (paired bootstrap).",
+    "Allowed fall": "How far a guardrail may fall before the gate refuses: promotion.guardrail_tolerance on its own scale.",
+}
+OWN = "A score of your own code, or one that a server of rewards reports; higher counts as better."
+
+
+def glossary(recipe: Recipe, metrics: Sequence[str], statistics: Sequence[str]) -> dict[str, str]:
+    """The meaning of everything that the report names, by the name that the page shows."""
+    found = {charts.label(metric): meaning(recipe, metric) for metric in metrics}
+    found |= {charts.label(name): statistic_meaning(name) for name in statistics}
+    found |= {name: text for name, text in MEANINGS.items() if name[0].isupper()}
+    return {panel.title: panel.meaning for panel in charts.PANELS} | found
+
+
+def meaning(recipe: Recipe, metric: str) -> str:
+    """What a metric of the held-out prompts measures."""
+    if metric in MEANINGS:
+        return MEANINGS[metric]
+    for config in (*recipe.rewards, *recipe.guardrails):
+        if config.column == metric and config.name != "custom":
+            return " ".join((type(config).__doc__ or OWN).split("\n\n")[0].split())
+    return OWN
+
+
+def statistic_meaning(name: str) -> str:
+    """What a statistic of the images measures."""
+    docs = field_docs(MarginsConfig)
+    return docs.get(name, "A statistic of the images.")

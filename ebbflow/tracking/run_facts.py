@@ -1,0 +1,91 @@
+"""When, where and with which code a run was made, and how long its nodes took on the clock."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ebbflow.data.records import TrackedRun
+from ebbflow.recipe.secrets import redact
+
+VERSIONS = ("ebbflow", "torch", "diffusers", "transformers", "peft", "mlflow", "flytekit")
+COMMIT, USER = "mlflow.source.git.commit", "mlflow.user"
+"""MLflow's own tags of a run."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Of a run: times in seconds since 1970.
+
+    Attributes:
+        machine: the one that wrote this down.
+        nodes: start and end of every node that has ended, by name. Nodes whose results were cached did not run.
+    """
+
+    written_at: float
+    machine: str
+    versions: Mapping[str, str]
+    commit: str | None = None
+    user: str | None = None
+    nodes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def wall_seconds(self, names: Iterable[str]) -> float:
+        """How long at least one of these nodes ran: nodes that ran side by side count once."""
+        total = end = 0.0
+        for start, stop in sorted(self.nodes[name] for name in names if name in self.nodes):
+            total += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return total
+
+
+def run_facts(tracked: TrackedRun) -> RunFacts:
+    """The facts of a run. What MLflow knows is left out while it is away: a report must not fail for it."""
+    tags: Mapping[str, str] = {}
+    nodes: dict[str, tuple[float, float]] = {}
+    try:
+        tags, nodes = _tags_and_nodes(tracked)
+    except Exception as error:  # of any store or transport
+        logger.warning("the report has no wall times and no commit: MLflow did not answer: %s", redact(str(error)))
+    return RunFacts(time.time(), _machine(), _versions(), tags.get(COMMIT), tags.get(USER), nodes)
+
+
+def _tags_and_nodes(tracked: TrackedRun) -> tuple[Mapping[str, str], dict[str, tuple[float, float]]]:
+    """The tags of the run, and start and end of its nodes."""
+    from ebbflow.tracking.store import NODE, PARENT, connect  # MLflow takes seconds, and a page needs none of it
+
+    client = connect(tracked.tracking_uri)
+    tags: Mapping[str, str] = client.get_run(tracked.run_id).data.tags
+    condition, token = f"tags.`{PARENT}` = '{tracked.run_id}'", None
+    nodes = {}
+    while True:
+        page = client.search_runs([tracked.experiment_id], condition, max_results=1000, page_token=token)
+        for run in page:
+            if (name := run.data.tags.get(NODE)) and run.info.end_time:
+                nodes[name] = (run.info.start_time / 1000, run.info.end_time / 1000)
+        if not (token := page.token):
+            return tags, nodes
+
+
+def _machine() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{processor}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
+
+
+def _versions() -> dict[str, str]:
+    versions = {"Python": platform.python_version()}
+    for name in VERSIONS:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue  # not on this machine
+    return versions
