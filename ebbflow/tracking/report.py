@@ -23,12 +23,12 @@ from ebbflow.evaluation.statistics import prompt_means
 from ebbflow.formatting import duration, signed, significant
 from ebbflow.plots import charts
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.secrets import redact
 from ebbflow.storage.disk import write_text
 from ebbflow.tracking.glossary import glossary
 from ebbflow.tracking.pages import page_environment
 from ebbflow.tracking.report_pictures import HELD_OUT, MAX_PREVIEW_WIDTH, changed_rows, first_rows
 from ebbflow.tracking.run_facts import RunFacts
+from ebbflow.tracking.serving import how_to_load
 
 MAX_COLUMNS = 6
 """Evaluations in the image grid; of more, the first, the last ones and the chosen one are shown."""
@@ -230,9 +230,7 @@ def _how_to_load(inputs: ReportInputs) -> str:
     """Python that loads the registered version."""
     if inputs.registration is None:
         return ""
-    version = f"models:/{inputs.registration.model_name}/{inputs.registration.version}"
-    store = redact(inputs.tracked.tracking_uri)
-    return f"import mlflow; mlflow.set_tracking_uri({store!r})\nmodel = mlflow.pyfunc.load_model({version!r})"
+    return how_to_load(inputs.tracked.tracking_uri, inputs.registration.model_name, inputs.registration.version)
 
 
 def _trained(recipe: Recipe) -> str:
