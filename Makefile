@@ -89,8 +89,8 @@ constraints: setup ## resolve pyproject.toml into constraints.txt again, keeping
 	sed 's/+cpu$$//' constraints.new > constraints.txt
 	rm constraints.new
 
-ui: setup ## browse runs, images and the model registry
-	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
+ui: setup ## browse runs, curves, images and the model registry in MLflow's UI
+	@$(BIN)/ebbflow ui
 
 clean: ## remove the environment, all runs, and Flyte's local cache, which points into them
 	-PATH=$(abspath $(BIN)):$$PATH pyflyte local-cache clear

@@ -351,6 +351,22 @@ def draw(
         sys.exit(f"{failed} of {len(pictures)} pictures could not be drawn")
 
 
+@main.command()
+@STORE
+@click.option("--port", default=5000, show_default=True, type=click.IntRange(1, 65535))
+@click.option("--browser/--no-browser", default=True, help="Whether to open the page of the runs in a browser.")
+def ui(recipe: Path | None, port: int, browser: bool) -> None:
+    """Serve MLflow's UI on 127.0.0.1, and print the addresses of runs, reward curves and registry."""
+    from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
+    from ebbflow.tracking.ui import serve_ui
+
+    try:
+        given = load_recipe(recipe) if recipe else Recipe()
+        sys.exit(serve_ui(resolve_tracking_uri(given), given.tracking.experiment, port, browser, click.echo))
+    except (RecipeError, TrackingError) as error:
+        sys.exit(str(error))
+
+
 def _table(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) -> None:
     """Print aligned lines: name, remarks, description."""
     click.secho(title, bold=True)

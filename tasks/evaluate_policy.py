@@ -26,5 +26,5 @@ def evaluate_policy(
     samples = node_output(run, node, "samples.parquet")
     with node_run(run, node) as run_logger:
         evaluation = evaluate_folder(recipe, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples)
-        log_evaluation(run_logger, evaluation, samples)
+        log_evaluation(run_logger, evaluation, samples, policy.global_step)
     return EvaluatedPolicy(policy=policy, evaluation=evaluation, samples=FlyteFile(str(samples)))

@@ -20,6 +20,8 @@ from tasks.files import CODE
 from tasks.resources import light
 
 logger = logging.getLogger(__name__)
+SOURCE = "workflows/post_training.py"
+"""What MLflow shows as the source of a run."""
 _RUN_LOCK = ExitStack()
 """The lock on the folder of the local run that this process executes; it ends with the process."""
 
@@ -37,7 +39,7 @@ def start_run(recipe: Recipe) -> TrackedRun:
     check_recipe(recipe, tracking_uri=resolve_tracking_uri(recipe), on_cluster=on_cluster)
     if not on_cluster:
         _prepare_process(recipe)
-    return parent_run.start_run(recipe, name) if name else _start_or_resume(recipe)
+    return parent_run.start_run(recipe, name, source=SOURCE) if name else _start_or_resume(recipe)
 
 
 def _prepare_process(recipe: Recipe) -> None:
@@ -61,7 +63,7 @@ def _start_or_resume(recipe: Recipe) -> TrackedRun:
 
     tags = {"ebbflow.code_digest": code_digest(*CODE), "ebbflow.inputs_digest": inputs_digest(recipe)}
     stopped = parent_run.stopped_run(recipe, tags)
-    run = stopped or parent_run.start_run(recipe, None, tags)
+    run = stopped or parent_run.start_run(recipe, None, tags, SOURCE)
     if "://" in run.folder:
         return run
     _RUN_LOCK.close()  # of the run before, in a process that executes several

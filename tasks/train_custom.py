@@ -26,10 +26,13 @@ def train_custom(
 
     ctx = StageContext(recipe, round, stage)
     trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
-    with node_run(run, ctx.label) as run_logger:
+    with node_run(run, ctx.label, policy.global_step) as run_logger:
         recorder = MetricsRecorder(run_logger)
         folders = StageFolders(fetch(base.folder), fetch(policy.folder), fetch(prompts), trained)
         record = train_custom_folder(ctx, folders, recorder)
         log_stage(run_logger, record)
     recorder.write(metrics)
-    return TrainedPolicy(folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)))
+    global_step = policy.global_step + (record.steps or len(recorder.metrics))
+    return TrainedPolicy(
+        folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)), global_step=global_step
+    )

@@ -34,6 +34,7 @@ def train_offline(
     from ebbflow.offline.training import train_offline_folder
     from ebbflow.stage import MetricsRecorder, StageContext
     from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.curves import rollout_curves
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.training.distributed import process_group
     from ebbflow.training.stop_conditions import Preempted
@@ -44,9 +45,11 @@ def train_offline(
     with (
         retry_on(Preempted),
         process_group() as ranks,
-        node_run(run, ctx.label) if ranks.rank == 0 else nullcontext() as run_logger,
+        node_run(run, ctx.label, policy.global_step) if ranks.rank == 0 else nullcontext() as run_logger,
     ):
         recorder, shards = MetricsRecorder(run_logger), [fetch_shared(shard) for shard in rollouts]
+        if run_logger:
+            run_logger.log_curves(rollout_curves(fetch_shared(advantages)), policy.global_step)
         checkpoints = open_checkpoints(run, ctx, first=ranks.rank == 0)
         ranks.barrier()  # rank 0 has downloaded them
         record = train_offline_folder(
@@ -63,4 +66,7 @@ def train_offline(
         if run_logger:
             log_stage(run_logger, record)
             recorder.write(metrics)
-    return TrainedPolicy(folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)))
+    global_step = policy.global_step + record.steps
+    return TrainedPolicy(
+        folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)), global_step=global_step
+    )

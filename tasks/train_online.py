@@ -51,11 +51,14 @@ def train_stage(
     from ebbflow.training.stop_conditions import Preempted
 
     trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
-    with retry_on(Preempted), node_run(run, ctx.label) as run_logger:
+    with retry_on(Preempted), node_run(run, ctx.label, policy.global_step) as run_logger:
         recorder, checkpoints = MetricsRecorder(run_logger), open_checkpoints(run, ctx)
         record = train_online_folder(
             ctx, base, fetch(policy.folder), fetch(prompts), trained, recorder, teacher, actors, checkpoints
         )
         log_stage(run_logger, record)
     recorder.write(metrics)
-    return TrainedPolicy(folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)))
+    global_step = policy.global_step + record.steps
+    return TrainedPolicy(
+        folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)), global_step=global_step
+    )

@@ -53,6 +53,8 @@ class TrainedPolicy(BaseModel):
     folder: Folder
     record: StageRecord | None = None
     metrics: FlyteFile | None = None
+    global_step: int = 0
+    """Training steps of the run so far: where the next stage's curves begin."""
 
 
 class EvaluatedPolicy(BaseModel):

@@ -63,7 +63,7 @@ def write_report(
         report.write_report(page, inputs)
         report.write_summary(numbers, inputs)
     Deck("report", page.read_text())
-    log_results(run, [evaluated.evaluation for evaluated in history], [page, numbers], finish=not inputs.awaits_approval)
+    log_results(run, [page, numbers], finish=not inputs.awaits_approval)
     delete_checkpoints(run)
     print(f"\n{report.summary_table(inputs)}\n\nreport: {run.folder}/report.html")
     return Report(

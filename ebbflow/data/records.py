@@ -80,6 +80,8 @@ class StageRecord(Strict):
     samples: int
     """Images generated for training."""
     optimizer_steps: int
+    steps: int = 0
+    """Training steps: those of an online stage, or the optimiser steps of an offline one."""
     seconds: dict[str, float]
     """Wall time by phase: rollout, scoring, training ..."""
     alarms: list[str] = []
@@ -97,6 +99,8 @@ class TrackedRun(Strict):
     recipe_digest: str
     started_at: float
     """Seconds since 1970."""
+    name: str = ""
+    """Of the run in the UI."""
 
 
 class Registration(Strict):

@@ -116,6 +116,7 @@ def train_epochs(
         algorithm=config.algorithm_name,
         samples=sum(row_count(path) for path in rollouts),
         optimizer_steps=updater.updates,
+        steps=state.step,
         seconds=seconds_of(rollouts, "rollout") | read_table_metadata(advantages)["seconds"] | {"training": 0.0} | state.seconds,
         alarms=[*updater.alarms, *state.alarms],
     )

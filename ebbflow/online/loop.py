@@ -150,6 +150,7 @@ class OnlineLoop:
             algorithm=self.config.algorithm_name,
             samples=self.state.samples,
             optimizer_steps=self.state.updates,
+            steps=self.state.step,
             seconds=self._seconds(),
             alarms=[*self.state.training_alarms, *self.state.alarms],
         )

@@ -24,6 +24,7 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.secrets import redact
 from ebbflow.storage.disk import safe_join
 from ebbflow.tracking import pending as files
+from ebbflow.tracking.curves import stage_curves
 from ebbflow.tracking.delivery import flatten
 from ebbflow.tracking.pending import PendingRecords, Record, Status
 from ebbflow.tracking.sender import RunSender
@@ -35,15 +36,16 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def node_run(tracked: TrackedRun, node: str) -> Iterator[RunLogger]:
+def node_run(tracked: TrackedRun, node: str, first_step: int | None = None) -> Iterator[RunLogger]:
     """The child run of a node, with what an earlier attempt could not deliver.
 
     It ends FINISHED when the body ends and FAILED when the body raises. A killed process leaves it RUNNING; the retry resumes it.
 
     Args:
         node: unique in the execution and the same on every retry: ``1.2 offline training``, ``1.2 offline rollout 0`` ...
+        first_step: of a training stage, the training steps of the run before it: its metrics become curves of the parent run.
     """
-    run_logger, start = RunLogger(tracked, node), time.monotonic()
+    run_logger, start = RunLogger(tracked, node, first_step), time.monotonic()
     run_logger.flush()  # shows the node in the UI from its first second
     logger.info("%s started", node)
     try:
@@ -61,19 +63,24 @@ class RunLogger:
     Metrics carry absolute steps. A retried node repeats the steps after its checkpoint; values that the run, or a file of the
     last attempt, already holds are skipped, because MLflow would append them again.
 
+    Args:
+        tracked, node, first_step: as for ``node_run``.
+
     Attributes:
         pending: what MLflow does not hold yet.
         sender: delivers it.
         non_finite: NaN and infinite values by metric; they are counted and not sent.
     """
 
-    def __init__(self, tracked: TrackedRun, node: str) -> None:
+    def __init__(self, tracked: TrackedRun, node: str, first_step: int | None = None) -> None:
         saved = _load(tracked, node)
         self.pending = saved or PendingRecords(node)
         self.sender = RunSender(tracked, node)
         self.non_finite: Counter[str] = Counter()
         self._has_file = saved is not None
-        self._saved_steps = {metric.key: metric.step for metric in self.pending.metrics}
+        self._saved = {(metric.key, metric.step) for metric in self.pending.metrics}
+        self._saved_on_parent = {(metric.key, metric.step) for metric in self.pending.parent_metrics}
+        self._first_step = first_step
         self._flush_at = FLUSH_AT
 
     @property
@@ -85,15 +92,23 @@ class RunLogger:
         """Log one value per metric for an absolute step; delivered in batches."""
         now = int(time.time() * 1000)
         for key, value in values.items():
-            if step <= self._saved_steps.get(key, -1):
+            if (key, step) in self._saved:
                 continue
             if math.isfinite(value):
                 self.pending.metrics.append(Metric(key, float(value), now, step))
             else:
                 self._count_non_finite(key, value, step)
-        self.pending.drop_excess()
-        if len(self.pending.metrics) >= self._flush_at:
-            self.flush()
+        if self._first_step is not None:
+            self.log_curves(stage_curves(self.pending.node, values), self._first_step + step)
+        self._flush_if_due()
+
+    def log_curves(self, values: Mapping[str, float], step: int) -> None:
+        """Log finite values to the parent run; ``step`` counts the training steps of the whole run."""
+        now = int(time.time() * 1000)
+        shown = {key: float(value) for key, value in values.items() if math.isfinite(value)}
+        kept = [Metric(key, value, now, step) for key, value in shown.items() if (key, step) not in self._saved_on_parent]
+        self.pending.parent_metrics += kept
+        self._flush_if_due()
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         """Log parameters of this node, flattened."""
@@ -109,7 +124,7 @@ class RunLogger:
         self._add("table", file=f"{name}.json", text=frame.to_json(orient="split", index=False))
 
     def log_dataset(self, name: str, table: pa.Table, context: str, source: str) -> None:
-        """Log name, digest and schema of a table that this node reads, without its binary columns.
+        """Log name, digest and schema of a table that this node reads, without its binary columns; to the parent run, too.
 
         Args:
             context: its use: ``training``, ``evaluation`` ...
@@ -120,6 +135,7 @@ class RunLogger:
             warnings.filterwarnings("ignore", "The specified dataset source can be interpreted")  # in several ways, all right
             dataset = from_pandas(_without_binary(table).to_pandas(), source=source, name=name).to_dict()
         self._add("dataset", dataset=dataset, context=context)
+        self._add("dataset", on_parent=True, dataset=dataset, context=context)
 
     def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
         """Log a file under ``folder`` of the run's artifacts.
@@ -153,8 +169,13 @@ class RunLogger:
         if not self._deliver(status):
             self._save(status)
 
-    def _add(self, kind: str, **arguments: Any) -> None:
-        self.pending.records.append(Record(kind, arguments))
+    def _flush_if_due(self) -> None:
+        self.pending.drop_excess()
+        if self.pending.num_metrics >= self._flush_at:
+            self.flush()
+
+    def _add(self, kind: str, on_parent: bool = False, **arguments: Any) -> None:
+        self.pending.records.append(Record(kind, arguments, on_parent))
         if self.pending.since is None:  # else it waits for the next flush: every failing call costs seconds of training
             self.flush()
 
@@ -179,12 +200,12 @@ class RunLogger:
             logger.warning("node %s: the MLflow store %s is away; records wait in memory: %s", self.pending.node, store, reason)
             self.pending.since = time.time()
         # Attempts get rarer as the buffer fills: an outage of hours costs a few timeouts and not thousands.
-        self._flush_at = max(2 * len(self.pending.metrics), FLUSH_AT)
+        self._flush_at = max(2 * self.pending.num_metrics, FLUSH_AT)
 
     def _save(self, status: Status) -> None:
         pending, folder = self.pending, self.sender.tracked.folder
         pending.status = status
-        metrics, records = len(pending.metrics), len(pending.records)
+        metrics, records = pending.num_metrics, len(pending.records)
         ended = f"node {pending.node} ended while the MLflow store was away"
         try:
             uri = files.save(folder, pending)

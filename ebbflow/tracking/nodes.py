@@ -9,14 +9,20 @@ from ebbflow.data.schema import statistic_column
 from ebbflow.plots.images import PICTURED, caption, image_grid
 from ebbflow.storage.tables import read_table, read_table_metadata, row_count
 from ebbflow.tracking.child_run import RunLogger
+from ebbflow.tracking.curves import evaluation_curves
 from ebbflow.tracking.delivery import flatten
 
 
-def log_evaluation(run_logger: RunLogger, evaluation: Evaluation, samples: Path) -> None:
-    """Log both splits' means, drift and times by policy version, the table of all samples and a grid of held-out ones."""
-    metrics = {f"held_out/{name}": value for name, value in evaluation.held_out.items()}
-    metrics |= {f"validation/{name}": value for name, value in evaluation.validation.items()}
-    metrics |= {statistic_column(name): value for name, value in evaluation.statistics.items()}
+def log_evaluation(run_logger: RunLogger, evaluation: Evaluation, samples: Path, global_step: int | None = None) -> None:
+    """Log both splits' means, drift and times by policy version, the table of all samples and a grid of held-out ones.
+
+    Args:
+        global_step: training steps of the run so far, at which the parent run gets the means; None for another run's policy.
+    """
+    means = evaluation_curves(evaluation)
+    if global_step is not None:
+        run_logger.log_curves(means, global_step)
+    metrics = means | {statistic_column(name): value for name, value in evaluation.statistics.items()}
     metrics |= _distribution_metrics(evaluation)
     metrics |= {f"seconds/{phase}": value for phase, value in evaluation.seconds.items()}
     metrics |= {"velocity_drift": evaluation.velocity_drift, "coverage": evaluation.coverage}

@@ -48,5 +48,5 @@ def _refusal(node: str, counts: dict[str, int]) -> str:
 
 
 def _undelivered(tracked: TrackedRun, saved: PendingRecords) -> str:
-    count = len(saved.metrics) + len(saved.records)
+    count = saved.num_metrics + len(saved.records)
     return f"{saved.node}: MLflow is away; {count} records wait in {tracked.folder}/{FOLDER} for the next start of the run"

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import logging
 import platform
-import time
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import yaml
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Run
+from mlflow.entities import Run, SourceType
 from mlflow.exceptions import MlflowException
+from mlflow.tracking.context.default_context import DefaultRunContext
+from mlflow.utils.git_utils import get_git_commit
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 
-from ebbflow.data.records import Evaluation, TrackedRun
+from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.secrets import redact
 from ebbflow.tracking.delivery import flatten, log_params
@@ -34,21 +37,28 @@ from ebbflow.tracking.store import (
     connect,
     create_run,
     find,
-    last_steps,
     resolve_tracking_uri,
     sqlite_file,
 )
 
+KIND, TRAINING = "mlflow.experimentKind", "custom_model_development"
+"""The tag, and its value, of experiments that train models. A UI with two modes goes by the address instead (``ui.MODE``)."""
+UNCOMMITTED = "ebbflow.uncommitted_changes"
+"""The tag of a run whose code differs from its git commit."""
+
 logger = logging.getLogger(__name__)
 
 
-def start_run(recipe: Recipe, execution_id: str | None, tags: Mapping[str, str] | None = None) -> TrackedRun:
+def start_run(
+    recipe: Recipe, execution_id: str | None, tags: Mapping[str, str] | None = None, source: str = "ebbflow"
+) -> TrackedRun:
     """Open the parent run of an execution, or find it again when the execution is retried.
 
     Args:
         recipe: logged as parameters and as recipe.yaml.
         execution_id: identifies the execution across retries; None (no orchestrator) always opens a new run.
         tags: what ``stopped_run`` finds it by.
+        source: the entry point, which MLflow shows as the run's source.
 
     Raises:
         TrackingError: the store cannot be used, or the execution has a run of another recipe.
@@ -57,7 +67,7 @@ def start_run(recipe: Recipe, execution_id: str | None, tags: Mapping[str, str] 
     identity = {ROLE: "execution", EXECUTION: execution_id} if execution_id else {}
     run = find(client, experiment_id, identity) if identity else None
     if run is None:
-        all_tags = _parent_tags(recipe, execution_id) | dict(tags or {})
+        all_tags = _source_tags(source, execution_id) | _parent_tags(recipe, execution_id) | dict(tags or {})
         run = create_run(client, experiment_id, identity, all_tags, recipe.name)
     elif run.data.tags.get(DIGEST) != recipe.digest:
         raise TrackingError(
@@ -87,12 +97,18 @@ def stopped_run(recipe: Recipe, tags: Mapping[str, str]) -> TrackedRun | None:
 
 
 def open_run(recipe: Recipe, tracked: TrackedRun) -> None:
-    """Set the run RUNNING and log its recipe as parameters and as recipe.yaml. Idempotent."""
+    """Set the run RUNNING, name it, and log its recipe as parameters and as recipe.yaml. Idempotent."""
     deliver_saved(tracked)
     client, settings = connect(tracked.tracking_uri), recipe.model_dump(mode="json")
-    client.update_run(tracked.run_id, status="RUNNING")
+    unnamed = client.get_run(tracked.run_id).info.run_name == recipe.name  # a name that the user gave it stays
+    client.update_run(tracked.run_id, status="RUNNING", name=tracked.name if unnamed else None)
     log_params(client, tracked.run_id, flatten(settings))
     client.log_text(tracked.run_id, yaml.safe_dump(settings, sort_keys=False), "recipe.yaml")
+
+
+def run_name(recipe: Recipe, run_id: str) -> str:
+    """The run's name in the UI: recipe, seed, and the short id that ends the name of its folder."""
+    return f"{recipe.name}-seed{recipe.seed}-{run_id[:8]}"
 
 
 def finish_run(tracked: TrackedRun, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
@@ -100,22 +116,13 @@ def finish_run(tracked: TrackedRun, status: Literal["FINISHED", "FAILED", "KILLE
     connect(tracked.tracking_uri).set_terminated(tracked.run_id, status)
 
 
-def log_results(tracked: TrackedRun, evaluations: Sequence[Evaluation], files: Sequence[Path], finish: bool = True) -> None:
-    """Log the run's headline to the parent (held-out means by policy version, the report), and finish it.
+def log_results(tracked: TrackedRun, files: Sequence[Path], finish: bool = True) -> None:
+    """Log the report's files to the parent run, and finish it.
 
     Best effort: a run must not fail because the store went away at its very end.
     """
     client, run_id = connect(tracked.tracking_uri), tracked.run_id
-    now = int(time.time() * 1000)
     try:
-        logged = last_steps(client, client.get_run(run_id))
-        metrics = [
-            Metric(f"held_out/{name}", value, now, evaluation.policy_version)
-            for evaluation in evaluations
-            for name, value in evaluation.held_out.items()
-            if f"held_out/{name}" not in logged  # a retry would append them again
-        ]
-        client.log_batch(run_id, metrics=metrics)
         for file in files:
             client.log_artifact(run_id, str(file))
         if finish:
@@ -140,7 +147,7 @@ def _experiment(client: MlflowClient, recipe: Recipe, uri: str) -> str:
         # without a location MLflow would use ./mlruns of the task's working directory
         location = (database.absolute().parent / ARTIFACTS).as_uri() if database else None
         try:
-            return client.create_experiment(name, artifact_location=location)
+            return client.create_experiment(name, artifact_location=location, tags={KIND: TRAINING})
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
@@ -149,6 +156,8 @@ def _experiment(client: MlflowClient, recipe: Recipe, uri: str) -> str:
         raise TrackingError(
             f"experiment {name!r} was deleted in {redact(uri)}; run `mlflow experiments restore`, or rename tracking.experiment"
         )
+    if KIND not in experiment.tags:
+        client.set_experiment_tag(experiment.experiment_id, KIND, TRAINING)
     return experiment.experiment_id
 
 
@@ -159,6 +168,21 @@ def _parent_tags(recipe: Recipe, execution_id: str | None) -> dict[str, str]:
     return {ROLE: "execution", DIGEST: recipe.digest, MACHINE: platform.node(), "mlflow.note.content": note, **execution}
 
 
+def _source_tags(source: str, execution_id: str | None) -> dict[str, str]:
+    """MLflow's own tags: user, source, and the git commit of the code where it is in a repository."""
+    kind = SourceType.JOB if execution_id else SourceType.LOCAL
+    tags = {MLFLOW_SOURCE_NAME: source, MLFLOW_SOURCE_TYPE: SourceType.to_string(kind)}
+    code = Path(__file__).parents[1]
+    if shutil.which("git") and (commit := get_git_commit(str(code))):
+        from git import Repo  # fails to import where there is no git
+
+        tags[MLFLOW_GIT_COMMIT] = commit
+        with Repo(code, search_parent_directories=True) as repo:
+            tags |= {UNCOMMITTED: "true"} if repo.is_dirty() else {}
+    user: dict[str, str] = DefaultRunContext().tags()
+    return user | tags
+
+
 def _tracked(recipe: Recipe, run: Run) -> TrackedRun:
     return TrackedRun(
         run_id=run.info.run_id,
@@ -167,6 +191,7 @@ def _tracked(recipe: Recipe, run: Run) -> TrackedRun:
         folder=_folder(recipe.output, f"{recipe.name}-{run.info.run_id[:8]}"),
         recipe_digest=recipe.digest,
         started_at=run.info.start_time / 1000,
+        name=run_name(recipe, run.info.run_id),
     )
 
 

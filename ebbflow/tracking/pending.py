@@ -16,6 +16,8 @@ import fsspec
 from mlflow.entities import Metric
 
 FOLDER, UNFINISHED = "waiting-for-mlflow", ".unfinished"
+METRIC, PARENT_METRIC = "metric", "parent_metric"
+"""First words of the lines of metrics."""
 MAX_METRICS = 100_000
 """Pending metrics of a node (about 30 MB); beyond that the oldest are dropped and counted."""
 
@@ -23,10 +25,16 @@ Status = Literal["FINISHED", "FAILED"]
 
 
 class Record(NamedTuple):
-    """Anything but a metric, as plain data: its kind and the arguments of its writer (``delivery.WRITERS``)."""
+    """Anything but a metric, as plain data.
+
+    Attributes:
+        kind, arguments: of its writer (``delivery.WRITERS``).
+        on_parent: whether it goes to the parent run.
+    """
 
     kind: str
     arguments: Mapping[str, Any]
+    on_parent: bool = False
 
 
 @dataclass
@@ -38,6 +46,8 @@ class PendingRecords:
         since: when the store went away, in seconds since 1970; None while it answers.
         late: records delivered since then.
         lost: metrics dropped because too many were pending.
+        metrics, records: of the node's own run; a record may be of the parent.
+        parent_metrics: of the parent run.
     """
 
     node: str
@@ -46,18 +56,25 @@ class PendingRecords:
     late: int = 0
     lost: int = 0
     metrics: list[Metric] = field(default_factory=list)
+    parent_metrics: list[Metric] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
 
+    @property
+    def num_metrics(self) -> int:
+        return len(self.metrics) + len(self.parent_metrics)
+
     def drop_excess(self) -> None:
-        """Drop and count the oldest metrics beyond ``MAX_METRICS``."""
-        excess = max(0, len(self.metrics) - MAX_METRICS)
-        del self.metrics[:excess]
-        self.lost += excess
+        """Drop and count the oldest metrics beyond ``MAX_METRICS``, of each of the two runs."""
+        for metrics in (self.metrics, self.parent_metrics):
+            excess = max(0, len(metrics) - MAX_METRICS)
+            del metrics[:excess]
+            self.lost += excess
 
     def remove_metrics(self, delivered: Sequence[Metric]) -> None:
         """Forget these very metrics, which need no further attempt."""
         gone = set(map(id, delivered))
-        self.metrics = [metric for metric in self.metrics if id(metric) not in gone]
+        for metrics in (self.metrics, self.parent_metrics):
+            metrics[:] = [metric for metric in metrics if id(metric) not in gone]
         self._count_late(len(delivered))
 
     def remove_first_record(self) -> None:
@@ -74,7 +91,8 @@ def save(folder: str, pending: PendingRecords) -> str:
     """Write the records into the run's folder, a path or a URI. Returns the file's path or URI."""
     uri = _uri(folder, pending.node)
     header = {"node": pending.node, "status": pending.status, "since": pending.since, "lost": pending.lost}
-    metrics = [["metric", metric.key, metric.value, metric.timestamp, metric.step] for metric in pending.metrics]
+    kinds = {METRIC: pending.metrics, PARENT_METRIC: pending.parent_metrics}
+    metrics = [[kind, one.key, one.value, one.timestamp, one.step] for kind, found in kinds.items() for one in found]
     lines = [json.dumps(line, default=_encode_bytes) + "\n" for line in (header, *metrics, *pending.records)]
     store, path = _open_store(uri)
     store.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -117,8 +135,9 @@ def _uri(folder: str, node: str) -> str:
 
 def _parse(content: bytes) -> PendingRecords:
     header, *lines = (json.loads(line, object_hook=_decode_bytes) for line in content.splitlines())
-    metrics = [Metric(*values) for kind, *values in lines if kind == "metric"]
-    return PendingRecords(**header, metrics=metrics, records=[Record(*line) for line in lines if line[0] != "metric"])
+    metrics, parent_metrics = ([Metric(*rest) for kind, *rest in lines if kind == wanted] for wanted in (METRIC, PARENT_METRIC))
+    records = [Record(*line) for line in lines if line[0] not in (METRIC, PARENT_METRIC)]
+    return PendingRecords(**header, metrics=metrics, parent_metrics=parent_metrics, records=records)
 
 
 def _encode_bytes(value: Any) -> dict[str, str]:

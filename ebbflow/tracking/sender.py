@@ -8,18 +8,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric
+from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.base import sanitize
 from ebbflow.recipe.secrets import redact
 from ebbflow.tracking.delivery import WRITERS
-from ebbflow.tracking.pending import PendingRecords, Status
-from ebbflow.tracking.store import AWAY, DIGEST, NODE, PARENT, REFUSED, ROLE, connect, create_run, find, last_steps
+from ebbflow.tracking.pending import PendingRecords, Record, Status
+from ebbflow.tracking.store import AWAY, DIGEST, NODE, PARENT, REFUSED, ROLE, connect, create_run, find
 
 METRICS_PER_BATCH = 1000
 MAX_LISTED, OTHERS = 40, "others"
@@ -28,21 +27,36 @@ MAX_LISTED, OTHERS = 40, "others"
 logger = logging.getLogger(__name__)
 
 
-class ChildRun(NamedTuple):
-    """An open child run.
+class OpenRun:
+    """A run that records are delivered to, and what it held when it was opened.
 
     Attributes:
-        last_steps: the last step of each metric that the run held when it was opened.
         refused: what MLflow refused of earlier attempts.
     """
 
-    client: MlflowClient
-    run_id: str
-    last_steps: dict[str, int]
-    refused: Counter[str]
+    def __init__(self, client: MlflowClient, run: Run) -> None:
+        self.client, self.run_id = client, str(run.info.run_id)
+        self.refused = Counter[str](json.loads(run.data.tags.get(REFUSED, "{}")))
+        self._held: dict[str, set[int] | None] = dict.fromkeys(run.data.metrics)  # None: not asked for yet
+
+    def holds(self, metric: Metric) -> bool:
+        """Whether the run held a value of this metric at its step. Stages that were late may fill steps in between."""
+        if metric.key not in self._held:
+            return False
+        steps = self._held[metric.key]
+        if steps is None:
+            steps = {held.step for held in self.client.get_metric_history(self.run_id, metric.key)}
+            self._held[metric.key] = steps
+        return metric.step in steps
 
 
-def open_child_run(tracked: TrackedRun, node: str) -> ChildRun:
+def open_parent_run(tracked: TrackedRun) -> OpenRun:
+    """The run of the execution."""
+    client = connect(tracked.tracking_uri)
+    return OpenRun(client, client.get_run(tracked.run_id))
+
+
+def open_child_run(tracked: TrackedRun, node: str) -> OpenRun:
     """Find the node's run and set it RUNNING with its parent, or create it."""
     client = connect(tracked.tracking_uri)
     identity = {PARENT: tracked.run_id, NODE: node}
@@ -52,34 +66,34 @@ def open_child_run(tracked: TrackedRun, node: str) -> ChildRun:
     else:
         client.update_run(run.info.run_id, status="RUNNING")
         client.update_run(tracked.run_id, status="RUNNING")
-    refused = Counter(json.loads(run.data.tags.get(REFUSED, "{}")))
-    return ChildRun(client, run.info.run_id, last_steps(client, run), refused)
+    return OpenRun(client, run)
 
 
 class RunSender:
-    """Delivers a node's pending records in order.
+    """Delivers a node's pending records in order, to its own run and to the parent.
 
     Every method raises whatever the transport raises while the store is away, busy or logged out: try again later.
 
     Attributes:
-        run: None until the store has answered.
+        run, parent: None until the store has answered.
         refused: records by kind, and values by metric, that MLflow has rejected for good.
     """
 
     def __init__(self, tracked: TrackedRun, node: str) -> None:
         self.tracked, self.node = tracked, node
-        self.run: ChildRun | None = None
+        self.run: OpenRun | None = None
+        self.parent: OpenRun | None = None
         self.refused: Counter[str] = Counter()
         self._refused_metrics: set[str] = set()
 
     def send(self, pending: PendingRecords) -> None:
         """Deliver everything. What arrived or was refused leaves ``pending``, also when a later record raises."""
         run = self.run = self.run or open_child_run(self.tracked, self.node)
-        self._send_metrics(run, pending)
+        self._send_metrics(run, pending.metrics, pending)
+        if pending.parent_metrics:
+            self._send_metrics(self._open_parent(), pending.parent_metrics, pending)
         while pending.records:
-            kind, arguments = pending.records[0]
-            if error := self._rejection(run, partial(WRITERS[kind], run.client, **arguments)):
-                self._count_refused(kind, 1, error)
+            self._send_record(self._open_parent() if pending.records[0].on_parent else run, pending.records[0])
             pending.remove_first_record()
         if pending.since is not None:
             self._log_outage(run, pending, pending.since)
@@ -93,23 +107,34 @@ class RunSender:
         if status == "FAILED":
             self.run.client.set_terminated(self.tracked.run_id, status)
 
-    def _send_metrics(self, run: ChildRun, pending: PendingRecords) -> None:
-        """In batches. MLflow takes a batch whole or not at all, so a refused one is delivered metric by metric."""
-        pending.metrics = [metric for metric in pending.metrics if self._is_wanted(run, metric)]
-        while batch := pending.metrics[:METRICS_PER_BATCH]:
+    def _open_parent(self) -> OpenRun:
+        self.parent = self.parent or open_parent_run(self.tracked)
+        return self.parent
+
+    def _send_record(self, run: OpenRun, record: Record) -> None:
+        if error := self._rejection(run, partial(WRITERS[record.kind], run.client, **record.arguments)):
+            self._count_refused(record.kind, 1, error)
+
+    def _send_metrics(self, run: OpenRun, metrics: list[Metric], pending: PendingRecords) -> None:
+        """Deliver ``metrics``, a list of ``pending``, in batches.
+
+        MLflow takes a batch whole or not at all, so a refused one is delivered metric by metric.
+        """
+        metrics[:] = [metric for metric in metrics if self._is_wanted(run, metric)]
+        while batch := metrics[:METRICS_PER_BATCH]:
             if self._rejection(run, partial(run.client.log_batch, metrics=batch)):
                 self._send_each_metric(run, pending, batch)
             else:
                 pending.remove_metrics(batch)
 
-    def _is_wanted(self, run: ChildRun, metric: Metric) -> bool:
+    def _is_wanted(self, run: OpenRun, metric: Metric) -> bool:
         """False if the run holds its step already, for MLflow would append it again, or if MLflow refuses the metric."""
         if metric.key in self._refused_metrics:
             self.refused[_metric_label(metric.key)] += 1
             return False
-        return metric.step > run.last_steps.get(metric.key, -1)
+        return not run.holds(metric)
 
-    def _send_each_metric(self, run: ChildRun, pending: PendingRecords, batch: Sequence[Metric]) -> None:
+    def _send_each_metric(self, run: OpenRun, pending: PendingRecords, batch: Sequence[Metric]) -> None:
         for key in dict.fromkeys(metric.key for metric in batch):
             values = [metric for metric in batch if metric.key == key]
             if error := self._rejection(run, partial(run.client.log_batch, metrics=values)):
@@ -117,14 +142,15 @@ class RunSender:
                 self._count_refused(_metric_label(key), len(values), error)
             pending.remove_metrics(values)
 
-    def _rejection(self, run: ChildRun, call: Callable[..., object]) -> Exception | None:
+    def _rejection(self, run: OpenRun, call: Callable[..., object]) -> Exception | None:
         """Make the call. Returns the error if MLflow will never accept it: then it must not block what is behind it."""
         try:
             call(run_id=run.run_id)
         except (MlflowException, FileNotFoundError, ValueError, TypeError) as error:
             if isinstance(error, MlflowException) and error.get_http_status_code() != 400:
                 raise
-            run.client.set_tag(run.run_id, NODE, self.node)  # raises too if the server says 400 because its database is away
+            assert self.run, "send() opens the run"
+            self.run.client.set_tag(self.run.run_id, NODE, self.node)  # raises too if the server says 400 without its database
             return error
         return None
 
@@ -134,7 +160,7 @@ class RunSender:
             logger.warning("node %s: MLflow refuses %s; they are dropped and counted: %s", self.node, what, reason)
         self.refused[what] += count
 
-    def _log_outage(self, run: ChildRun, pending: PendingRecords, since: float) -> None:
+    def _log_outage(self, run: OpenRun, pending: PendingRecords, since: float) -> None:
         """After an outage, tag the run with its length and its effect, for the report."""
         earlier = json.loads(run.client.get_run(run.run_id).data.tags.get(AWAY, "{}"))
         seconds = round(time.time() - since + earlier.get("seconds", 0), 1)

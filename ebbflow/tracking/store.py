@@ -255,8 +255,3 @@ def create_run(client: MlflowClient, experiment_id: str, identity: Mapping[str, 
     if oldest.info.run_id != created.info.run_id:
         client.delete_run(created.info.run_id)
     return oldest
-
-
-def last_steps(client: MlflowClient, run: Run) -> dict[str, int]:
-    """The last step that the run holds of each metric."""
-    return {key: max(metric.step for metric in client.get_metric_history(run.info.run_id, key)) for key in run.data.metrics}

@@ -73,7 +73,7 @@ def test_a_run_that_failed_goes_on(make: Callable[..., Recipe]) -> None:
 
 def test_a_run_that_waits_for_a_person_goes_on(make: Callable[..., Recipe]) -> None:
     waiting = start_run(recipe=make())
-    log_results(waiting, [], [], finish=False)
+    log_results(waiting, [], finish=False)
     assert start_run(recipe=make()) == waiting
 
 

@@ -191,10 +191,15 @@ def _recorded(uri: str, downloads: Path) -> Recorded:
     return Recorded(
         summary=json.loads(summary.read_text()),
         nodes=sorted(run.info.run_name for run in children),
-        series={f"{run.info.run_name}: {key}": values for run in runs for key, values in _series(client, run)},
+        series={f"{_node(run)}: {key}": values for run in runs for key, values in _series(client, run)},
         aliases=[sorted(version.aliases) for version in versions],
         policy=commit.read_text(),
     )
+
+
+def _node(run: Run) -> str:
+    """The node of a child run; the parent's own name is of one execution."""
+    return str(run.info.run_name) if "mlflow.parentRunId" in run.data.tags else "parent"
 
 
 def _series(client: MlflowClient, run: Run) -> Iterator[tuple[str, list[tuple[int, float]]]]:

@@ -137,6 +137,19 @@ def test_training_metrics_are_complete(workplace: Path, first: dict[str, Any]) -
     assert any(file.path.startswith("images") for file in client.list_artifacts(evaluation.info.run_id))
 
 
+def test_the_parent_has_the_curves_of_all_stages(workplace: Path, first: dict[str, Any]) -> None:
+    client, run_id = _client(workplace), first["mlflow_run_id"]
+    series = {
+        key: [metric.step for metric in client.get_metric_history(run_id, key)] for key in client.get_run(run_id).data.metrics
+    }
+    offline_steps = series["1.2 offline/loss"]
+    assert series["1.1 online/loss"] == [0, 1]
+    assert offline_steps == list(range(2, 2 + len(offline_steps)))
+    assert series["train/reward"] == [0, 1, 2], "the rollouts of the offline stage are one point"
+    assert series["held_out/reward"] == series["validation/reward"] == [0, 2, 2 + len(offline_steps)]
+    assert [one.dataset.name for one in client.get_run(run_id).inputs.dataset_inputs] == ["prompts"]
+
+
 def test_the_policy_is_a_model_that_draws(workplace: Path, first: dict[str, Any]) -> None:
     client = _client(workplace)
     version = client.get_model_version("ebbflow-tiny", first["model_version"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import subprocess
 import time
 import uuid
 from contextlib import suppress
@@ -70,6 +71,49 @@ def test_the_parent_run_carries_the_recipe(recipe: Recipe, tracked: TrackedRun, 
     [logged] = Path(recipe.output, "mlartifacts").rglob(f"{tracked.run_id}/artifacts/recipe.yaml")
     assert Recipe.model_validate(yaml.safe_load(logged.read_text())) == recipe
     assert Path(tracked.folder).parent == Path(recipe.output)
+
+
+def test_the_parent_run_says_who_ran_what(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "ada")
+    run = start_run(recipe, None, source="workflows/post_training.py")
+    tags = connect(run.tracking_uri).get_run(run.run_id).data.tags
+    assert (tags["mlflow.user"], tags["mlflow.source.name"], tags["mlflow.source.type"]) == (
+        "ada",
+        "workflows/post_training.py",
+        "LOCAL",
+    )
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    if commit.returncode == 0:
+        assert tags["mlflow.source.git.commit"] == commit.stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"]).returncode != 0
+        assert ("ebbflow.uncommitted_changes" in tags) == changed
+
+
+def test_runs_of_a_recipe_have_names_of_their_own(recipe: Recipe, client: MlflowClient) -> None:
+    seeded = recipe.model_copy(update={"seed": 7})
+    one, other = (start_run(seeded, None) for _ in range(2))
+    names = [client.get_run(run.run_id).info.run_name for run in (one, other)]
+    assert names == [f"glyph-seed7-{run.run_id[:8]}" for run in (one, other)]
+    assert [Path(run.folder).name[-8:] for run in (one, other)] == [name[-8:] for name in names]
+
+
+def test_a_name_that_the_user_gave_a_run_stays(recipe: Recipe, tracked: TrackedRun, client: MlflowClient) -> None:
+    client.update_run(tracked.run_id, name="the good one")
+    start_run(recipe, client.get_run(tracked.run_id).data.tags["flyte.execution_id"])
+    assert client.get_run(tracked.run_id).info.run_name == "the good one"
+
+
+def test_the_experiment_says_that_it_trains_models(store: Path, tracked: TrackedRun, client: MlflowClient) -> None:
+    kind = "mlflow.experimentKind"
+    assert client.get_experiment(tracked.experiment_id).tags[kind] == "custom_model_development"
+    older = client.create_experiment(f"older-{uuid.uuid4().hex[:8]}")
+    recipe = Recipe.model_validate({"output": str(store), "tracking": {"experiment": client.get_experiment(older).name}})
+    start_run(recipe, None)
+    assert client.get_experiment(older).tags[kind] == "custom_model_development"
+    client.set_experiment_tag(older, kind, "finetuning")
+    start_run(recipe, None)
+    assert client.get_experiment(older).tags[kind] == "finetuning", "what the user chose stays"
 
 
 def test_a_retry_of_the_same_execution_resumes_its_parent_run(recipe: Recipe, tracked: TrackedRun, client: MlflowClient) -> None:

@@ -1,0 +1,105 @@
+"""MLflow's UI, opened where runs of a recipe are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import webbrowser
+from collections.abc import Callable
+from contextlib import suppress
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from ebbflow.tracking.store import TrackingError, connect
+
+MODE = "workflowType=machine_learning"
+"""Part of an address of the UI. Without it MLflow shows the mode used last, at first that of traces, which hides the registry."""
+START_SECONDS = 300
+"""Its imports take seconds, and a minute on a busy laptop."""
+
+
+def pages(server: str, uri: str, experiment: str) -> dict[str, str]:
+    """The address of each page that a user looks for, by its name.
+
+    Args:
+        server: where the UI is.
+        uri: of the store, to find the experiment in.
+        experiment: its name.
+
+    Raises:
+        TrackingError: the store has no such experiment.
+    """
+    found = connect(uri).get_experiment_by_name(experiment)
+    if found is None:
+        raise TrackingError(f"{uri} has no experiment {experiment!r} yet; run a recipe first, or name one with --recipe")
+    runs = f"{server}/#/experiments/{found.experiment_id}/runs?{MODE}"
+    return {
+        "runs": runs,
+        "reward curves of all runs": f"{runs}&compareRunsMode=CHART",
+        "registry": f"{server}/#/models?{MODE}",
+    }
+
+
+def serve_ui(uri: str, experiment: str, port: int, browser: bool, say: Callable[[str], None]) -> int:
+    """Serve the UI on 127.0.0.1 until it is stopped, with Ctrl-C; of a server's store, only open its own.
+
+    Args:
+        browser: whether to open the page of the runs in a browser, where there is one.
+        say: shows a line to the user.
+
+    Returns:
+        the exit status of the server.
+
+    Raises:
+        TrackingError: the store has no such experiment, or the server does not start.
+    """
+    if uri.startswith(("http://", "https://")):
+        _show(pages(uri.rstrip("/"), uri, experiment), browser, say)
+        return 0
+    server = f"http://127.0.0.1:{port}"
+    addresses = pages(server, uri, experiment)
+    options = {"--backend-store-uri": uri, "--port": str(port), "--workers": "1", "--uvicorn-opts": "--log-level=warning"}
+    command = [sys.executable, "-m", "mlflow", "ui", *(word for option in options.items() for word in option)]
+    lean = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    process = subprocess.Popen(command, env=os.environ | lean, start_new_session=True)  # it has children, which end with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        _wait(process, server)
+        _show(addresses, browser, say)
+        say("Ctrl-C ends it.")
+        return process.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], server: str) -> None:
+    """Until the server answers."""
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise TrackingError(f"MLflow's UI ended with status {process.returncode} (see above); is the port taken? Set --port")
+        try:
+            urlopen(f"{server}/health", timeout=5).close()
+            return
+        except (URLError, TimeoutError, ConnectionError):
+            time.sleep(0.2)
+    raise TrackingError(f"MLflow's UI does not answer at {server} after {START_SECONDS} s")
+
+
+def _show(addresses: dict[str, str], browser: bool, say: Callable[[str], None]) -> None:
+    width = max(map(len, addresses))
+    for name, address in addresses.items():
+        say(f"{name:<{width}}  {address}")
+    if browser and _has_display():  # elsewhere Python may open a text browser, in this terminal
+        webbrowser.open(addresses["runs"])
+
+
+def _has_display() -> bool:
+    return sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
