@@ -56,10 +56,13 @@ def main() -> None:
 @click.argument("recipe", type=click.Path(path_type=Path))
 def check(recipe: Path) -> None:
     """Check RECIPE, a YAML file, and print it with all defaults."""
+    from ebbflow.tracking.sinks import require_sinks
+
     try:
         resolved = load_recipe(recipe)
         for path in resolved.own_paths:
             import_path(path)
+        require_sinks(resolved)
     except RecipeError as error:
         sys.exit(str(error))
     click.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), nl=False)

@@ -14,6 +14,7 @@ from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.stages import StageConfig
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.storage.artifacts import ArtifactError
+from ebbflow.tracking.sinks import require_sinks
 from ebbflow.training.policy_metadata import PolicyError, read_policy_metadata
 
 LOCAL_PATH = "is a local path, which pods cannot see; upload it and give its URI"
@@ -48,6 +49,7 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
     if (start := recipe.policy.start) and not start.on_hub:
         _check_start(start.path or "", on_cluster)
     load_scorer(recipe.rewards, recipe.guardrails)
+    require_sinks(recipe)
 
 
 def _check_shared(output: str, tracking_uri: str) -> None:

@@ -101,6 +101,9 @@ class TrackedRun(Strict):
     """Seconds since 1970."""
     name: str = ""
     """Of the run in the UI."""
+    experiment: str = ""
+    sinks: list[str] = []
+    """Where its curves go besides MLflow."""
 
 
 class Registration(Strict):

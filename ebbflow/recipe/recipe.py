@@ -179,6 +179,8 @@ class TrackingConfig(Strict):
 
     experiment: str = Field("ebbflow", min_length=1, max_length=MAX_LENGTH)
     uri: StoreText | None = None
+    sinks: list[Literal["tensorboard", "wandb"]] = []
+    """Where the curves of a run also go; each needs its package (docs/metrics.md). One that fails is a warning."""
 
 
 class Recipe(Strict):

@@ -14,8 +14,8 @@ How
     - A node's ``RunLogger`` puts records into a buffer (``pending``) and a ``sender`` delivers them; ``delivery`` writes each
       kind so that a repetition changes nothing. What is pending when a node ends is saved in the run's folder, and delivered by
       the next attempt or at the end of the run (``outage``).
-    - ``curves``: what the parent shows of all stages, by the training steps of the run. ``ui``: MLflow's UI, opened at
-      the runs.
+    - ``curves``: what the parent shows of all stages, by the training steps of the run; ``sinks``: where the curves go besides
+      MLflow. ``system_metrics``: the load of a node's machine. ``ui``: MLflow's UI, opened at the runs.
     - ``nodes``: what evaluations, stages, shards and the gate log.
     - ``registry``: challenger and champion; ``model_version``: what a version contains; ``registry_lock``: one promotion at a
       time; ``serving``: how MLflow loads a version.

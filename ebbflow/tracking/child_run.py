@@ -28,6 +28,8 @@ from ebbflow.tracking.curves import stage_curves
 from ebbflow.tracking.delivery import flatten
 from ebbflow.tracking.pending import PendingRecords, Record, Status
 from ebbflow.tracking.sender import RunSender
+from ebbflow.tracking.sinks import NodeSinks
+from ebbflow.tracking.system_metrics import system_metrics
 
 FLUSH_AT = 256
 """Metrics that are collected before they are sent."""
@@ -49,7 +51,8 @@ def node_run(tracked: TrackedRun, node: str, first_step: int | None = None) -> I
     run_logger.flush()  # shows the node in the UI from its first second
     logger.info("%s started", node)
     try:
-        yield run_logger
+        with system_metrics(tracked, run_logger.run_id):
+            yield run_logger
     except BaseException:
         run_logger.close("FAILED")
         raise
@@ -69,6 +72,7 @@ class RunLogger:
     Attributes:
         pending: what MLflow does not hold yet.
         sender: delivers it.
+        sinks: other places that get the curves.
         non_finite: NaN and infinite values by metric; they are counted and not sent.
     """
 
@@ -76,6 +80,7 @@ class RunLogger:
         saved = _load(tracked, node)
         self.pending = saved or PendingRecords(node)
         self.sender = RunSender(tracked, node)
+        self.sinks = NodeSinks(tracked, node)
         self.non_finite: Counter[str] = Counter()
         self._has_file = saved is not None
         self._saved = {(metric.key, metric.step) for metric in self.pending.metrics}
@@ -103,11 +108,12 @@ class RunLogger:
         self._flush_if_due()
 
     def log_curves(self, values: Mapping[str, float], step: int) -> None:
-        """Log finite values to the parent run; ``step`` counts the training steps of the whole run."""
+        """Log finite values to the parent run and the sinks; ``step`` counts the training steps of the whole run."""
         now = int(time.time() * 1000)
         shown = {key: float(value) for key, value in values.items() if math.isfinite(value)}
         kept = [Metric(key, value, now, step) for key, value in shown.items() if (key, step) not in self._saved_on_parent]
         self.pending.parent_metrics += kept
+        self.sinks.log(shown, step)
         self._flush_if_due()
 
     def log_params(self, params: Mapping[str, Any]) -> None:
@@ -168,6 +174,7 @@ class RunLogger:
             self.pending.records.append(Record("tag", tag))
         if not self._deliver(status):
             self._save(status)
+        self.sinks.close()
 
     def _flush_if_due(self) -> None:
         self.pending.drop_excess()

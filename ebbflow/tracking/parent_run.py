@@ -192,6 +192,8 @@ def _tracked(recipe: Recipe, run: Run) -> TrackedRun:
         recipe_digest=recipe.digest,
         started_at=run.info.start_time / 1000,
         name=run_name(recipe, run.info.run_id),
+        experiment=recipe.tracking.experiment,
+        sinks=list(recipe.tracking.sinks),
     )
 
 

@@ -48,7 +48,7 @@ LOST = {
     "tasks.promote_policy",
     "tasks.write_report",
 }
-TIMES = ("seconds/", "ms_per_image/", "images_per_second", "utilisation/", "push/seconds")
+TIMES = ("seconds/", "ms_per_image/", "images_per_second", "utilisation/", "push/seconds", "system/")
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from mlflow import MlflowClient
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from ebbflow.data.records import Evaluation, TrackedRun
 from ebbflow.data.schema import ADVANTAGES
@@ -106,3 +108,45 @@ def test_the_parent_has_the_dataset_once(tracked: TrackedRun, client: MlflowClie
     assert [one.dataset.name for one in parent] == [one.dataset.name for one in child] == ["prompts"]
     assert parent[0].dataset.digest == child[0].dataset.digest
     assert [(tag.key, tag.value) for tag in parent[0].tags] == [("mlflow.data.context", "training")]
+
+
+def test_a_node_shows_the_load_of_its_machine(tracked: TrackedRun, client: MlflowClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.01")
+    monkeypatch.delenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", raising=False)
+    published, publish = threading.Event(), SystemMetricsMonitor.publish_metrics
+
+    def observed(self: SystemMetricsMonitor, metrics: dict[str, float]) -> None:
+        publish(self, metrics)
+        published.set()
+
+    monkeypatch.setattr(SystemMetricsMonitor, "publish_metrics", observed)
+    steps: list[list[int]] = []
+    for _ in range(2):
+        published.clear()
+        with node_run(tracked, "train") as run_logger:
+            assert published.wait(timeout=60)
+        steps.append([step for step, _ in curve(client, run_logger.run_id, "system/cpu_utilization_percentage")])
+    assert "system/system_memory_usage_percentage" in client.get_run(run_logger.run_id).data.metrics
+    assert len(steps[1]) > len(steps[0]) > 0
+    assert steps[1] == list(range(len(steps[1]))), "a retry goes on, and doubles no step"
+
+
+def test_the_load_is_not_measured_where_the_user_says_so(tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "false")
+    started: list[object] = []
+    monkeypatch.setattr(SystemMetricsMonitor, "start", started.append)
+    with node_run(tracked, "quiet"):
+        pass
+    assert started == []
+
+
+def test_a_monitor_that_cannot_start_stops_nothing(
+    tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("no /proc here")
+
+    monkeypatch.setattr("mlflow.system_metrics.system_metrics_monitor.SystemMetricsMonitor.__init__", broken)
+    with node_run(tracked, "train"):
+        pass
+    assert "cannot measure the load of this machine: no /proc here" in caplog.text

@@ -1,0 +1,47 @@
+"""CPU, memory, disk, network and GPU of the machine that a node runs on, by MLflow's own monitor."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING as ENABLED
+
+from ebbflow.data.records import TrackedRun
+from ebbflow.recipe.secrets import redact
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def system_metrics(tracked: TrackedRun, run_id: str | None) -> Iterator[None]:
+    """Log the machine's load to a child run while the body runs, every 10 s; a retry goes on with the next step.
+
+    ``MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING=false`` switches it off, ``MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL`` sets the seconds.
+
+    Args:
+        run_id: None if the store is away; then nothing is measured.
+    """
+    on = ENABLED.get() if ENABLED.name in os.environ else True  # MLflow's own default is off
+    monitor = _start(tracked, run_id) if on and run_id else None
+    try:
+        yield
+    finally:
+        if monitor:
+            monitor.finish()
+
+
+def _start(tracked: TrackedRun, run_id: str):  # type: ignore[no-untyped-def]  # MLflow has no types here
+    """MLflow's monitor, or None where it cannot start: the load of a machine is worth no run."""
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)  # it says of every node that it starts and ends
+    try:
+        monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=tracked.tracking_uri)
+        monitor.start()
+    except Exception as error:
+        logger.warning("cannot measure the load of this machine: %s", redact(str(error)))
+        return None
+    return monitor
