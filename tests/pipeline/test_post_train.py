@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from mlflow import MlflowClient
 
 from ebbflow.tracking.replay import replay
 from ebbflow.tracking.verification import verify_version
+from tests.metrics_page import unexplained
 from tests.pipeline.conftest import run_pipeline
 
 
@@ -148,6 +150,16 @@ def test_the_parent_has_the_curves_of_all_stages(workplace: Path, first: dict[st
     assert series["train/reward"] == [0, 1, 2], "the rollouts of the offline stage are one point"
     assert series["held_out/reward"] == series["validation/reward"] == [0, 2, 2 + len(offline_steps)]
     assert [one.dataset.name for one in client.get_run(run_id).inputs.dataset_inputs] == ["prompts"]
+
+
+def test_every_metric_that_a_run_logs_is_explained(workplace: Path, first: dict[str, Any]) -> None:
+    client, run_id = _client(workplace), first["mlflow_run_id"]
+    parent = client.get_run(run_id)
+    children = client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run_id}'", max_results=100)
+    own = {re.sub(r"^\d+\.\d+ \w+/", "", key) for key in parent.data.metrics}
+    logged = own.union(*(child.data.metrics for child in children))
+    assert len(logged) > 50
+    assert unexplained(logged) == []
 
 
 def test_the_policy_is_a_model_that_draws(workplace: Path, first: dict[str, Any]) -> None:
