@@ -7,6 +7,7 @@ list, and a test reads the list (tests/test_house.py).
 - timing: wall time by phase
 - formatting: how numbers are written for people
 - logs: logging of the command line and of tasks
+- progress: how far long work is, on a terminal and in logs
 - seeding: random streams that need no saved state
 - compute: threads and deterministic kernels of a process that computes
 - storage: committed folders, Parquet files, locks, digests

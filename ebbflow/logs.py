@@ -8,9 +8,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
+from collections.abc import Callable
+from typing import TextIO
+
+from tqdm import tqdm
 
 LEVEL = "EBBFLOW_LOG_LEVEL"
 PACKAGES = ("ebbflow", "tasks", "workflows")
+WARNINGS = "py.warnings"
+"""The logger of Python's warnings, as ``logging.captureWarnings`` calls it."""
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -19,19 +26,53 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(self.format(record) + "\n")
+            line = self.format(record)
+            if sys.stderr.isatty():
+                tqdm.write(line, file=sys.stderr)  # above the bars that are shown
+            else:
+                sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
         except Exception:
             self.handleError(record)
 
 
 def _of_first_rank(record: logging.LogRecord) -> bool:
-    """Every process of a training group runs the same code; only the first one reports what is not a warning."""
-    return record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
+    """Every process of a training group runs the same code; only the first one reports what is no event of its own."""
+    own_event = record.levelno >= logging.WARNING and record.name != WARNINGS
+    return own_event or os.environ.get("RANK", "0") == "0"
+
+
+def _once() -> Callable[[logging.LogRecord], bool]:
+    """A filter that passes each warning once: evaluations, stages and rewards check the same things again."""
+    passed: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        text = record.getMessage()
+        known = text in passed
+        passed.add(text)
+        return not known
+
+    return is_new
+
+
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """In place of ``warnings.showwarning``: our own in a line; of a library's also where it comes from."""
+    own = category is UserWarning and any(f"/{package}/" in filename for package in PACKAGES)
+    text = str(message) if own else f"{category.__name__}: {message} ({filename}:{lineno})"
+    logging.getLogger(WARNINGS).warning("%s", text)
 
 
 def configure_logging() -> None:
-    """Show the INFO lines of Ebbflow and the warnings of everything else. A root logger with handlers keeps them.
+    """Show the INFO lines of Ebbflow and, each once, the warnings of everything. A root logger with handlers keeps them.
 
     Raises:
         ValueError: ``EBBFLOW_LOG_LEVEL`` is no log level.
@@ -43,6 +84,9 @@ def configure_logging() -> None:
         handler = _Stderr()
         handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
         handler.addFilter(_of_first_rank)
+        handler.addFilter(_once())
         root.addHandler(handler)
+        warnings.showwarning = _log_warning
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # MLflow has a handler of its own
     for package in PACKAGES:
         logging.getLogger(package).setLevel(level.upper())

@@ -51,3 +51,23 @@ def test_an_unknown_level_is_an_error() -> None:
 def test_handlers_of_the_program_are_left_alone() -> None:
     program = "import logging; logging.basicConfig(format='mine %(message)s')\n" + PROGRAM
     assert run(program).stderr.splitlines() == ["mine step 3", "mine careful"]
+
+
+WARNED = """
+import logging, warnings
+from ebbflow.logs import configure_logging
+configure_logging()
+for _ in range(2):
+    warnings.warn("say it once", stacklevel=1)
+    exec(compile("warnings.warn('say it once')", "/elsewhere/ebbflow/x.py", "exec"))
+    logging.getLogger("ebbflow.storage").warning("an event of %s", "this process")
+    logging.getLogger("ebbflow.storage").error("an error")
+"""
+
+
+@pytest.mark.parametrize(("rank", "own"), [("0", ["say it once"]), ("1", [])])
+def test_a_warning_is_said_once_and_in_one_line(rank: str, own: list[str]) -> None:
+    said = run(WARNED, RANK=rank).stderr.splitlines()
+    texts = [line.split(": ", 1)[1] for line in said]
+    elsewhere = ["UserWarning: say it once (<string>:6)"] if rank == "0" else []
+    assert texts == [*elsewhere, *own, "an event of this process", "an error", "an error"]

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ebbflow.compute import set_up_process
 from ebbflow.data.images import encode_png
@@ -22,6 +21,7 @@ from ebbflow.evaluation.image_statistics import diversity_across, diversity_with
 from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.models import Model, load_model, predict
 from ebbflow.models.encoding import Encode, encode_once
+from ebbflow.progress import progress
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
@@ -208,7 +208,7 @@ def _generate_and_score(
     """In batches: the uncompressed videos of all prompts would not fit in memory."""
     sampler = SamplerConfig(name="ode", steps=recipe.evaluation.steps)
     parts = []
-    for part in tqdm(_micro_batches(recipe, len(prompts)), desc=f"evaluating {label}", unit="batch", disable=None):
+    for part in progress(f"evaluating {label}", "batch", _micro_batches(recipe, len(prompts))):
         batch = prompts[part]
         with clock.phase("sampling"):
             keys = evaluation_keys(batch, indices[part])

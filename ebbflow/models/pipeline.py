@@ -19,11 +19,11 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from safetensors import safe_open
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import DTYPES, Conditioning, ModelError, Tokens
 from ebbflow.models.folder import reading
+from ebbflow.progress import progress
 from ebbflow.recipe.model import ModelConfig
 
 JOINT_ATTENTION = [
@@ -147,7 +147,7 @@ class PipelineModel:
         """As ``ebbflow.models.base.Model.encode``."""
         parts = []
         with self._on_device(*self.text_parts):
-            for start in tqdm(range(0, len(prompts), ENCODED_AT_ONCE), "encoding prompts", unit="batch", disable=None):
+            for start in progress("encoding prompts", "batch", range(0, len(prompts), ENCODED_AT_ONCE)):
                 parts.append(self._encode_batch(prompts[start : start + ENCODED_AT_ONCE]).to(torch.device("cpu")))
         return Conditioning.cat(parts)
 

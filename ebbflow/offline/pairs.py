@@ -28,6 +28,7 @@ from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema
 from ebbflow.models import Model
 from ebbflow.models.base import default_device
 from ebbflow.offline.shards import shard_identity
+from ebbflow.progress import progress
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import open_table_writer, read_column, row_count, write_table
 from ebbflow.timing import Clock
@@ -80,8 +81,8 @@ def import_pairs(ctx: StageContext, model: Model, source: Path, folder: Path, ev
     rows = row_count(prompts)
     shards = min(ctx.offline.shards, rows)
     rollouts = [folder / f"rollouts-{shard}.parquet" for shard in range(shards)]
-    with clock.phase("import"), tqdm(total=rows, desc=f"{ctx.label} pairs", unit="pair", disable=None) as progress:
-        usable = _usable(read_pairs(source), evaluated, left_out, progress)
+    with clock.phase("import"), progress(f"{ctx.label} pairs", "pair", total=rows) as shown:
+        usable = _usable(read_pairs(source), evaluated, left_out, shown)
         # Nothing was rolled out; the time that importing took stands once, with the advantages.
         _write_rollouts(ctx, model, usable, rollouts, about | {"seconds": {"rollout": 0.0}})
     pairs = sum(row_count(path) for path in rollouts) // 2
@@ -103,9 +104,9 @@ def _prompts(source: Path, ignored: set[str]) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_pylist([{"prompt_id": number, "prompt": text, **rest} for number, text in rows], PROMPTS)
 
 
-def _usable(pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], progress: tqdm[Any]) -> Iterator[Pair]:
+def _usable(pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], shown: tqdm[Any]) -> Iterator[Pair]:
     for pair in pairs:
-        progress.update()
+        shown.update()
         if pair.prompt in evaluated:
             left_out[EVALUATED] += 1
         elif pair.tie:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from tqdm import tqdm
 
 from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt, read_prompts
@@ -21,6 +20,7 @@ from ebbflow.models import Model
 from ebbflow.models.base import Conditioning, device_of
 from ebbflow.models.encoding import encode_once
 from ebbflow.offline.shards import shard_identity
+from ebbflow.progress import progress
 from ebbflow.rollouts.engine import Diffusers, Engine, open_engine
 from ebbflow.rollouts.parity import measure_parity, parity_bar, parity_plan
 from ebbflow.stage import StageContext
@@ -108,7 +108,7 @@ def _generated(
     schema, config = rollout_schema(model.latent_shape), ctx.config
     with clock.phase("rollout"):
         encode = encode_once(model, prompts)
-    progress = tqdm(total=len(prompts) * config.group_size, desc=f"{ctx.label} rollout", unit="image", disable=None)
+    shown = progress(f"{ctx.label} rollout", "image", total=len(prompts) * config.group_size)
     for start in range(0, len(prompts), groups_at_once):
         with clock.phase("rollout"):
             repeated, keys = ctx.groups(prompts[start : start + groups_at_once], step=0)
@@ -117,7 +117,7 @@ def _generated(
                 _check_engine(ctx, policy, engine, conditioning, keys)
             rollouts, pictures = engine.generate(conditioning, keys, config.sampler)
             latents, images = rollouts.latents, encode_png(pictures)
-        progress.update(len(images))
+        shown.update(len(images))
         yield pa.record_batch(
             [
                 pa.array(keys.prompt_ids, pa.int64()),

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from tqdm import tqdm
 
 from ebbflow.data.images import decode_png
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.schema import score_schema
 from ebbflow.offline.shards import require_shard
+from ebbflow.progress import progress
 from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import TableError, nan_to_null, read_batches, read_table_metadata, row_count, write_table
@@ -30,14 +30,14 @@ def score_shard(ctx: StageContext, scorer: Scorer, prompts: list[Prompt], rollou
     require_shard(ctx, rollouts, prompts)
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     clock = Clock()
-    with tqdm(total=row_count(rollouts), desc=f"{ctx.label} scoring", unit="image", disable=None) as progress:
+    with progress(f"{ctx.label} scoring", "image", total=row_count(rollouts)) as shown:
         parts = []
         for batch in read_batches(rollouts, rows=ctx.config.micro_batch):
             with clock.phase("scoring"):
                 finite = np.isfinite(batch["latent"].to_numpy_ndarray()).reshape(len(batch), -1).all(1)
                 scores = scorer(_images(rollouts, batch), [by_id[i] for i in batch["prompt_id"].to_pylist()]).where(finite)
             parts.append((batch.select(["prompt_id", "sample"]), scores))  # the images of a whole shard would fill memory
-            progress.update(len(batch))
+            shown.update(len(batch))
     scored = ScoreTable.cat([table for _, table in parts])
     require_scored(scored, ctx.recipe.max_failed_share)
     schema = score_schema(sorted(scored.metrics))

@@ -7,15 +7,12 @@ gradient from the start (Q: the upper tail of N(0, 1)): 31 % for s = 2e-4 and e 
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping
 
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.training.rollout_correction import lacks_correction
-
-logger = logging.getLogger(__name__)
 
 MAX_DEVIATION = 0.1
 """Of the mean |ratio - 1|, as a share of the clip range: then e / s = 8, and rounding leaves no term without a gradient."""
@@ -55,6 +52,5 @@ def first_update_alarms(stage: OnlineStageConfig, precision: Precision, metrics:
             "them as they are, correction: {mode: bypass}"
         )
     for alarm in alarms:
-        logger.warning("%s", alarm)
         warnings.warn(alarm, stacklevel=3)
     return alarms

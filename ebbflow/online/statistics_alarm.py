@@ -6,7 +6,6 @@ A policy that games its reward changes its images, and its velocity may stay nea
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Mapping
@@ -16,8 +15,6 @@ import numpy as np
 from ebbflow.evaluation.image_statistics import chance, effect_size
 from ebbflow.stage import StageContext
 from ebbflow.training.stage_loop import StageState
-
-logger = logging.getLogger(__name__)
 
 
 def watch_statistics(ctx: StageContext, state: StageState, statistics: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -51,9 +48,8 @@ def _ring(ctx: StageContext, state: StageState, name: str, mean: float, shift: f
         f"{name} of the images went from {state.first_statistics[name][0]:.3g} to {mean:.3g}, {shift:+.2g} standard deviations, "
         f"above statistics_alarm = {ctx.online.statistics_alarm:g}, in step {state.step}"
     )
-    logger.warning("%s: %s", ctx.label, state.alarms[-1])
     warnings.warn(
-        f"{state.alarms[-1]}: images that change while the reward rises are how gamed rewards begin; look at the samples and the "
-        "guardrails",
+        f"{ctx.label}: {state.alarms[-1]}: images that change while the reward rises are how gamed rewards begin; look at "
+        "the samples and the guardrails",
         stacklevel=3,
     )

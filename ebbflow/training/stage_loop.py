@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ebbflow.algorithms.advantages import PromptStatistics
+from ebbflow.progress import progress
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.stop_conditions import Preempted, Stop, StopConditions
@@ -65,7 +64,7 @@ class StageLoop:
         num_steps: of the whole stage.
         gpus: of the whole stage, for ``max_gpu_hours``.
         steps_ahead: steps in flight while another one trains; a preempted stage waits for them.
-        quiet: no progress bar, for all ranks but the first.
+        quiet: no progress, for all ranks but the first.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class StageLoop:
         self.num_steps, self.first_step = num_steps, state.step
         self.conditions = StopConditions(ctx.config, gpus, state.elapsed, steps_ahead)
         self.stop = Stop.NO
-        self.quiet, self.name = quiet, f"{ctx.label} {ctx.config.algorithm_name}"
-        self.progress = tqdm(total=num_steps, desc=self.name, initial=state.step, unit="step", disable=True if quiet else None)
+        name = f"{ctx.label} {ctx.config.algorithm_name}"
+        self.progress = progress(name, "step", total=num_steps, done=state.step, quiet=quiet)
 
     def steps(self) -> Iterator[int]:
         """The steps that are left, until the last one, or the one with which the budget is spent: that becomes an alarm."""
@@ -100,17 +99,13 @@ class StageLoop:
         """Record the metrics of a step. All processes of a group finish a step together: they agree on what ends the stage.
 
         Args:
-            shown: what the progress bar, or without a terminal the log, shows with the step.
+            shown: what progress shows with the step.
         """
         self.recorder.log_metrics(metrics, self.state.step)
         self.state.step += 1
-        elapsed = self.conditions.elapsed
-        seconds, self.state.elapsed = elapsed - self.state.elapsed, elapsed
+        self.state.elapsed = self.conditions.elapsed
         self.progress.set_postfix(shown, refresh=False)
         self.progress.update()
-        if self.progress.disable and not self.quiet:
-            values = "".join(f", {name} {value}" for name, value in shown.items())
-            logger.info("%s: step %d of %d%s, %.1f s", self.name, self.state.step, self.num_steps, values, seconds)
         self.stop = self.conditions.after_step()
 
     @property

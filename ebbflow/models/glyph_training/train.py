@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from tqdm import tqdm
 
 from ebbflow.models.families.glyph import ALPHABET, GlyphModel, new_glyph, to_latents
 from ebbflow.models.glyph_training.lettering import render_batch
+from ebbflow.progress import progress
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.storage.artifacts import new_folder
 
@@ -32,8 +32,8 @@ def train_glyph_base(config: GlyphTrainingConfig, folder: Path) -> None:
         parts = nn.ModuleList([model.transformer, model.text_encoder]).train()
         average = AveragedModel(parts, multi_avg_fn=get_ema_multi_avg_fn(config.ema))  # type: ignore[no-untyped-call, unused-ignore]
         optimizer = torch.optim.AdamW(parts.parameters(), lr=config.lr)
-        progress = tqdm(range(config.steps), desc="training the base model", unit="step", disable=None)
-        for step in progress:
+        shown = progress("training the base model", "step", range(config.steps))
+        for step in shown:
             noisy_captions = step >= 2 * config.steps // 3
             loss = _loss(model, *_batch(config, rng, noisy_captions))
             optimizer.zero_grad()
@@ -41,7 +41,7 @@ def train_glyph_base(config: GlyphTrainingConfig, folder: Path) -> None:
             optimizer.step()
             average.update_parameters(parts)
             if step % 25 == 0:
-                progress.set_postfix(loss=f"{loss.item():.3f}")
+                shown.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     parts.load_state_dict(average.module.state_dict())
     with new_folder(folder) as unfinished:
         model.save(unfinished)
