@@ -14,8 +14,6 @@ NUMERICAL := $(addprefix tests/,algorithms evaluation flow models offline online
 FAULTS := $(addprefix tests/,pipeline/test_pods.py pipeline/test_post_train.py pipeline/test_files.py pipeline/test_bad_input.py \
 	storage/test_artifacts.py rewards/test_server_limits.py recipe/test_secret_forms.py evaluation/test_gate.py \
 	labeling/test_label_server.py tracking/test_sqlite.py tracking/test_verification.py tracking/test_verify_again.py)
-# Base models, which Flyte's cache keeps for all runs, lie in the temporary folder: a durable one survives a reboot.
-RUN := MLFLOW_DISABLE_TELEMETRY=true TMPDIR=$(CURDIR)/runs/flyte PATH=$(abspath $(BIN)):$$PATH
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo run test test-all test-faults soak test-vllm-omni lint docs docs-serve constraints ui clean
@@ -36,9 +34,7 @@ demo: setup ## train the glyph model from scratch, post-train it, and write a re
 	@$(MAKE) --no-print-directory run RECIPE=workflows/recipes/glyph.yaml
 
 run: setup ## run the pipeline on RECIPE=path/to/recipe.yaml
-	@$(BIN)/ebbflow check $(RECIPE) > /dev/null
-	@mkdir -p runs/flyte
-	$(RUN) pyflyte run workflows/post_training.py post_train --recipe $(RECIPE)
+	$(BIN)/ebbflow run $(RECIPE)
 
 test: lint ## lint, type check and tests, a file on each core; without those that repeat others at more points or in longer runs
 	$(PYTEST) -m "not exhaustive"

@@ -8,6 +8,7 @@ list, and a test reads the list (tests/test_house.py).
 - formatting: how numbers are written for people
 - logs: logging of the command line and of tasks
 - progress: how far long work is, on a terminal and in logs
+- resume: what a person is told when a local run ends early
 - seeding: random streams that need no saved state
 - compute: threads and deterministic kernels of a process that computes
 - storage: committed folders, Parquet files, locks, digests
@@ -27,5 +28,7 @@ list, and a test reads the list (tests/test_house.py).
 - labeling: preferences of people, by a local page
 - estimate: the cost of a recipe
 - preflight: the checks before anything is paid for
+- run_list: the runs in a local folder
+- launch: a run on this machine, from the command line
 - cli: the command line
 """

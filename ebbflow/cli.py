@@ -39,10 +39,11 @@ STORE = click.option(
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ebbflow", message="%(prog)s %(version)s")
 def main() -> None:
     """Reinforcement-learning post-training for diffusion and flow-matching models, as a Flyte pipeline.
 
-    Run the pipeline itself with `pyflyte run workflows/post_training.py post_train --recipe FILE`.
+    `ebbflow run RECIPE` runs the pipeline on this machine.
 
     EBBFLOW_LOG_LEVEL sets how much is logged: DEBUG, INFO (default), WARNING or ERROR.
     """
@@ -50,6 +51,30 @@ def main() -> None:
         configure_logging()
     except ValueError as error:
         sys.exit(str(error))
+
+
+@main.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def run(recipe: Path, debug: bool) -> None:
+    """Run the pipeline on RECIPE on this machine; a run that was stopped resumes.
+
+    Exits with status 1 after an error, 130 after Ctrl-C.
+    """
+    from ebbflow.launch import launch
+
+    launch(recipe, debug)
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("runs"))
+def runs(folder: Path) -> None:
+    """List the runs in FOLDER, the 'output' of their recipes (default: runs), the newest first."""
+    from ebbflow.run_list import describe_runs, list_runs
+
+    if not (found := list_runs(folder)):
+        sys.exit(f"no runs in {folder}; start one with `ebbflow run RECIPE`, or name the recipe's 'output'")
+    click.echo(describe_runs(found))
 
 
 @main.command()

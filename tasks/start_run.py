@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
+import yaml
 from flytekit import FlyteContextManager, current_context, task
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.storage.disk import private_folder
+from ebbflow.resume import end_interrupted, note_run
+from ebbflow.run_list import RESOLVED_RECIPE
+from ebbflow.storage.disk import private_folder, write_text
 from tasks.elastic import preload
 from tasks.files import CODE
 from tasks.resources import light
@@ -36,6 +36,8 @@ def start_run(recipe: Recipe) -> TrackedRun:
     execution = current_context().execution_id
     on_cluster = execution is not None and execution.name != "local"  # the name of every local run
     name = f"{execution.project}/{execution.domain}/{execution.name}" if on_cluster else None
+    if not on_cluster and end_interrupted not in FlyteContextManager.signal_handlers:
+        FlyteContextManager.add_signal_handler(end_interrupted)
     check_recipe(recipe, tracking_uri=resolve_tracking_uri(recipe), on_cluster=on_cluster)
     if not on_cluster:
         _prepare_process(recipe)
@@ -44,7 +46,12 @@ def start_run(recipe: Recipe) -> TrackedRun:
 
 def _prepare_process(recipe: Recipe) -> None:
     """What pods prepare for themselves: the process that ranks are forked from, and Ray's temporary folder."""
+    from ebbflow.tracking.store import resolve_tracking_uri, sqlite_file
+
     if any(stage.kind == "offline" for stage in recipe.stages):
+        if sqlite_file(resolve_tracking_uri(recipe)):
+            # This process opens the store next, and so does rank 0: what is imported for it takes seconds of silence.
+            import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
         preload(recipe)
     if os.environ.get("RAY_TMPDIR") == "/tmp" and any(
         stage.placement == "ray" for stage in recipe.stages if stage.kind == "online"
@@ -70,16 +77,9 @@ def _start_or_resume(recipe: Recipe) -> TrackedRun:
     _RUN_LOCK.enter_context(
         exclusive_lock(Path(run.folder), f"wait until it ends, or set another 'output' than {recipe.output!r}")
     )
-    if _say_how_to_resume not in FlyteContextManager.signal_handlers:
-        FlyteContextManager.add_signal_handler(_say_how_to_resume)
+    note_run(run.folder)
+    write_text(Path(run.folder) / RESOLVED_RECIPE, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
     if stopped:
         logger.info("resuming the stopped run (MLflow run %s); to start over, delete %s", run.run_id, run.folder)
         parent_run.open_run(recipe, run)
     return run
-
-
-def _say_how_to_resume(number: int, frame: FrameType | None) -> None:
-    """Flyte's handler of SIGINT (Ctrl-C) calls it; it exits with status 1 otherwise. A second SIGINT kills the process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.write(sys.stderr.fileno(), b"\ninterrupted; the same command resumes\n")  # print may be in the middle of another line
-    sys.exit(128 + number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -13,7 +12,6 @@ from pydantic import BaseModel, BeforeValidator
 
 from ebbflow.data.records import Evaluation, StageRecord
 
-logger = logging.getLogger(__name__)
 GONE = "{} is gone, but Flyte's local cache still points to it; run `pyflyte local-cache clear` and start again"
 """A temporary folder may be deleted before the cache is."""
 
@@ -39,7 +37,6 @@ class BaseModelArtifact(BaseModel):
     def made(cls, folder: Path, started: float) -> Self:
         """The folder that was made since ``started`` (seconds since 1970)."""
         now = time.time()
-        logger.info("base model ready after %.1f s", now - started)
         return cls(folder=FlyteDirectory(str(folder)), seconds=now - started, finished_at=now)
 
 
@@ -63,6 +60,10 @@ class EvaluatedPolicy(BaseModel):
     policy: TrainedPolicy
     evaluation: Evaluation
     samples: FlyteFile
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """Short: ``pyflyte run`` prints its outputs."""
+        return [("label", self.evaluation.label), ("policy", str(self.policy.folder.path))]
 
 
 class ChampionPolicy(BaseModel):

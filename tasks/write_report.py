@@ -37,6 +37,7 @@ def write_report(
     from ebbflow.tracking import report
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.outage import deliver_saved
+    from ebbflow.tracking.outcome import describe_outcome, example_prompt
     from ebbflow.tracking.parent_run import log_results
     from ebbflow.tracking.run_facts import run_facts
 
@@ -65,7 +66,11 @@ def write_report(
     Deck("report", page.read_text())
     log_results(run, [page, numbers], finish=not inputs.awaits_approval)
     delete_checkpoints(run)
-    print(f"\n{report.summary_table(inputs)}\n\nreport: {run.folder}/report.html")
+    candidate = next(one for one in history if one.evaluation.label == decision.candidate)
+    policy = str(candidate.policy.folder.remote_source or candidate.policy.folder.path)
+    example = example_prompt(fetch(candidate.samples))
+    outcome = describe_outcome(recipe, run, decision, registration, policy, example)
+    print(f"\n{report.summary_table(inputs)}\n\n{outcome}", flush=True)
     return Report(
         FlyteFile(str(page), remote_path=f"{run.folder}/report.html"),
         FlyteFile(str(numbers), remote_path=f"{run.folder}/summary.json"),

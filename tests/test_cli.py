@@ -1,3 +1,4 @@
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,7 @@ def test_list_leads_to_the_page_about_ones_own() -> None:
     pages = {word.strip("().,:") for word in output.split() if "docs/" in word}
     assert "docs/extending.md" in pages
     assert all((RECIPES.parents[1] / page).is_file() for page in pages)
+
+
+def test_version_is_the_packages() -> None:
+    assert CliRunner().invoke(main, ["--version"], prog_name="ebbflow").output == f"ebbflow {version('ebbflow')}\n"

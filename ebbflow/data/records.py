@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ebbflow.recipe.base import Strict
 
 
@@ -71,6 +73,10 @@ class GateDecision(Strict):
     reasons: list[str]
     """One sentence per rule: what passed, or what failed."""
 
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """Short: ``pyflyte run`` prints its outputs."""
+        return [("promote", self.promote), ("candidate", self.candidate), ("champion", self.champion)]
+
 
 class StageRecord(Strict):
     """What a training stage did; kept in the policy folder that it produced."""
@@ -104,6 +110,10 @@ class TrackedRun(Strict):
     experiment: str = ""
     sinks: list[str] = []
     """Where its curves go besides MLflow."""
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """Short: ``pyflyte run`` prints its outputs."""
+        return [("run_id", self.run_id), ("folder", self.folder)]
 
 
 class Registration(Strict):

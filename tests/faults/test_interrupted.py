@@ -1,4 +1,4 @@
-"""Ctrl-C in any stage of a local run: one line that says how to resume, exit status 130, and no traceback."""
+"""Ctrl-C in any phase of a local run: two lines that say how to resume, exit status 130, and no traceback."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ RECIPE: dict[str, Any] = {
         small_stage({"kind": "offline", "prompts": 4, "batch_size": 8, "epochs": 1, **SMALL}),
     ],
 }
-SAID = "interrupted; the same command resumes"
+POINTS = [
+    "ebbflow.models.glyph_training.train:_loss:2",
+    "ebbflow.evaluation.evaluate:_generate_and_score:1",
+    "ebbflow.training.update:PolicyUpdater.update:1",  # of the online stage, in the process of the command
+    "ebbflow.offline.training:_timed_update:1",  # of the offline stage, where ranks save first
+]
 
 
-def test_an_interrupted_stage_says_how_to_resume(tmp_path: Path) -> None:
-    """First in the online stage, in the process of the command; then in the offline stage, where ranks save first."""
-    for start, point in enumerate(["ebbflow.training.update:PolicyUpdater.update", "ebbflow.offline.training:_timed_update"]):
-        printed = run_pipeline_until(tmp_path, RECIPE, f"{point}:1:sigint")
-        assert printed.count(SAID) == 1, printed
+def test_an_interrupted_run_says_how_to_resume(tmp_path: Path) -> None:
+    for start, point in enumerate(POINTS):
+        printed = run_pipeline_until(tmp_path, RECIPE, f"{point}:sigint")
+        (folder,) = (tmp_path / "runs").glob("tiny-*")
+        said = printed.rstrip().splitlines()
+        assert said.count("interrupted") == 1, printed
+        assert said[-1].startswith(f"{folder} keeps what is finished; resume with: again_cases.py run "), printed
         assert "Traceback" not in printed
         assert ("resuming the stopped run" in printed) == (start > 0)
     (checkpoint,) = (tmp_path / "runs").glob("*/checkpoints/1.2-offline/step-*")

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 from mlflow import MlflowClient
 
+from ebbflow.run_list import list_runs
 from ebbflow.tracking.replay import replay
 from ebbflow.tracking.verification import verify_version
 from tests.metrics_page import unexplained
@@ -82,9 +83,23 @@ def test_it_listens_on_no_address_but_loopback(first: dict[str, Any], listening:
     assert listening <= {"0100007F", "00000000000000000000000001000000"}
 
 
-def test_a_person_sees_a_table_and_where_the_report_is(first: dict[str, Any]) -> None:
-    assert "1.2 offline" in first["printed"]
-    assert str(first["folder"] / "report.html") in first["printed"]
+def test_a_person_reads_a_table_the_verdict_and_where_everything_is(first: dict[str, Any]) -> None:
+    printed = first["printed"]
+    assert "1.2 offline" in printed
+    verdict = "PROMOTED: ebbflow-tiny version 1" if first["promoted"] else "NOT PROMOTED: ebbflow-tiny version 1"
+    end = printed[printed.index(verdict) :]
+    assert "95% interval [" in end
+    assert f"report  {first['folder']}/report.html\n" in end
+    (policy,) = [line.removeprefix("policy  ") for line in end.splitlines() if line.startswith("policy  ")]
+    assert (Path(policy) / "COMMIT").is_file()
+    assert "ebbflow draw ebbflow-tiny@" in end
+    assert len(end) < 1500  # with the outputs of the workflow, which pyflyte prints
+
+
+def test_the_run_is_listed(workplace: Path, first: dict[str, Any]) -> None:
+    (listed,) = [run for run in list_runs(workplace / "runs") if run.name == first["folder"].name]
+    assert (listed.recipe, listed.seed, listed.state) == ("tiny", "0", "finished")
+    assert listed.reward == (first["before"]["reward"], first["after"]["reward"])
 
 
 def test_every_node_has_one_child_run(workplace: Path, first: dict[str, Any]) -> None:

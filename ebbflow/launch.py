@@ -1,0 +1,100 @@
+"""``ebbflow run``: run a recipe on this machine, as ``pyflyte run`` does, with an end that a person can read.
+
+The pipeline itself is built on top of this library, in the package ``workflows``. It is loaded by its name when a run starts;
+nothing else in the library knows it, or Flyte.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.resume import end_interrupted, how_to_resume
+
+logger = logging.getLogger(__name__)
+PIPELINE = "workflows.run"
+ADDED_BY_FLYTE = re.compile(r"(?:Error encountered while executing '([\w.]+)':\s*)|(?:USER:\w+: error=)")
+EXPLAINED = ("ebbflow", "tasks")
+"""Packages whose own errors name value, place and fix."""
+
+
+def launch(path: Path, debug: bool) -> None:
+    """Run the recipe at ``path`` to its end. An error ends the process with status 1, Ctrl-C with 130.
+
+    Args:
+        debug: let an error of the pipeline show its traceback.
+    """
+    signal.signal(signal.SIGINT, end_interrupted)
+    try:
+        recipe = load_recipe(path)
+        _prepare(recipe)
+    except RecipeError as error:
+        sys.exit(str(error))
+    logger.info("recipe %s, seed %d: loading the pipeline, which takes seconds", recipe.name, recipe.seed)
+    try:
+        importlib.import_module(PIPELINE).run(recipe)
+    except Exception as error:
+        if debug:
+            raise
+        sys.exit(f"\n{explain(error)}\n{how_to_resume()}")
+
+
+def explain(error: Exception) -> str:
+    """The message of an error, with the task that raised it, and without what Flyte and torch wrap around it.
+
+    An error that does not explain itself also gets its type, and its traceback is written to a file.
+    """
+    tasks = [name for name in ADDED_BY_FLYTE.findall(str(error)) if name]
+    where = f"{tasks[-1].rpartition('.')[2]}: " if tasks else ""
+    if (message := _of_first_rank_that_failed(error)) is not None:
+        return f"{where}{message}{_written(error)}"
+    message = ADDED_BY_FLYTE.sub("", str(error)).strip()
+    if type(error).__module__.partition(".")[0] in EXPLAINED:
+        return where + message
+    return f"{where}{type(error).__name__}: {message}{_written(error)}"
+
+
+def _of_first_rank_that_failed(error: Exception) -> str | None:
+    """What the first training process to fail raised: type and message. None for an error of another kind."""
+    wrapped: Any = getattr(error, "value", None)
+    if not hasattr(wrapped, "get_first_failure"):
+        return None
+    said = wrapped.get_first_failure()[1].message
+    return str(said["message"] if isinstance(said, dict) else said)
+
+
+def _written(error: Exception) -> str:
+    file = Path(tempfile.gettempdir()) / "traceback.txt"
+    file.write_text("".join(traceback.format_exception(error)))
+    return f"\nthe traceback is in {file}; --debug shows it"
+
+
+def _prepare(recipe: Recipe) -> None:
+    """Set the environment of the run, before anything reads it.
+
+    Base models, which Flyte's cache keeps for all runs, lie in the temporary folder: one in ``output`` survives a reboot.
+    The user's own code may lie in the working directory.
+
+    Raises:
+        RecipeError: the output folder cannot be made.
+    """
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    sys.path.append(os.getcwd())
+    if "://" in recipe.output:
+        return
+    folder = Path(recipe.output).absolute() / "flyte"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"output = {recipe.output!r} cannot be written ({error.strerror}); set another folder") from None
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)

@@ -1,0 +1,39 @@
+"""What a person is told when a local run ends early: what is kept, and how to resume."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+_opened: list[str] = []
+"""The folder of the run that this process executes, once it is open."""
+
+
+def note_run(folder: str) -> None:
+    """From now on ``folder`` keeps what this process finishes."""
+    _opened[:] = [folder]
+
+
+def how_to_resume() -> str:
+    """What is kept where, and the command that resumes."""
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return f"{_opened[0]} keeps what is finished; resume with: {command}" if _opened else f"start again with: {command}"
+
+
+def end_interrupted(number: int, frame: FrameType | None = None) -> NoReturn:
+    """A handler of SIGINT (Ctrl-C): a line at once, one when everything has ended, and exit status 130. Another SIGINT kills."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    when = "interrupted" if _opened else "interrupted before the run was opened"
+    os.write(sys.stderr.fileno(), f"\n{when}\n".encode())  # print may be in the middle of another line
+    atexit.register(_write, how_to_resume())  # after what progress bars and training processes still say
+    sys.exit(128 + number)
+
+
+def _write(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

@@ -1,0 +1,91 @@
+"""The runs in a local output folder, read from their files alone: no store is opened, and nothing heavy is imported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ebbflow.storage.locks import LOCK, try_lock
+
+RESOLVED_RECIPE = "recipe.yaml"
+"""In a run's folder: its recipe with all defaults, written as the run starts."""
+HEADER = ("run", "recipe", "seed", "state", "reward", "verdict", "started")
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A line of ``ebbflow runs``.
+
+    Attributes:
+        started: seconds since 1970.
+        reward: held-out means before and after; None before the run has finished.
+        verdict: what became of the candidate.
+    """
+
+    name: str
+    recipe: str
+    seed: str
+    state: str
+    started: float
+    reward: tuple[float, float] | None = None
+    verdict: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """As text, in the order of ``HEADER``."""
+        reward = "{:.3f} -> {:.3f}".format(*self.reward) if self.reward else "-"
+        started = datetime.fromtimestamp(self.started).strftime("%Y-%m-%d %H:%M")
+        return self.name, self.recipe, self.seed, self.state, reward, self.verdict or "-", started
+
+
+def list_runs(folder: Path) -> list[ListedRun]:
+    """The runs in ``folder``, the newest first; none where there is no such folder."""
+    homes = [path.parent for path in folder.glob(f"*/{LOCK}")]
+    return sorted(map(_read, homes), key=lambda run: run.started, reverse=True)
+
+
+def describe_runs(runs: list[ListedRun]) -> str:
+    """As a table."""
+    rows = [HEADER, *(run.cells() for run in runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _read(home: Path) -> ListedRun:
+    written = home / RESOLVED_RECIPE
+    recipe: dict[str, Any] = yaml.safe_load(written.read_text()) if written.is_file() else {}
+    summary = _summary(home)
+    return ListedRun(
+        name=home.name,
+        recipe=str(recipe.get("name", home.name.rpartition("-")[0])),
+        seed=str(recipe.get("seed", "-")),
+        state=_state(home, bool(summary)),
+        started=(written if written.is_file() else home / LOCK).stat().st_mtime,
+        reward=(summary["before"]["reward"], summary["after"]["reward"]) if summary else None,
+        verdict=_verdict(summary) if summary else "",
+    )
+
+
+def _summary(home: Path) -> dict[str, Any]:
+    """What ``tracking.report`` wrote as the run ended; empty before."""
+    file = home / "summary.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _verdict(summary: dict[str, Any]) -> str:
+    return f"{'promoted' if summary['promoted'] else 'not promoted'}, version {summary['model_version']}"
+
+
+def _state(home: Path, finished: bool) -> str:
+    """Whether a process executes the run, and if it has not finished, the last node that it began."""
+    with try_lock(home / LOCK) as free:
+        if free and finished:
+            return "finished"
+    nodes = sorted((path.stat().st_mtime, path.name) for path in home.glob("nodes/*"))
+    last = f" in {nodes[-1][1].replace('-', ' ', 1)}" if nodes else ""
+    return f"stopped{last}" if free else f"running{last}"

@@ -1,0 +1,79 @@
+"""The end of a run for the terminal: the verdict, and where everything is."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from ebbflow.data.records import GateDecision, Registration, TrackedRun
+from ebbflow.evaluation.gate import REFUSED
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.secrets import redact
+from ebbflow.tracking.store import resolve_tracking_uri
+
+UI = "http://127.0.0.1:5000"
+"""Where ``ebbflow ui`` serves."""
+
+
+def describe_outcome(
+    recipe: Recipe, run: TrackedRun, decision: GateDecision, registration: Registration, policy: str, example: str
+) -> str:
+    """What a person reads last.
+
+    Args:
+        policy: path or URI of the candidate's policy folder.
+        example: a prompt, or the text to draw, for the command that draws a picture.
+    """
+    places = {
+        "report": f"{run.folder}/report.html",
+        "policy": policy,
+        "MLflow": _ui(run),
+        "draw": _draw(run, registration, example),
+    }
+    return "\n".join([*_verdict(recipe, decision, registration), "", *(f"{name:8}{place}" for name, place in places.items())])
+
+
+def _verdict(recipe: Recipe, decision: GateDecision, registration: Registration) -> list[str]:
+    """What became of the candidate; how its reward compares with the champion's; why it was refused, if it was."""
+    model, target = f"{registration.model_name} version {registration.version} ({decision.candidate})", decision.target
+    if registration.champion:
+        replaced = f" and replaces version {registration.previous}" if registration.previous else ""
+        became = f"PROMOTED: {model} is champion{replaced}"
+    elif decision.promote and recipe.promotion.approval is not None:
+        became = f"WAITS FOR APPROVAL: {model} is challenger"
+    else:
+        became = f"NOT PROMOTED: {model} is challenger"
+    confidence = f"{recipe.evaluation.confidence:.0%}"
+    compared = (
+        f"reward {target.champion:.3f} -> {target.candidate:.3f}, {target.difference:+.3f} with {confidence} "
+        f"interval [{target.low:+.3f}, {target.high:+.3f}] over {target.prompts} prompts, against {decision.champion}"
+    )
+    return [became, compared, *(reason for reason in decision.reasons if reason.startswith(REFUSED))]
+
+
+def _ui(run: TrackedRun) -> str:
+    """The address of the run; of a store without a server also the command that serves it."""
+    page = f"#/experiments/{run.experiment_id}/runs/{run.run_id}"
+    if run.tracking_uri.startswith(("http://", "https://")):
+        return redact(f"{run.tracking_uri.rstrip('/')}/{page}")
+    return f"{_with_store(run)}ebbflow ui, then {UI}/{page}"
+
+
+def _draw(run: TrackedRun, registration: Registration, example: str) -> str:
+    alias = "champion" if registration.champion else "challenger"
+    return _with_store(run) + shlex.join(["ebbflow", "draw", f"{registration.model_name}@{alias}", example, "--out", "pictures"])
+
+
+def _with_store(run: TrackedRun) -> str:
+    """Before a command: where the store is, unless the command finds it."""
+    default = run.tracking_uri == resolve_tracking_uri(Recipe())
+    return "" if default else f"MLFLOW_TRACKING_URI={shlex.quote(redact(run.tracking_uri))} "
+
+
+def example_prompt(samples: Path) -> str:
+    """What to draw: the text that the first held-out prompt names, or else the prompt."""
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(samples, columns=["split", "prompt", "target"]).to_pylist()
+    first = next(row for row in rows if row["split"] == "held_out")
+    return str(first["target"] or first["prompt"])

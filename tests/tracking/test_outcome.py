@@ -1,0 +1,83 @@
+"""What a person reads last: the verdict with its interval, and where everything is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ebbflow.data.records import Comparison, GateDecision, Registration, TrackedRun
+from ebbflow.recipe import Recipe
+from ebbflow.tracking.outcome import describe_outcome, example_prompt
+from ebbflow.tracking.store import resolve_tracking_uri
+
+TARGET = Comparison(metric="reward", champion=0.523, candidate=0.973, difference=0.45, low=0.41, high=0.49, prompts=96)
+
+
+@pytest.fixture(autouse=True)
+def _no_store_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def outcome(champion: bool, promote: bool, uri: str | None = None, previous: str | None = None, **recipe: Any) -> list[str]:
+    reasons = ["Coverage is full.", *([] if promote else ["Refused: Guardrail ocr fell."])]
+    decision = GateDecision(
+        promote=promote, candidate="1.2 offline", champion="before", target=TARGET, guardrails=[], coverage=1.0, reasons=reasons
+    )
+    run = TrackedRun(
+        run_id="abc",
+        experiment_id="1",
+        tracking_uri=uri or resolve_tracking_uri(Recipe()),
+        folder="runs/glyph-abc",
+        recipe_digest="d",
+        started_at=0.0,
+    )
+    registration = Registration(model_name="mine", version="7", champion=champion, previous=previous)
+    return describe_outcome(Recipe.model_validate(recipe), run, decision, registration, "runs/policy", "HI YOU").splitlines()
+
+
+def test_a_promotion_names_version_interval_and_places() -> None:
+    assert outcome(champion=True, promote=True, previous="6") == [
+        "PROMOTED: mine version 7 (1.2 offline) is champion and replaces version 6",
+        "reward 0.523 -> 0.973, +0.450 with 95% interval [+0.410, +0.490] over 96 prompts, against before",
+        "",
+        "report  runs/glyph-abc/report.html",
+        "policy  runs/policy",
+        "MLflow  ebbflow ui, then http://127.0.0.1:5000/#/experiments/1/runs/abc",
+        "draw    ebbflow draw mine@champion 'HI YOU' --out pictures",
+    ]
+
+
+def test_a_refusal_says_why_and_draws_the_challenger() -> None:
+    said = outcome(champion=False, promote=False)
+    assert said[0] == "NOT PROMOTED: mine version 7 (1.2 offline) is challenger"
+    assert said[2] == "Refused: Guardrail ocr fell."
+    assert "mine@challenger" in said[-1]
+
+
+def test_a_person_is_waited_for() -> None:
+    assert outcome(champion=False, promote=True, promotion={"approval": 2})[0].startswith("WAITS FOR APPROVAL: mine version 7")
+
+
+def test_a_server_has_an_address_and_the_command_names_it() -> None:
+    said = outcome(champion=True, promote=True, uri="http://tracking:5000/")
+    assert "MLflow  http://tracking:5000/#/experiments/1/runs/abc" in said
+    assert said[-1].startswith("draw    MLFLOW_TRACKING_URI=http://tracking:5000/ ebbflow draw mine@champion")
+
+
+def test_another_store_is_named(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/elsewhere/mlflow.db"
+    said = outcome(champion=True, promote=True, uri=uri)
+    assert said[-2].startswith(f"MLflow  MLFLOW_TRACKING_URI={uri} ebbflow ui, then ")
+    assert said[-1].startswith(f"draw    MLFLOW_TRACKING_URI={uri} ebbflow draw")
+
+
+@pytest.mark.parametrize(("target", "example"), [("ABCD", "ABCD"), (None, "a cat")])
+def test_the_example_is_of_a_held_out_prompt(tmp_path: Path, target: str | None, example: str) -> None:
+    rows = {"split": ["validation", "held_out"], "prompt": ["a dog", "a cat"], "target": ["XXXX", target]}
+    pq.write_table(pa.table(rows), tmp_path / "samples.parquet")
+    assert example_prompt(tmp_path / "samples.parquet") == example
