@@ -11,6 +11,7 @@ unpickles what it reads there. One node needs none: ranks meet in a file of this
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -18,6 +19,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ from ebbflow.recipe import Recipe
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
+logger = logging.getLogger(__name__)
 SPAWN_HELPER = plugin.spawn_helper
 RENDEZVOUS = "one-node"
 """The name of ``_one_node`` among torch's rendezvous."""
@@ -84,6 +87,7 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
             signal.signal(signal.SIGTERM, before)
 
     def _launch(self, **kwargs: Any) -> Any:
+        logger.info("starting %d processes for %s", self.task_config.nproc_per_node, self.name.rpartition(".")[2])
         with _meeting_place(), _launcher(kwargs["recipe"]):
             return super().execute(**kwargs)
 
@@ -169,15 +173,15 @@ def _meeting_place() -> Iterator[None]:
     """A file through which ranks find each other, and torch configured for one node (``_one_node``)."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    from ebbflow.training.distributed import STORE
+    from ebbflow.training.distributed import LAUNCHED, STORE
 
     rendezvous_handler_registry.register(RENDEZVOUS, _one_node)
     with tempfile.TemporaryDirectory(prefix="ebbflow-ranks-") as folder:
-        os.environ[STORE] = os.path.join(folder, "store")
+        os.environ |= {STORE: os.path.join(folder, "store"), LAUNCHED: str(time.time())}
         try:
             yield
         finally:
-            del os.environ[STORE]
+            del os.environ[STORE], os.environ[LAUNCHED]
 
 
 def _one_node(parameters: RendezvousParameters) -> RendezvousHandler:

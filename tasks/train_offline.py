@@ -36,7 +36,7 @@ def train_offline(
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.curves import rollout_curves
     from ebbflow.tracking.nodes import log_stage
-    from ebbflow.training.distributed import process_group
+    from ebbflow.training.distributed import process_group, seconds_since_launch
     from ebbflow.training.stop_conditions import Preempted
 
     set_up_process(recipe)  # before NCCL starts
@@ -52,6 +52,7 @@ def train_offline(
             run_logger.log_curves(rollout_curves(fetch_shared(advantages)), policy.global_step)
         checkpoints = open_checkpoints(run, ctx, first=ranks.rank == 0)
         ranks.barrier()  # rank 0 has downloaded them
+        starting = seconds_since_launch()
         record = train_offline_folder(
             ctx,
             fetch_shared(base.folder),
@@ -63,6 +64,7 @@ def train_offline(
             recorder,
             checkpoints,
         )
+        record = record.model_copy(update={"seconds": {"process_start": starting, **record.seconds}})
         if run_logger:
             log_stage(run_logger, record)
             recorder.write(metrics)

@@ -148,6 +148,7 @@ class RayWorkers:
         self.all: list[RayWorker] = []
         self.step = 0
         ship_tensors()
+        logger.info("%s: starting %d Ray workers", ctx.label, sum(self.config_of(role).count for role in ROLES))
         if not ray.is_initialized():
             ray.init(include_dashboard=False)
         self.group = self._reserve()

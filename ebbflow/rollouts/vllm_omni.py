@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -29,6 +30,7 @@ from ebbflow.rollouts.weights import bucketize, checksum
 from ebbflow.rollouts.wire import Header, Task, Tensors, receive, send, unpack_rollouts
 from ebbflow.stage import StageContext
 
+logger = logging.getLogger(__name__)
 VARIABLE = "EBBFLOW_VLLM_OMNI_PYTHON"
 PYTHON = "/opt/vllm-omni/bin/python"
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -159,6 +161,7 @@ def _start(python: str, log: IO[bytes]) -> tuple[socket.socket, subprocess.Popen
         end = theirs.fileno()
         command = [python, "-m", "ebbflow_vllm_omni", str(end), str(os.getpid())]
         environment = QUIET | {name: value for name, value in os.environ.items() if name not in GROUP}
+        logger.info("starting the process of vLLM-Omni, which takes a minute")
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[end], env=environment)
     return ours, process
 

@@ -48,8 +48,8 @@ def node_run(tracked: TrackedRun, node: str, first_step: int | None = None) -> I
         first_step: of a training stage, the training steps of the run before it: its metrics become curves of the parent run.
     """
     run_logger, start = RunLogger(tracked, node, first_step), time.monotonic()
-    run_logger.flush()  # shows the node in the UI from its first second
     logger.info("%s started", node)
+    run_logger.flush()  # shows the node in the UI from its first second
     try:
         with system_metrics(tracked, run_logger.run_id):
             yield run_logger

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from torch import Tensor
 
 STORE = "EBBFLOW_RANKS_STORE"
 """Environment variable: the file through which the ranks of one machine find each other, instead of through a port."""
+LAUNCHED = "EBBFLOW_RANKS_LAUNCHED"
+"""Environment variable: when the launcher began to start the ranks, in seconds since 1970."""
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 TIMEOUT = timedelta(hours=1)
 """A rank that hangs ends the others after this long; they also wait for the one that brings and stores large checkpoints."""
@@ -61,6 +64,11 @@ def process_group() -> Iterator[Ranks]:
         yield Ranks.current()
     finally:
         dist.destroy_process_group()
+
+
+def seconds_since_launch() -> float:
+    """Wall time since the launcher began to start this process; 0 without one."""
+    return time.time() - float(os.environ[LAUNCHED]) if LAUNCHED in os.environ else 0.0
 
 
 def all_reduce_max(own: int) -> int:
