@@ -88,6 +88,5 @@ constraints: setup ## resolve pyproject.toml into constraints.txt again, keeping
 ui: setup ## browse runs, curves, images and the model registry in MLflow's UI
 	@$(BIN)/ebbflow ui
 
-clean: ## remove the environment, all runs, and Flyte's local cache, which points into them
-	-PATH=$(abspath $(BIN)):$$PATH pyflyte local-cache clear
+clean: ## remove the environment, and all runs with Flyte's cache of them
 	rm -rf $(VENV) runs

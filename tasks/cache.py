@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flytekit import Cache, FlyteContextManager, map_task
+from flytekit.core import local_cache
 
 import ebbflow
 from ebbflow.storage.identity import code_digest
+
+LOCAL_CACHE = Path(os.environ.get("EBBFLOW_LOCAL_CACHE") or Path(__file__).parents[1] / "runs" / "flyte" / "cache")
+"""Flyte's cache of local runs. It points into ``runs``, so it lies there and is deleted with them; flytekit's own, in the home
+folder, is shared by all Flyte projects of a user and outlives the files of each."""
+local_cache.CACHE_LOCATION = str(LOCAL_CACHE)  # flytekit has no setting for it
 
 ONCE_PER_RUN = Cache(version="1")
 """For tasks with the run among their inputs: a local run that died resumes after its last finished task.

@@ -11,15 +11,16 @@ from flytekit.types.file import FlyteFile
 from pydantic import BaseModel, BeforeValidator
 
 from ebbflow.data.records import Evaluation, StageRecord
+from tasks.cache import LOCAL_CACHE
 
-GONE = "{} is gone, but Flyte's local cache still points to it; run `pyflyte local-cache clear` and start again"
+GONE = "{} is gone, but Flyte's local cache still points to it; delete {} and start again"
 """A temporary folder may be deleted before the cache is."""
 
 
 def _check_exists(folder: Any) -> Any:
     path = folder.get("path") if isinstance(folder, dict) else None
     if isinstance(path, str) and "://" not in path and not Path(path).exists():
-        raise ValueError(GONE.format(path))
+        raise ValueError(GONE.format(path, LOCAL_CACHE))
     return folder
 
 

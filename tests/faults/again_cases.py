@@ -40,6 +40,7 @@ def start_pipeline(folder: Path, changes: dict[str, Any], die_at: str = "", reci
     environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"} | {
         "TMPDIR": str(folder / "tmp"),
         "HOME": str(folder),
+        "EBBFLOW_LOCAL_CACHE": str(folder / "cache"),
         "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
         "FLYTE_LOCAL_CACHE_ENABLED": "true",
         DIE_AT: die_at,

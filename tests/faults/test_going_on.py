@@ -20,6 +20,7 @@ from ebbflow.storage.locks import FolderInUseError, exclusive_lock
 from ebbflow.tracking.child_run import node_run
 from ebbflow.tracking.parent_run import finish_run, log_results
 from ebbflow.tracking.store import connect
+from tasks.cache import LOCAL_CACHE
 from tasks.start_run import start_run
 from tasks.types import BaseModelArtifact
 from tests.storage.lock_cases import locked_elsewhere
@@ -148,5 +149,5 @@ def test_a_base_model_that_flytes_cache_outlived(tmp_path: Path) -> None:
     literal = TypeEngine.to_literal(context, kept, BaseModelArtifact, TypeEngine.to_literal_type(BaseModelArtifact))
     found = TypeEngine.to_python_value(context, literal, BaseModelArtifact)
     shutil.rmtree(found.folder.path)
-    with pytest.raises(ValueError, match=rf"{found.folder.path} is gone, .*run `pyflyte local-cache clear` and start again"):
+    with pytest.raises(ValueError, match=rf"{found.folder.path} is gone, .*delete {LOCAL_CACHE} and start again"):
         TypeEngine.to_python_value(context, literal, BaseModelArtifact)

@@ -26,7 +26,8 @@ def run_pipeline(
     written = folder / "recipe.yaml"
     written.write_text(yaml.safe_dump(settings | {"output": str(folder / "runs")} | changes))
     (folder / "tmp").mkdir(exist_ok=True)
-    environment = os.environ | {"TMPDIR": str(folder / "tmp"), "HOME": str(folder), "FLYTE_LOCAL_CACHE_ENABLED": "true"}
+    cache = {"FLYTE_LOCAL_CACHE_ENABLED": "true", "EBBFLOW_LOCAL_CACHE": str(folder / "cache")}
+    environment = os.environ | {"TMPDIR": str(folder / "tmp"), "HOME": str(folder)} | cache
     environment.pop("MLFLOW_TRACKING_URI", None)
     command = [str(PYFLYTE), "run", "workflows/post_training.py", "post_train", "--recipe", str(written)]
     return run_forked(command, cwd=ROOT, env=environment, timeout=900, watch=watch)

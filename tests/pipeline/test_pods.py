@@ -148,7 +148,8 @@ def machine(store: dict[str, str], recipe: Path, tmp_path_factory: pytest.TempPa
     """``pyflyte run`` of the recipe, which works beside the pods."""
     folder = tmp_path_factory.mktemp("machine")
     tracking = f"sqlite:///{folder}/mlflow.db"
-    own = {"HOME": str(folder), "TMPDIR": str(folder), "MLFLOW_TRACKING_URI": tracking, "FLYTE_LOCAL_CACHE_ENABLED": "true"}
+    own = {"HOME": str(folder), "TMPDIR": str(folder), "MLFLOW_TRACKING_URI": tracking}
+    own |= {"FLYTE_LOCAL_CACHE_ENABLED": "true", "EBBFLOW_LOCAL_CACHE": str(folder / "cache")}
     command = [str(PYFLYTE), "run", "workflows/post_training.py", "post_train", "--recipe", str(recipe)]
     environment = os.environ | store | _same_everywhere() | own
     process = ForkedProgram(command, cwd=ROOT, env=environment, output=[folder / "log"])
