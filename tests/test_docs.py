@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 
 import pytest
+import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+
+from ebbflow.recipe import load_recipe
+from ebbflow.recipe.registry import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
 NOT_OURS = {"build", "dist", "runs", "reference", "node_modules"}
@@ -143,3 +147,41 @@ def test_the_lines_of_the_examples_are_counted() -> None:
     assert len(rows) >= 3
     counted = [(path, str(len((ROOT / path).read_text().splitlines()))) for path, _ in rows]
     assert counted == rows
+
+
+def _texts_of_the_code() -> list[str]:
+    """Every text in the sources, with ``...`` for the values that a message is given."""
+    texts = []
+    for file in [*LIBRARY.rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value.replace("{}", "..."))
+    return texts
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    page = ROOT / "docs" / "troubleshooting.md"
+    messages = [token.content.strip() for token in _tokens(page) if token.type == "fence" and token.info == "text"]
+    assert len(messages) > 15
+    texts = _texts_of_the_code()
+    assert [message for message in messages if not any(message in text for text in texts)] == []
+
+
+def test_the_page_of_choices_names_every_algorithm() -> None:
+    text = (ROOT / "docs" / "choosing.md").read_text()
+    assert [name for name in ALGORITHMS if f"`{name}`" not in text] == []
+
+
+def test_the_keys_for_users_of_other_libraries_are_those_of_the_recipe() -> None:
+    """The columns "Ebbflow" and "value" of its table, where a value is given."""
+    recipe = load_recipe(ROOT / "workflows" / "recipes" / "sd35_medium_ocr_512.yaml").model_dump(mode="json")
+    text = (ROOT / "docs" / "from_other_libraries.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| ([^| ][^|]*) \|", text, re.MULTILINE)
+    assert len(rows) > 25
+    for keys, values in rows:
+        paths = re.findall(r"`([\w.]+)`", keys)
+        expected = [yaml.safe_load(value) for value in values.split(", ")]
+        found = [reduce(lambda part, key: part[int(key) if key.isdigit() else key], path.split("."), recipe) for path in paths]
+        assert found == expected * (len(found) // len(expected)), keys
