@@ -19,9 +19,9 @@ from ebbflow.recipe.base import field_docs
 from ebbflow.recipe.choices import SAMPLERS, STOCHASTIC_SAMPLERS, WINDOWS
 from ebbflow.recipe.defaults import defaults_page, defaults_table
 from ebbflow.recipe.plugins import import_path
-from ebbflow.recipe.recipe import describe_yaml_error
 from ebbflow.recipe.registry import ALGORITHMS, REWARDS
 from ebbflow.recipe.registry import reward as reward_named
+from ebbflow.recipe.yaml_text import describe_yaml_error
 
 PROCESSES = click.option(
     "--processes",
@@ -277,7 +277,7 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
         (config,) = Recipe.model_validate({"rewards": [yaml.safe_load(reward)], "guardrails": []}).rewards
         serve(config, host, port, read_token(token_variable))
     except yaml.YAMLError as error:
-        sys.exit(f"NAME_OR_JSON is not valid: {describe_yaml_error(error)}")
+        sys.exit(describe_yaml_error(error, "NAME_OR_JSON"))
     except (RecipeError, RewardError, NoAnswer) as error:
         sys.exit(str(error))
 

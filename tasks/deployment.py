@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from ebbflow.recipe.base import Strict, explain
-from ebbflow.recipe.recipe import UniqueKeys, describe_yaml_error
+from ebbflow.recipe.base import Strict, explain, nowhere
+from ebbflow.recipe.yaml_text import YamlText, describe_yaml_error, read_yaml
 
 FILE, TRAIN_PROCESSES = "EBBFLOW_DEPLOYMENT", "EBBFLOW_TRAIN_PROCESSES"
 
@@ -33,6 +33,20 @@ def _size(value: Any) -> str:
 Size = Annotated[str, BeforeValidator(_size)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
+
+
+GPU_GIB = {
+    "nvidia-tesla-t4": 15,
+    "nvidia-a10g": 22,
+    "nvidia-l4": 22,
+    "nvidia-tesla-a100": 40,
+    "nvidia-l40s": 45,
+    "nvidia-h100": 79,
+    "nvidia-a100-80gb": 80,
+    "nvidia-rtx-pro-6000": 95,
+    "nvidia-h200": 140,
+}
+"""GiB that nvidia-smi shows of a GPU, rounded down, by the accelerator's name in Flyte; smaller ones first."""
 
 
 class TolerationConfig(Strict):
@@ -71,6 +85,8 @@ class PodConfig(NodesConfig):
     """GPUs."""
     accelerator: str | None = None
     """The kind of GPU, as the cluster's nodes are labelled; default: any."""
+    gpu_memory: Size | None = None
+    """Of each GPU, which the dry run compares with what a recipe needs; default: that of the accelerator, where it is known."""
     shared_memory: Size | None = None
     """Limit of /dev/shm, where processes exchange tensors; counts as memory. Default: 64 MiB."""
     grace_period: AtLeastZero = 30
@@ -242,14 +258,16 @@ def read_deployment(environment: Mapping[str, str]) -> DeploymentConfig:
         DeploymentError: the file does not exist or is not a valid deployment.
     """
     given = {name: environment[name] for name in (FILE, TRAIN_PROCESSES) if environment.get(name)}
-    settings = _read(given[FILE]) if FILE in given else {}
+    read = _read(given[FILE]) if FILE in given else None
+    settings: dict[str, Any] = read.data if read else {}
     if TRAIN_PROCESSES in given:
         settings |= {"train_processes": given[TRAIN_PROCESSES]}
     try:
         return DeploymentConfig.model_validate(settings)
     except ValidationError as error:
         variables = ", ".join(f"{name}={_named(value)}" for name, value in given.items())
-        raise DeploymentError(f"{variables}:\n{explain(error, DeploymentConfig)}") from None
+        locate = read.locate if read and not _is_text(given[FILE]) else nowhere
+        raise DeploymentError(f"{variables}:\n{explain(error, DeploymentConfig, locate)}") from None
 
 
 def pod_environment(deployment: DeploymentConfig) -> dict[str, str]:
@@ -260,20 +278,25 @@ def pod_environment(deployment: DeploymentConfig) -> dict[str, str]:
     return {**deployment.env, FILE: deployment.model_dump_json(exclude_defaults=True)}
 
 
+def _is_text(file_or_text: str) -> bool:
+    """Whether it is the deployment itself, as in a pod (``pod_environment``)."""
+    return file_or_text.startswith("{")
+
+
 def _named(file_or_text: str) -> str:
     """A file by its name; a text is not repeated, since it may hold what does not belong there."""
-    return "{...}" if file_or_text.startswith("{") else file_or_text
+    return "{...}" if _is_text(file_or_text) else file_or_text
 
 
-def _read(file_or_text: str) -> dict[str, Any]:
-    """The mapping in a file, or in the text itself (``pod_environment``)."""
-    is_text = file_or_text.startswith("{")
-    if not is_text and not Path(file_or_text).is_file():
+def _read(file_or_text: str) -> YamlText:
+    """The mapping in a file, or in the text itself."""
+    if not _is_text(file_or_text) and not Path(file_or_text).is_file():
         raise DeploymentError(f"{FILE}={file_or_text}: there is no such file; copy containers/deployment.example.yaml")
+    name = _named(file_or_text)
     try:
-        settings = yaml.load(file_or_text if is_text else Path(file_or_text).read_bytes(), UniqueKeys)
+        read = read_yaml(file_or_text if _is_text(file_or_text) else Path(file_or_text).read_bytes(), name)
     except (yaml.YAMLError, ValueError) as error:
-        raise DeploymentError(f"{FILE}={_named(file_or_text)} is not valid YAML: {describe_yaml_error(error)}") from None
-    if not isinstance(settings, dict):
-        raise DeploymentError(f"{FILE}={_named(file_or_text)} must be a mapping of keys, got {type(settings).__name__}")
-    return settings
+        raise DeploymentError(f"{FILE}={describe_yaml_error(error, name)}") from None
+    if not isinstance(read.data, dict):
+        raise DeploymentError(f"{FILE}={name} must be a mapping of keys, got {type(read.data).__name__}")
+    return read

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -137,8 +137,17 @@ def _docs_in_class(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
                 yield name, inspect.cleandoc(doc)
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line per problem of a ``ValidationError``: the key, what was given, and what would do.
+Locate = Callable[[tuple[Any, ...]], str]
+"""From a path in nested data to ``"file:line: "`` of it."""
+
+
+def nowhere(path: tuple[Any, ...]) -> str:
+    """The ``Locate`` of data that was read from no file."""
+    return ""
+
+
+def explain(error: ValidationError, model: type[BaseModel], locate: Locate = nowhere) -> str:
+    """One line per problem of a ``ValidationError``: its line, the key, what was given, and what would do.
 
     What was given to an unknown key is not repeated: it may be a secret that nothing recognises.
     """
@@ -148,13 +157,15 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     for problem in problems:
         if problem["type"] == "too_short" and any(path[: len(problem["loc"])] == problem["loc"] != path for path in paths):
             continue  # a list that only seems short because an item of it is wrong
-        given = problem.get("input")
-        secret = isinstance(given, str) and any(SECRET.search(str(key)) for key in problem["loc"])
+        loc, given = problem["loc"], problem.get("input")
+        if problem["type"] == "union_tag_invalid":  # then the problem is the value of a key inside
+            loc, given = (*loc, problem["ctx"]["discriminator"].strip("'")), problem["ctx"]["tag"]
+        secret = isinstance(given, str) and any(SECRET.search(str(key)) for key in loc)
         hidden = secret or problem["type"] == "extra_forbidden" or isinstance(given, (dict, BaseModel))
         shown = "" if hidden else f" = {short(given)}"
-        path = dotted(problem["loc"]) if problem["loc"] else model.__name__.lower()
+        path = dotted(loc) if loc else model.__name__.lower()
         reason = "\n".join(map(sanitize, redact(_reason(problem, model)).splitlines()))
-        lines.append(f"{path}{shown}: {reason}")
+        lines.append(f"{locate(loc)}{path}{shown}: {reason}")
         if len(lines) == MAX_PROBLEMS < len(problems):
             return "\n".join([*lines, f"... and more, {len(problems)} in all"])
     return "\n".join(lines)
@@ -182,7 +193,7 @@ def iter_leaves(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
     return found
 
 
-def require_no_secrets(values: list[tuple[tuple[Any, ...], Any]]) -> None:
+def require_no_secrets(values: list[tuple[tuple[Any, ...], Any]], locate: Locate = nowhere) -> None:
     """Check that ``iter_leaves`` hold no secrets, which would end up in parameters, files and reports.
 
     Raises:
@@ -190,9 +201,9 @@ def require_no_secrets(values: list[tuple[tuple[Any, ...], Any]]) -> None:
             says where, and not what.
     """
     lines = [
-        f"{dotted(path)} {reason}: it would end up in logs and reports; take it out and keep it in the environment (for MLflow "
-        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, for a reward the variable that token_variable names, or one that "
-        "your own code reads, for a store of files the cloud's own)"
+        f"{locate(path)}{dotted(path)} {reason}: it would end up in logs and reports; take it out and keep it in the environment "
+        "(for MLflow MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, for a reward the variable that token_variable names, "
+        "or one that your own code reads, for a store of files the cloud's own)"
         for path, value in values
         if (reason := _secret(path, value))
     ]
@@ -212,7 +223,7 @@ def _secret(path: tuple[Any, ...], value: Any) -> str | None:
     return None
 
 
-def require_plain(values: list[tuple[tuple[Any, ...], Any]]) -> None:
+def require_plain(values: list[tuple[tuple[Any, ...], Any]], locate: Locate = nowhere) -> None:
     """Check that JSON can hold ``iter_leaves``, since that is how a recipe travels: YAML also reads dates, sets and bytes.
 
     Raises:
@@ -221,9 +232,10 @@ def require_plain(values: list[tuple[tuple[Any, ...], Any]]) -> None:
     lines = []
     for path, value in values:
         if isinstance(value, dict):
-            lines += [f"{dotted((*path, key))}: {reason}" for key in value if (reason := _not_a_key(key))]
+            wrong = [((*path, key), reason) for key in value if (reason := _not_a_key(key))]
+            lines += [f"{locate(at)}{dotted(at)}: {reason}" for at, reason in wrong]
         elif not isinstance(value, (list, tuple)) and (reason := _not_a_value(value)):
-            lines.append(f"{dotted(path)} = {short(value)}: {reason}")
+            lines.append(f"{locate(path)}{dotted(path)} = {short(value)}: {reason}")
     if lines:
         raise RecipeError("\n".join(lines[:MAX_PROBLEMS]))
 
@@ -270,13 +282,47 @@ def sanitize(text: str, most: int = 500) -> str:
     return text if text.isprintable() else repr(text)[1:-1]
 
 
+def nearest(given: str, known: Iterable[str]) -> str | None:
+    """The known name that is almost the given one, has it as a word, or is most like it; None where none is."""
+    names = {name.lower(): name for name in known}
+    text = given[:100].lower().replace("-", "_")
+    close = difflib.get_close_matches(text, names, n=1, cutoff=0.8)
+    near = close or [name for name in names if text in name.split("_")] or difflib.get_close_matches(text, names, n=1)
+    return names[near[0]] if near else None
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A hint to the nearest name, for the front of a sentence; nothing where none is near."""
+    near = nearest(given, known)
+    return f"did you mean {near!r}? " if near else ""
+
+
 def _reason(problem: Any, model: type[BaseModel]) -> str:
-    if problem["type"] != "extra_forbidden":
-        return str(problem["msg"]).removeprefix("Value error, ")
-    known = _keys_beside(problem["loc"], model)
-    nearest = difflib.get_close_matches(dotted(problem["loc"][-1:]), known, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"unknown key; {hint}Known keys here: {', '.join(sorted(known))}"
+    if problem["type"] == "extra_forbidden":
+        known = sorted(_keys_beside(problem["loc"], model))
+        return f"unknown key; {did_you_mean(dotted(problem['loc'][-1:]), known)}Known keys here: {', '.join(known)}"
+    if problem["type"] == "union_tag_invalid":
+        return _choose(problem["ctx"]["tag"], problem["ctx"]["expected_tags"])
+    if problem["type"] == "literal_error" and isinstance(problem["input"], str):
+        return _choose(problem["input"], problem["ctx"]["expected"])
+    reason = str(problem["msg"]).removeprefix("Value error, ")
+    meaning = _meaning(problem["loc"], model) if isinstance(problem["input"], _OfOtherKind) else ""
+    return f"{reason}. {meaning}" if meaning else reason
+
+
+def _choose(given: str, choices: str) -> str:
+    """``choices`` as pydantic lists them."""
+    names = re.findall(r"'([^']*)'", choices)
+    return f"{did_you_mean(given, names)}Take {', '.join(names)}"
+
+
+def _meaning(path: tuple[Any, ...], model: type[BaseModel]) -> str:
+    """The description of a key."""
+    schema = _schema(model)
+    node = schema
+    for part in path:
+        node = _descend(_resolve(node, schema), part, schema)
+    return " ".join(str(node.get("description", "")).split())
 
 
 def _keys_beside(path: tuple[Any, ...], model: type[BaseModel]) -> list[str]:

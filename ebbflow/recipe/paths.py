@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Annotated
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
 from urllib.parse import unquote
 
 from pydantic import AfterValidator
@@ -13,6 +16,8 @@ MAX_NAME, MAX_PATH = 255, 4000
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 PATTERN, HTTP_PATTERN = re.compile(r"[*?[]"), re.compile(r"[*[]")
 """What Flyte and fsspec take for the pattern of several files."""
+PATH_KEYS = {"path", "source", "pairs", "teacher"}
+"""Keys of a recipe that name files, folders or ``package.module:name``."""
 SQLITE = re.compile(r"sqlite(\+\w+)?:")
 
 
@@ -62,6 +67,34 @@ def require_store_uri(uri: str) -> str:
             raise ValueError("a SQLite store is a file that all nodes of a run open; write sqlite:/// and its path")
         require_output(path)
     return uri
+
+
+def resolve_paths(data: Any, folder: Path) -> Any:
+    """The data of a recipe in ``folder``, with its paths as the working directory sees them.
+
+    A relative path is looked for in ``folder``, then in the working directory; one that is in neither stays as it is, and so does
+    what a hub holds. Paths below the working directory stay relative, so that the recipe means the same on other machines.
+    """
+    if isinstance(data, list):
+        return [resolve_paths(item, folder) for item in data]
+    if not isinstance(data, dict):
+        return data
+    names = set() if data.get("revision") else PATH_KEYS
+    return {
+        key: _resolved(value, folder) if key in names and isinstance(value, str) else resolve_paths(value, folder)
+        for key, value in data.items()
+    }
+
+
+def _resolved(text: str, folder: Path) -> str:
+    if not text or "://" in text or os.path.isabs(text) or not os.path.exists(beside := os.path.join(folder, text)):
+        return text
+    if os.path.exists(text):
+        if os.path.samefile(text, beside):
+            return text
+        warnings.warn(f"{text} is in {folder} and in the working directory; the first is used: rename one", stacklevel=2)
+    relative = os.path.relpath(beside)
+    return os.path.abspath(beside) if relative.startswith("..") else relative
 
 
 PathText = Annotated[str, AfterValidator(require_path)]

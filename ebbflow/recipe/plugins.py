@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable
 from importlib import import_module
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel
 
-from ebbflow.recipe.base import RecipeError
+from ebbflow.recipe.base import RecipeError, did_you_mean
 
 C = TypeVar("C", bound=BaseModel)
 PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -23,8 +22,9 @@ def name_or_path(*known: str) -> AfterValidator:
 
     def check(value: str) -> str:
         if value not in known and not PATH.fullmatch(value):
-            choices = f"take {', '.join(known)}, or give" if known else "give"
-            raise ValueError(f"{choices} package.module:name of your own")
+            hint = did_you_mean(value, known)
+            choices = f"{'Take' if hint else 'take'} {', '.join(known)}, or give" if known else "give"
+            raise ValueError(f"{hint}{choices} package.module:name of your own")
         return value
 
     return AfterValidator(check)
@@ -44,8 +44,7 @@ def import_path(path: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        nearest = difflib.get_close_matches(name, dir(module), n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else "name something that it defines"
+        hint = did_you_mean(name, dir(module)).strip() or "name something that it defines"
         raise RecipeError(f"{path}: the module {module_path!r} has no {name!r}; {hint}") from None
 
 

@@ -6,13 +6,10 @@ import difflib
 import hashlib
 import json
 import os
-import re
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from ebbflow.recipe.algorithms import EmaScheduleConfig
 from ebbflow.recipe.base import (
@@ -21,24 +18,27 @@ from ebbflow.recipe.base import (
     dotted,
     explain,
     iter_leaves,
+    nearest,
+    nowhere,
     require_no_secrets,
     require_plain,
-    sanitize,
     short,
 )
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.paths import OutputText, PathText, StoreText
+from ebbflow.recipe.paths import OutputText, PathText, StoreText, resolve_paths
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.registry import AnyRewardConfig, reward
 from ebbflow.recipe.rewards import CustomRewardConfig
-from ebbflow.recipe.secrets import redact
 from ebbflow.recipe.stages import AnyStageConfig, CustomStageConfig, OfflineStageConfig, OnlineStageConfig
+from ebbflow.recipe.yaml_text import describe_yaml_error, read_yaml
 
 NAME, MAX_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", 128
 """Of names that become names of folders and in MLflow."""
-MAX_BYTES, MAX_KEYS = 2**16, 1000
-"""Of a recipe file, and of one mapping in it; real ones have some thousand bytes and a few dozen keys."""
+MAX_BYTES = 2**16
+"""Of a recipe file; real ones have some thousand."""
+SHIPPED = "workflows/recipes"
+"""The folder of our recipes, in a clone."""
 Tolerance = Annotated[float, Field(ge=0)]
 
 
@@ -46,7 +46,8 @@ class PromptsConfig(Strict):
     """Where prompts come from and how they are split by id."""
 
     source: PathText | None = None
-    """A .txt, .jsonl, .csv or .parquet file; left out: random strings for the glyph model."""
+    """A .txt, .jsonl, .csv or .parquet file; left out: random strings for the glyph model. A relative path, here as for every
+    input, is looked for beside the recipe, then in the working directory."""
     count: int = Field(2048, ge=3)
     """How many strings to make up when there is no source."""
     validation: int = Field(64, ge=1)
@@ -298,14 +299,16 @@ class Recipe(Strict):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _explain_what_is_wrong(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Recipe:
+    def _explain_what_is_wrong(cls, data: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Recipe:
+        context = info.context or {}
+        locate = context.get("locate", nowhere)
         try:
             values = iter_leaves(data)
-            require_no_secrets(values)
-            recipe: Recipe = handler(data)
-            require_plain(values)
+            require_no_secrets(values, locate)
+            recipe: Recipe = handler(resolve_paths(data, context["folder"]) if "folder" in context else data)
+            require_plain(values, locate)
         except ValidationError as error:
-            raise RecipeError(f"this recipe cannot be run:\n{explain(error, cls)}") from None
+            raise RecipeError(f"this recipe cannot be run:\n{explain(error, cls, locate)}") from None
         except RecipeError as error:
             raise RecipeError(f"this recipe cannot be run:\n{error}") from None
         return recipe
@@ -339,56 +342,38 @@ class Recipe(Strict):
         return f"{round_index + 1}.{stage_index + 1} {self.stages[stage_index].kind}"
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """YAML's safe loader, to which a key given twice is an error and not a silent choice of the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        if twice := sorted(key for key, count in counts.items() if count > 1):
-            raise yaml.constructor.ConstructorError(None, None, f"given twice: {twice}", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        super().flatten_mapping(node)
-        if len(node.value) > MAX_KEYS:  # merges of merges grow without bound
-            raise yaml.constructor.ConstructorError(None, None, f"more than {MAX_KEYS} keys in one place", node.start_mark)
-
-
-def describe_yaml_error(error: Exception) -> str:
-    """What is wrong and where, without the line itself, which PyYAML would quote: it may hold a secret."""
-    if isinstance(error, yaml.MarkedYAMLError):
-        mark = error.problem_mark or error.context_mark
-        reason = ", ".join(part for part in (error.context, error.problem) if part)
-        reason += f", in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-    else:
-        reason = str(error) if isinstance(error, yaml.YAMLError) else re.sub(r"(['\"]).*\1", "...", str(error))
-    return sanitize(redact(" ".join(reason.split()))) or type(error).__name__
-
-
 def load_recipe(path: str | Path) -> Recipe:
     """Read a recipe from a YAML (or JSON) file.
 
     Raises:
-        RecipeError: the file is missing, is not a mapping, or does not describe a run.
+        RecipeError: the file is missing, is not a mapping, or does not describe a run; names the line.
     """
     path = Path(path)
     if not os.path.isfile(path):  # no error of its own for a name that no file can have
-        raise RecipeError(f"no recipe at {path}; the ones that come with Ebbflow are in workflows/recipes/")
+        raise RecipeError(f"no recipe at {path}; {_nearest_recipe(path)}the ones that come with Ebbflow are in {SHIPPED}/")
     if path.stat().st_size > MAX_BYTES:
         raise RecipeError(f"{path} is no recipe: it has more than {MAX_BYTES} bytes; name the YAML file of a run")
-    return parse_recipe(path.read_bytes(), str(path))
+    return parse_recipe(path.read_bytes(), str(path), path.parent)
 
 
-def parse_recipe(text: str | bytes, name: str) -> Recipe:
-    """Read a recipe from YAML or JSON, which ``name`` stands for in messages.
+def parse_recipe(text: str | bytes, name: str, folder: Path = Path()) -> Recipe:
+    """Read a recipe from YAML or JSON, which ``name`` stands for in messages; its paths are relative to ``folder``.
 
     Raises:
-        RecipeError: it is not a mapping, gives a key twice, or does not describe a run.
+        RecipeError: it is not a mapping, gives a key twice, or does not describe a run; names the line.
     """
     try:
-        data = yaml.load(text, UniqueKeys)
+        read = read_yaml(text, name)
     except Exception as error:  # what PyYAML's converters raise at odd tags, and the end of the stack at deep nesting, too
-        raise RecipeError(f"{name} is not valid YAML: {describe_yaml_error(error)}") from None
-    if not isinstance(data, dict):
-        raise RecipeError(f"{name} must hold a mapping of recipe keys, got {type(data).__name__}")
-    return Recipe.model_validate(data)
+        raise RecipeError(describe_yaml_error(error, name)) from None
+    if not isinstance(read.data, dict):
+        raise RecipeError(f"{name} must hold a mapping of recipe keys, got {type(read.data).__name__}")
+    return Recipe.model_validate(read.data, context={"locate": read.locate, "folder": folder})
+
+
+def _nearest_recipe(path: Path) -> str:
+    """A hint for a path that leads nowhere: a recipe beside it, or one of ours."""
+    folders = [folder for folder in (path.parent, Path(SHIPPED)) if os.path.isdir(folder)]
+    known = {file.stem: str(file) for folder in reversed(folders) for file in sorted(folder.glob("*.yaml"))}
+    near = nearest(path.stem, known)
+    return f"did you mean {known[near]}? " if near else ""

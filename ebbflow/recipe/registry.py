@@ -7,12 +7,12 @@ this room, the lowest one; it imports them by the names of their folders, as it 
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig
+from ebbflow.recipe.base import did_you_mean
 from ebbflow.recipe.plugins import PATH, built_in
 from ebbflow.recipe.rewards import CustomRewardConfig, RewardConfig
 
@@ -35,9 +35,7 @@ def _named(given: Any) -> Any:
     if PATH.fullmatch(name):
         return {**given, "name": "custom", "path": name}
     if name not in (*REWARDS, "custom"):
-        nearest = difflib.get_close_matches(name, REWARDS, n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ValueError(f"{hint}Take {', '.join(REWARDS)}, or give package.module:name of your own")
+        raise ValueError(f"{did_you_mean(name, REWARDS)}Take {', '.join(REWARDS)}, or give package.module:name of your own")
     return given
 
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.paths import PATH_KEYS
 from ebbflow.storage.artifacts import COMMIT
 from ebbflow.storage.disk import sha256_of
 
 SOURCE_SUFFIXES = {".py", ".html"}
-PATH_KEYS = {"path", "source", "pairs", "teacher"}
-"""Keys of a recipe that name files, folders or ``package.module:name``."""
 IMPORT_PATH = re.compile(r"[\w.]+:\w+")
 """``package.module:name``."""
 

@@ -1,0 +1,95 @@
+"""YAML as plain data, with the line of every key for error messages."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from ebbflow.recipe.base import sanitize
+from ebbflow.recipe.secrets import redact
+
+MAX_KEYS = 1000
+"""Of one mapping; real ones have a few dozen."""
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """YAML's safe loader, to which a key given twice is an error and not a silent choice of the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        counts = Counter(key.value for key in keys)
+        if twice := sorted(key for key, count in counts.items() if count > 1):
+            mark = [key.start_mark for key in keys if key.value == twice[0]][1]
+            raise yaml.constructor.ConstructorError(None, None, f"given twice: {twice}", mark)
+        return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_KEYS:  # merges of merges grow without bound
+            raise yaml.constructor.ConstructorError(None, None, f"more than {MAX_KEYS} keys in one place", node.start_mark)
+
+
+@dataclass(frozen=True)
+class YamlText:
+    """A text that was read.
+
+    Attributes:
+        name: what stands for it in messages, such as its file.
+        data: what it holds.
+        node: its root, whose parts know their lines; None of an empty text.
+    """
+
+    name: str
+    data: Any
+    node: yaml.Node | None
+
+    def locate(self, path: tuple[Any, ...]) -> str:
+        """``"file:line: "`` of the key at a path in the data, or of the nearest one above it that the text has.
+
+        A path of pydantic also holds the names of the choices in a union, which the text does not have.
+        """
+        node = self.node
+        if node is None:
+            return f"{self.name}: "
+        mark = node.start_mark
+        for part in path:
+            if isinstance(node, yaml.MappingNode):
+                # Merged keys stand first, and what overrides them comes last.
+                found = [(key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode) and key.value == str(part)]
+                if found:
+                    mark, node = found[-1][0].start_mark, found[-1][1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+                node = node.value[part]
+                mark = node.start_mark
+        return f"{self.name}:{mark.line + 1}: "
+
+
+def read_yaml(text: str | bytes, name: str) -> YamlText:
+    """The data of a YAML or JSON text.
+
+    Raises:
+        yaml.YAMLError: it is not valid, or gives a key twice.
+        Exception: whatever PyYAML's converters raise at odd tags, and the end of the stack at deep nesting.
+    """
+    loader = UniqueKeys(text)
+    try:
+        node = loader.get_single_node()
+        return YamlText(name, loader.construct_document(node) if node is not None else None, node)
+    finally:
+        loader.dispose()
+
+
+def describe_yaml_error(error: Exception, name: str) -> str:
+    """Where it is and what is wrong, without the line itself, which PyYAML would quote: it may hold a secret."""
+    line = ""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+    else:
+        reason = str(error) if isinstance(error, yaml.YAMLError) else re.sub(r"(['\"]).*\1", "...", str(error))
+    return f"{name}{line}: not valid YAML: {sanitize(redact(' '.join(reason.split()))) or type(error).__name__}"
