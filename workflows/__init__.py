@@ -16,7 +16,8 @@ How
 Gotchas
     - Only the inputs of a dynamic have values; inside a ``@workflow`` everything is a promise.
     - Names of workflows, tasks and launch plans are public: renaming one loses its history.
-    - Every input needs a default, or a schedule fails silently.
+    - ``post_train`` has no default recipe: the published learning rates would hardly train the glyph model. A schedule needs a
+      value for every input, or it fails silently, so its launch plan fixes the recipe.
 """
 
 from workflows.recipe_option import read_recipes_strictly

@@ -64,7 +64,7 @@ class Conclusion(NamedTuple):
 
 
 @workflow
-def post_train(recipe: Recipe = Recipe()) -> PostTraining:
+def post_train(recipe: Recipe) -> PostTraining:
     """Post-train a model by a recipe, from prompts to promotion."""
     run = start_run(recipe=recipe)
     prompts = prepare_prompts(recipe=recipe, run=run)
@@ -89,7 +89,7 @@ def post_train(recipe: Recipe = Recipe()) -> PostTraining:
 
 
 @workflow
-def dry_run(recipe: Recipe = Recipe()) -> str:
+def dry_run(recipe: Recipe) -> str:
     """What a run of the recipe would need, as text: resolved recipe, machines, memory, work, storage. It runs nothing."""
     return plan_run(recipe=recipe)
 

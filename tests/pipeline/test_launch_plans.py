@@ -77,12 +77,13 @@ def test_the_manual_plan_has_a_default_recipe_and_no_schedule(plans: dict[str, l
     assert _recipe(parameter.default).promotion.approval == 72
 
 
-def test_every_input_of_every_plan_has_a_value(plans: dict[str, launch_plan_pb2.LaunchPlan]) -> None:
-    # A schedule that lacks one fails without a word.
+def test_the_launch_plans_have_a_recipe_and_a_workflow_alone_asks_for_one(plans: dict[str, launch_plan_pb2.LaunchPlan]) -> None:
+    # A schedule that lacks an input fails without a word.
     assert len(plans) == 4
-    for plan in plans.values():
-        assert all(parameter.HasField("default") for parameter in plan.spec.default_inputs.parameters.values())
-        assert {*plan.spec.default_inputs.parameters, *plan.spec.fixed_inputs.literals} == {"recipe"}
+    for name, plan in plans.items():
+        parameters = plan.spec.default_inputs.parameters
+        assert {*parameters, *plan.spec.fixed_inputs.literals} == {"recipe"}
+        assert all(parameter.required == name.startswith("workflows.post_training.") for parameter in parameters.values())
 
 
 def test_a_plan_notifies_those_whom_the_deployment_names(monkeypatch: pytest.MonkeyPatch) -> None:
