@@ -97,15 +97,24 @@ def check(recipe: Path) -> None:
 @main.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @PROCESSES
-def estimate(recipe: Path, processes: int) -> None:
-    """Estimate what RECIPE needs: memory per process, network evaluations, storage. Nothing is run or downloaded."""
-    from ebbflow import estimate as estimates  # imports torch
-    from ebbflow.models import ModelError
-    from ebbflow.models.sizes import SizeError
+@click.option(
+    "--tflops",
+    type=click.FloatRange(0, min_open=True),
+    help="Floating-point operations in a second that a GPU sustains, in 10^12: gives hours. A third to half of its data sheet.",
+)
+def estimate(recipe: Path, processes: int, tflops: float | None) -> None:
+    """Estimate what RECIPE needs: memory per process, network evaluations, storage, hours. Nothing is run or downloaded."""
+    from ebbflow.data.model_sizes import SizeError  # imports numpy
+    from ebbflow.estimate.measured import measured
+    from ebbflow.estimate.run import estimate_of
+    from ebbflow.estimate.text import describe
 
     try:
-        click.echo(estimates.describe(estimates.estimate(load_recipe(recipe), processes)))
-    except (RecipeError, SizeError, ModelError) as error:
+        resolved = load_recipe(recipe)
+        click.echo(describe(estimate_of(resolved, processes, *measured(resolved.model)), tflops))
+    except (RecipeError, SizeError) as error:
+        sys.exit(str(error))
+    except _model_error() as error:  # evaluated where all other errors are ruled out
         sys.exit(str(error))
 
 
@@ -393,6 +402,12 @@ def ui(recipe: Path | None, port: int, browser: bool) -> None:
         sys.exit(serve_ui(resolve_tracking_uri(given), given.tracking.experiment, port, browser, click.echo))
     except (RecipeError, TrackingError) as error:
         sys.exit(str(error))
+
+
+def _model_error() -> type[Exception]:
+    from ebbflow.models import ModelError  # imports torch
+
+    return ModelError
 
 
 def _table(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) -> None:

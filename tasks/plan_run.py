@@ -5,7 +5,7 @@ from __future__ import annotations
 from flytekit import task
 
 from ebbflow.recipe import Recipe
-from tasks.deployment import PodConfig
+from tasks.deployment import DeploymentConfig, DeploymentError, PodConfig
 from tasks.resources import DEPLOYMENT, light
 
 KINDS = {
@@ -20,16 +20,25 @@ KINDS = {
 
 @task(**light())
 def plan_run(recipe: Recipe) -> str:
-    """The resolved recipe, the deployment's machines, and the estimate; nothing is run or downloaded."""
+    """The resolved recipe, the deployment's machines, the estimate, and what fits where; nothing is run or downloaded.
+
+    Raises:
+        DeploymentError: a task of the recipe does not fit into its machine. Only where a deployment is given: without one it says
+            so, as a local run has the whole machine.
+    """
     import yaml
 
-    from ebbflow.estimate import describe, estimate
+    from ebbflow.estimate.run import estimate
+    from ebbflow.estimate.text import describe
+    from tasks.fit import compare
 
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-    costs = describe(estimate(recipe, DEPLOYMENT.train_processes))
-    text = f"{resolved}# digest {recipe.digest}\n\n{_machines()}\n\n{costs}"
-    print(text)
-    return text
+    made = estimate(recipe, DEPLOYMENT.train_processes)
+    lines, misfits = compare(made, DEPLOYMENT)
+    if misfits and DeploymentConfig(train_processes=DEPLOYMENT.train_processes) != DEPLOYMENT:
+        raise DeploymentError("this run does not fit into its machines:\n" + "\n".join(misfits))
+    fit = "\n".join(["what each process needs, of its machine's memory", *lines, *misfits])
+    return f"{resolved}# digest {recipe.digest}\n\n{_machines()}\n\n{describe(made)}\n\n{fit}"
 
 
 def _machines() -> str:

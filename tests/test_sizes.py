@@ -32,11 +32,8 @@ from transformers import (
 )
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.estimate import (
-    REWARD_PARAMETERS,
-    estimate,
-    trained_parameters,
-)
+from ebbflow.estimate.memory import REWARD_PARAMETERS
+from ebbflow.estimate.run import estimate, trained_parameters
 from ebbflow.models import load_model
 from ebbflow.models.families.glyph import new_glyph
 from ebbflow.models.published import PUBLISHED

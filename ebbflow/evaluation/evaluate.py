@@ -25,6 +25,7 @@ from ebbflow.progress import progress
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.recipe import DRIFT_SIGMAS
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
 from ebbflow.rollouts.generate import finite_rows, generate
 from ebbflow.seeding import Stream, derive_seed
@@ -32,8 +33,6 @@ from ebbflow.storage.tables import nan_to_null, write_table
 from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import read_policy_metadata, require_allowed_code, require_base
-
-DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
 
 logger = logging.getLogger(__name__)
 

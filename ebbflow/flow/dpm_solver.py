@@ -11,13 +11,12 @@ It needs the step before, so it is no ``ebbflow.flow.transition``; it costs one 
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from ebbflow.flow.transition import at_least_float32
+from ebbflow.flow.windows import shortened
 
 
 def dpm_solver_step(
@@ -52,5 +51,5 @@ def shorter_schedule(sigmas: Tensor, share: float) -> Tensor:
     They are spread evenly over its index, with linear interpolation, and so keep the family's spacing.
     """
     steps = len(sigmas) - 1
-    places = np.linspace(0, steps, max(1, math.ceil(share * steps)) + 1)
+    places = np.linspace(0, steps, shortened(steps, share) + 1)
     return torch.from_numpy(np.interp(places, np.arange(steps + 1), sigmas.cpu().numpy())).to(sigmas)

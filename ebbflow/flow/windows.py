@@ -77,3 +77,8 @@ def _stay(window: WindowConfig, start: int, denoising_steps: int) -> int:
 
 def _draw(optimisation_step: int, seed: int) -> np.random.Generator:
     return generator(seed, prompt_id=0, sample=optimisation_step, step=0, stream=Stream.WINDOWS)
+
+
+def shortened(steps: int, share: float) -> int:
+    """How many denoising steps are left of ``steps`` where a tail takes this share of them."""
+    return max(1, math.ceil(share * steps))

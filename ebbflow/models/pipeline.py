@@ -20,6 +20,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import DTYPES, Conditioning, ModelError, Tokens
 from ebbflow.models.folder import reading
@@ -37,13 +38,9 @@ JOINT_ATTENTION = [
     "attn.to_add_out",
 ]
 """The attention layers of blocks in which image and text attend to each other; Flow-GRPO (2505.05470) adapts them."""
-ENCODED_AT_ONCE = 16
-"""Prompts per pass of the text encoders."""
 VARIANT = re.compile(r"\.(fp16|bf16|fp32)[.-]")
 SHARD = "5GB"
 """Largest file of a saved part."""
-PIXELS_AT_ONCE = 2**21
-"""Pixels per pass of the VAE: eight images of 512 x 512."""
 
 
 class PipelineModel:

@@ -6,7 +6,6 @@ import inspect
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ebbflow.data.model_sizes import Sample, SizeError, Sizes
 from ebbflow.models import check_folder, load_model
 from ebbflow.models.families import adapter_of
 from ebbflow.models.families.glyph import new_glyph
@@ -24,77 +24,8 @@ from ebbflow.models.published import PUBLISHED, Part
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 
-Shape = tuple[int, int]
-"""(inputs, outputs) of a linear layer."""
 DECODED_SIDE = 32
 """Large enough that the borders do not matter, small enough that the attention of the VAE, quadratic in it, does not either."""
-
-
-class SizeError(Exception):
-    """A model whose sizes cannot be computed."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What an estimate needs to know of a base model.
-
-    Attributes:
-        parameters: of the transformer.
-        buffers: numbers in its checkpoint beside them.
-        blocks: of the transformer.
-        width: of a token in them.
-        linears: the transformer's linear layers by name.
-        lora_targets: the layers that LoRA adapts where the recipe names none.
-        text_encoders: parameters.
-        vae: parameters.
-        decoding: bytes that the VAE's tensors take at most while it decodes, per pixel of an image.
-        vae_encodes_prompts: prompts come with an image.
-        frames_per_latent: of a video.
-        text_width: of an encoded token of a prompt.
-        stored: bytes of the weights as they are published.
-    """
-
-    parameters: int
-    blocks: int
-    width: int
-    linears: Mapping[str, Shape]
-    lora_targets: Sequence[str]
-    text_encoders: int
-    vae: int
-    text_width: int
-    stored: int
-    decoding: int = 0
-    vae_encodes_prompts: bool = False
-    frames_per_latent: int = 1
-    buffers: int = 0
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sample of a model as a recipe has it generated.
-
-    Attributes:
-        latent_shape: without the batch.
-        pixels: height x width x frames.
-        tokens: that a block works on, those of the text included where they go through the blocks.
-        joint: whether they do.
-        text_tokens: encoded tokens of a prompt, at most.
-        conditioning: numbers that a prompt is encoded to.
-        passes: evaluations of the network for a denoising step; two with classifier-free guidance.
-    """
-
-    latent_shape: tuple[int, ...]
-    pixels: int
-    tokens: int
-    joint: bool
-    text_tokens: int
-    conditioning: int
-    passes: int
-
-    @property
-    def elements(self) -> int:
-        """Numbers in its latents."""
-        return math.prod(self.latent_shape)
 
 
 def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
@@ -139,16 +70,17 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
     return sizes, sample
 
 
-def lora_parameters(linears: Mapping[str, Shape], targets: Sequence[str], rank: int) -> int:
-    """Parameters of LoRA adapters (2106.09685): rank (inputs + outputs) for each layer whose name is or ends in a target.
+def check_drawn_size(model: ModelConfig) -> None:
+    """Check that a family of ours can draw the recipe's height, width and frames; nothing, of a model that nothing is known of.
 
     Raises:
-        SizeError: no layer has such a name.
+        ModelError: it cannot; names the nearest size.
     """
-    adapted = [shape for name, shape in linears.items() if any(f".{name}".endswith(f".{target}") for target in targets)]
-    if not adapted:
-        raise SizeError(f"no layer of the transformer is called {' or '.join(targets)}; see policy.targets")
-    return rank * sum(inputs + outputs for inputs, outputs in adapted)
+    try:
+        parts = _parts(model, ("transformer", "vae"))
+    except SizeError:
+        return
+    _adapter(model, {name: _built_empty(part) for name, part in parts.items() if name in ("transformer", "vae")})
 
 
 def _glyph(model: ModelConfig) -> tuple[Any, int]:
@@ -162,19 +94,27 @@ def _glyph(model: ModelConfig) -> tuple[Any, int]:
 
 def _pipeline(model: ModelConfig) -> tuple[Any, int]:
     """The family's adapter around a pipeline without tokenizers and without numbers in its tensors, and the model's bytes."""
-    adapter: Any = adapter_of(model.family)
-    parts = _parts(model, ("transformer", "vae", *adapter.text_parts))
-    with torch.device("meta"):
-        built = {name: _build(part) for name, part in parts.items()}
-    wanted = inspect.signature(adapter.pipeline_class.__init__).parameters.items()
-    absent = [name for name, parameter in wanted if parameter.default is parameter.empty and name not in ("self", *built)]
-    pipeline = adapter.pipeline_class(**built, **dict.fromkeys(absent))
+    family: Any = adapter_of(model.family)
+    parts = _parts(model, ("transformer", "vae", *family.text_parts))
+    built = {name: _built_empty(part) for name, part in parts.items()}
     stored = (
         sum(part.bytes * (_parameters(built[name]) + _buffers(built[name])) for name, part in parts.items())
         if model.on_hub
         else _folder_bytes(Path(model.path or ""))
     )
-    return adapter(pipeline, model, torch.device("meta")), stored
+    return _adapter(model, built), stored
+
+
+def _adapter(model: ModelConfig, built: Mapping[str, nn.Module]) -> Any:
+    """The family's adapter around a pipeline of these parts and no others.
+
+    Raises:
+        ModelError: the family cannot draw the recipe's size.
+    """
+    adapter: Any = adapter_of(model.family)
+    wanted = inspect.signature(adapter.pipeline_class.__init__).parameters.items()
+    absent = [name for name, parameter in wanted if parameter.default is parameter.empty and name not in ("self", *built)]
+    return adapter(adapter.pipeline_class(**built, **dict.fromkeys(absent)), model, torch.device("meta"))
 
 
 def _parts(model: ModelConfig, names: Sequence[str]) -> dict[str, Part]:
@@ -192,6 +132,12 @@ def _parts(model: ModelConfig, names: Sequence[str]) -> dict[str, Part]:
     index = read_object(folder / INDEX)
     kinds = {name: index[name] for name in names if index.get(name, [None])[0]}
     return {name: Part(kind[0], kind[1], read_object(folder / name / "config.json")) for name, kind in kinds.items()}
+
+
+def _built_empty(part: Part) -> nn.Module:
+    """A part without numbers in its tensors."""
+    with torch.device("meta"):
+        return _build(part)
 
 
 def _build(part: Part) -> nn.Module:

@@ -101,6 +101,10 @@ class EvaluationConfig(Strict):
     resamples: int = Field(10_000, ge=100)
 
 
+DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
+"""The noise levels at which an evaluation compares the policy's velocity with the base model's."""
+
+
 class StopRuleConfig(Strict):
     """Ends the rounds early: the validation reward has not grown by ``min_delta`` for ``patience`` rounds."""
 

@@ -273,6 +273,26 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
         return self
 
 
+def correction_of(stage: StageConfig, precision: Precision) -> CorrectionConfig | None:
+    """The recipe's; without one, rollouts of anything but the policy as it is are watched and nothing else is done about them.
+
+    Guided rollouts of a loss without guidance are scored again under the policy without it, and not weighed: the weights would be
+    those between two policies that are apart on purpose.
+    """
+    if not stage.guidance_in_loss:
+        return CorrectionConfig(mode="decoupled", weights="none")
+    if lacks_correction(stage, precision):
+        return CorrectionConfig(mode="bypass", weights="none")
+    return stage.correction
+
+
+def lacks_correction(stage: StageConfig, precision: Precision) -> bool:
+    """Whether rollouts are of another policy, engine or precision than training, and the recipe says nothing about it."""
+    rough = (stage.rollout_precision or precision) != precision
+    apart = isinstance(stage, OnlineStageConfig) and (stage.mode != "sync" or stage.engine != "diffusers")
+    return stage.correction is None and (rough or apart)
+
+
 class OfflineStageConfig(StageConfig):
     """A large batch generated and scored once, in shards, then several epochs over it; or a file of preference pairs."""
 

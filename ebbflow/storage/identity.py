@@ -41,7 +41,7 @@ def inputs_digest(recipe: Recipe) -> str:
     Of a file its content counts; of a folder its COMMIT, or else names, sizes and modification times, as a base model has tens
     of GB; of ``package.module:name`` the sources of the whole package. What a URI or a hub holds is taken as unchanged.
     """
-    return _digest({key: _state(value) for key, value in _local_names(recipe.model_dump(mode="json"))})
+    return _digest({key: state_of(value) for key, value in _local_names(recipe.model_dump(mode="json"))})
 
 
 def _sources(root: Path) -> list[list[str]]:
@@ -74,7 +74,8 @@ def _local_names(value: Any, parent: str = "") -> Iterator[tuple[str, str]]:
             yield from _local_names(item, key)
 
 
-def _state(name: str) -> Any:
+def state_of(name: str) -> Any:
+    """What ``inputs_digest`` compares of a file, a folder or ``package.module:name``; None where there is none of this name."""
     path = Path(name)
     if os.path.isfile(path):  # unlike pathlib's, no error for a name that no file can have
         return sha256_of(path)

@@ -13,9 +13,7 @@ from ebbflow.algorithms.correction import correct, correction_metrics, diagnosti
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.models.base import Conditioning, predict
-from ebbflow.recipe.choices import CorrectionConfig
-from ebbflow.recipe.model import Precision
-from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
+from ebbflow.recipe.stages import StageConfig, correction_of
 from ebbflow.training.batches import CorrectedRollout, trajectory_batch
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy
@@ -54,26 +52,6 @@ def apply_rollout_correction(
     if correction.mode == "bypass":
         return replace(as_it_is, weight=weight, keep=keep), shown
     return CorrectedRollout(trajectory, _of_all(mean, trajectory.means), log_prob, weight, keep), shown
-
-
-def correction_of(stage: StageConfig, precision: Precision) -> CorrectionConfig | None:
-    """The recipe's; without one, rollouts of anything but the policy as it is are watched and nothing else is done about them.
-
-    Guided rollouts of a loss without guidance are scored again under the policy without it, and not weighed: the weights would be
-    those between two policies that are apart on purpose.
-    """
-    if not stage.guidance_in_loss:
-        return CorrectionConfig(mode="decoupled", weights="none")
-    if lacks_correction(stage, precision):
-        return CorrectionConfig(mode="bypass", weights="none")
-    return stage.correction
-
-
-def lacks_correction(stage: StageConfig, precision: Precision) -> bool:
-    """Whether rollouts are of another policy, engine or precision than training, and the recipe says nothing about it."""
-    rough = (stage.rollout_precision or precision) != precision
-    apart = isinstance(stage, OnlineStageConfig) and (stage.mode != "sync" or stage.engine != "diffusers")
-    return stage.correction is None and (rough or apart)
 
 
 def _share(samples: int) -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from ebbflow.estimate.run import estimate
 from ebbflow.recipe import load_recipe
 from tasks import plan_run as plan
-from tasks.deployment import AcceleratedConfig, DeploymentConfig, TrainingGroupConfig
+from tasks.deployment import AcceleratedConfig, DeploymentConfig, DeploymentError, TrainingGroupConfig
+from tasks.fit import compare, machine_of
 from workflows.post_training import dry_run
 
 RECIPES = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
@@ -24,7 +27,8 @@ def test_every_recipe_is_planned(path: Path, tmp_path: Path, monkeypatch: pytest
     for index, stage in enumerate(recipe.stages):
         label = recipe.stage_label(0, index)
         samples = stage.steps * stage.prompts_per_step if stage.kind == "online" else stage.prompts
-        (row,) = [line for line in text.splitlines() if line.split()[:2] == label.split() and "," in line or f"{label}  " in line]
+        work = text[text.index("every one of rounds") : text.index("GiB that a whole run keeps")]
+        (row,) = [line for line in work.splitlines() if line.split()[:2] == label.split() and "," in line or f"{label}  " in line]
         assert f"{samples * stage.group_size:,}" in row
         assert f"{label} training" in text
     assert "GiB that a whole run keeps" in text
@@ -39,3 +43,54 @@ def test_the_machines_are_those_of_the_deployment(monkeypatch: pytest.MonkeyPatc
     assert "accelerated (text encoding, rollouts, online training, evaluations): processes 1, cores 2, 99Gi, 1 x GPU" in text
     assert "training_group (offline training): processes 8, cores 32, 64Gi, 8 x nvidia-h100" in text
     assert "processes in the training of an offline stage: 8" in text
+
+
+ONE_H100 = DeploymentConfig(accelerated=AcceleratedConfig(gpus=1, accelerator="nvidia-h100", mem="128Gi"))
+WAN = RECIPES[0].with_name("wan22_5b.yaml")
+
+
+def test_a_run_that_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "DEPLOYMENT", ONE_H100)
+    with pytest.raises(DeploymentError) as error:
+        dry_run(recipe=load_recipe(WAN))
+    text = str(error.value)
+    needs = r"1\.1 online training needs 1\d\d\.\d GiB, and accelerated gives it 71\.1 GiB of nvidia-h100: "
+    assert re.search(needs + r"set stages\.0\.placement: ray and stages\.0\.resources\.training\.count: \d+ \(", text)
+    assert re.search(
+        r"evaluation needs 9\d\.\d GiB, .*set policy\.train: lora .*, or set accelerated\.accelerator to nvidia-h200", text
+    )
+
+
+def test_what_is_proposed_fits() -> None:
+    small = DeploymentConfig(accelerated=AcceleratedConfig(gpus=1, gpu_memory="16Gi"))
+    made = estimate(load_recipe(RECIPES[0].with_name("sd35_medium_ocr.yaml")))
+    (misfit,) = [line for line in compare(made, small)[1] if line.startswith("1.1 online training")]
+    (size,) = re.findall(r"set stages\.0\.micro_batch: (\d+) ", misfit)
+    (stage,) = made.recipe.stages
+    changed = made.recipe.model_copy(update={"stages": [stage.model_copy(update={"micro_batch": int(size)})]})
+    assert not any(line.startswith("1.1 online training") for line in compare(estimate(changed), small)[1])
+
+
+def test_a_gpu_of_unknown_kind_is_not_judged_and_one_of_a_given_size_is() -> None:
+    made = estimate(load_recipe(WAN))
+
+    def verdict(**keys: object) -> str:
+        lines, _ = compare(made, DeploymentConfig(accelerated=AcceleratedConfig(gpus=1, **keys)))
+        return next(line for line in lines if "1.1 online training" in line)
+
+    assert verdict().endswith("unknown")
+    assert verdict(gpu_memory="500Gi").endswith("fits")
+    assert verdict(gpu_memory="24Gi").endswith("DOES NOT FIT")
+
+
+def test_a_training_group_is_compared_by_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = estimate(load_recipe(RECIPES[0].with_name("tiny.yaml")), processes=4)
+    group = TrainingGroupConfig(mem="1Gi")
+    offline = next(name for name in made.memory if name.endswith("offline training"))
+    assert machine_of(made, offline, DeploymentConfig(train_processes=4, training_group=group)).bytes == 2**30 / 4
+
+
+def test_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    text = dry_run(recipe=load_recipe(RECIPES[0].with_name("tiny.yaml")))
+    assert "what each process needs, of its machine's memory" in text
+    assert "GiB that a whole run keeps" not in capsys.readouterr().out

@@ -1,0 +1,93 @@
+"""How large a base model and one sample of it are, and what is computed at once: what an estimate follows from, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ENCODED_AT_ONCE = 16
+"""Prompts per pass of the text encoders."""
+PIXELS_AT_ONCE = 2**21
+"""Pixels per pass of the VAE: eight images of 512 x 512."""
+Shape = tuple[int, int]
+"""(inputs, outputs) of a linear layer."""
+
+
+class SizeError(Exception):
+    """A model whose sizes cannot be computed."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an estimate needs to know of a base model.
+
+    Attributes:
+        parameters: of the transformer.
+        buffers: numbers in its checkpoint beside them.
+        blocks: of the transformer.
+        width: of a token in them.
+        linears: the transformer's linear layers by name.
+        lora_targets: the layers that LoRA adapts where the recipe names none.
+        text_encoders: parameters.
+        vae: parameters.
+        decoding: bytes that the VAE's tensors take at most while it decodes, per pixel of an image.
+        vae_encodes_prompts: prompts come with an image.
+        frames_per_latent: of a video.
+        text_width: of an encoded token of a prompt.
+        stored: bytes of the weights as they are published.
+    """
+
+    parameters: int
+    blocks: int
+    width: int
+    linears: Mapping[str, Shape]
+    lora_targets: Sequence[str]
+    text_encoders: int
+    vae: int
+    text_width: int
+    stored: int
+    decoding: int = 0
+    vae_encodes_prompts: bool = False
+    frames_per_latent: int = 1
+    buffers: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a model as a recipe has it generated.
+
+    Attributes:
+        latent_shape: without the batch.
+        pixels: height x width x frames.
+        tokens: that a block works on, those of the text included where they go through the blocks.
+        joint: whether they do.
+        text_tokens: encoded tokens of a prompt, at most.
+        conditioning: numbers that a prompt is encoded to.
+        passes: evaluations of the network for a denoising step; two with classifier-free guidance.
+    """
+
+    latent_shape: tuple[int, ...]
+    pixels: int
+    tokens: int
+    joint: bool
+    text_tokens: int
+    conditioning: int
+    passes: int
+
+    @property
+    def elements(self) -> int:
+        """Numbers in its latents."""
+        return math.prod(self.latent_shape)
+
+
+def lora_parameters(linears: Mapping[str, Shape], targets: Sequence[str], rank: int) -> int:
+    """Parameters of LoRA adapters (2106.09685): rank (inputs + outputs) for each layer whose name is or ends in a target.
+
+    Raises:
+        SizeError: no layer has such a name.
+    """
+    adapted = [shape for name, shape in linears.items() if any(f".{name}".endswith(f".{target}") for target in targets)]
+    if not adapted:
+        raise SizeError(f"no layer of the transformer is called {' or '.join(targets)}; see policy.targets")
+    return rank * sum(inputs + outputs for inputs, outputs in adapted)

@@ -1,0 +1,253 @@
+r"""The memory of each kind of process, at most. No weights are loaded.
+
+With P parameters and B buffer elements in the transformer, A trained parameters (all P, or a LoRA's), b bytes per element in
+``model.precision``, n samples or loss rows per pass, s tokens of width h in each of L blocks, and D elements in a sample's
+latents, a process holds these bytes:
+
+=============  =================================================================================================
+weights        LoRA: b (P + B) + 4 A. Full: 4 (P + B), and 2 P of casts that autocast keeps where b = 2
+optimiser      8 A of AdamW (1711.05101), and 4 A of gradients. While a copy is swapped in, the swapped-out parameters
+               take the gradients' place
+copies         4 A each (``ebbflow.training.policy``): the reference always, old, sampling, rollout, ema and teacher where
+               a stage has them; where nothing trains, also the swapped-out parameters
+activations    n s h L 34 b / 2 (2205.05198, without the scores that flash attention never stores), times 1.5:
+               modulation and gates, which that transformer lacks. With ``gradient_checkpointing``
+               n s h (L b + 34 1.5 b / 2). Twice with classifier-free guidance in training. Without
+               gradients n s h 10 b: a token's residual, its modulated copy, and the 4 h of the feed-forward
+               layer before and after its nonlinearity; or the VAE while it decodes, if that is more
+samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each trained step
+others         text encoders, VAE or reward networks that are loaded at the same time
+=============  =================================================================================================
+
+In offline stages FSDP2 shards the first three over the processes; a block is gathered while it computes, and every process loads
+all weights first. The activations are an estimate: in small models of all families autograd saved .7 to 1.8 times as much
+(``tests/test_estimate.py``). CUDA's context and fragmentation are not counted: leave a tenth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE, Sample, Sizes
+from ebbflow.estimate.work import compared_copies, passes_of, trained_steps, units_of
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.model import Precision
+from ebbflow.recipe.recipe import DRIFT_SIGMAS
+from ebbflow.recipe.rewards import RewardConfig
+from ebbflow.stage import StageContext
+
+BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+BLOCK_BYTES = 34
+"""Bytes that a block saves per token and unit of width, in 16 bits (2205.05198, equation 2 without 5 a s / h)."""
+MODULATION = 1.5
+"""Factor for blocks whose norms are shifted, scaled and gated; measured (``tests/test_estimate.py``)."""
+INFERENCE_NUMBERS = 10
+"""Elements alive per token and unit of width in a pass without gradients."""
+REWARD_PARAMETERS = {
+    "pickscore": 986_109_441,
+    "hps": 986_109_441,
+    "clipscore": 427_616_513,
+    "aesthetic": 427_616_513,
+    "imagereward": 445_278_720,
+}
+"""Of networks that rewards load in float32: CLIP-H, CLIP-L and BLIP as transformers builds them."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process by their use, as the docstring of this module defines them.
+
+    Attributes:
+        loading: needed before the model is sharded; 0 where it is not.
+    """
+
+    weights: int = 0
+    optimizer: int = 0
+    copies: int = 0
+    activations: int = 0
+    samples: int = 0
+    others: int = 0
+    loading: int = 0
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return max(self.weights + self.optimizer + self.copies + self.activations + self.samples + self.others, self.loading)
+
+
+def activation_bytes(sizes: Sizes, tokens: int, precision: Precision, checkpointing: bool) -> int:
+    """Bytes that a forward pass of one sample saves for the backward pass."""
+    number = tokens * sizes.width * BYTES[precision]
+    if checkpointing:
+        return number * sizes.blocks + block_bytes(sizes.width, tokens, precision)
+    return sizes.blocks * block_bytes(sizes.width, tokens, precision)
+
+
+def block_bytes(width: int, tokens: int, precision: Precision) -> int:
+    """Bytes that one block saves of one sample for the backward pass."""
+    return int(MODULATION * BLOCK_BYTES * tokens * width * BYTES[precision] / 2)
+
+
+def inference_bytes(width: int, tokens: int, precision: Precision) -> int:
+    """Bytes alive at once in a forward pass of one sample without gradients."""
+    return INFERENCE_NUMBERS * tokens * width * BYTES[precision]
+
+
+def stage_memory(memory: ProcessMemory, contexts: Sequence[StageContext], processes: int) -> dict[str, Memory]:
+    """The memory of every process of every stage."""
+    found: dict[str, Memory] = {}
+    for ctx in contexts:
+        if ctx.config.kind == "online":
+            found |= _online(memory, ctx)
+            continue
+        if not ctx.offline.pairs:
+            found[f"{ctx.label} rollout"] = memory.rollout(ctx)
+        found[f"{ctx.label} training"] = memory.offline(ctx, processes)
+    return found
+
+
+def _online(memory: ProcessMemory, ctx: StageContext) -> dict[str, Memory]:
+    """Everything in one process; or a rank of training, a rollout worker and a reward worker under Ray."""
+    if ctx.online.placement == "in_process":
+        return {f"{ctx.label} training": memory.online(ctx)}
+    return {
+        f"{ctx.label} training": memory.online_rank(ctx),
+        f"{ctx.label} rollout": memory.rollout(ctx),
+        f"{ctx.label} rewards": Memory(others=memory.judging(ctx)),
+    }
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """The memory of every kind of process of a recipe, with ``trained`` parameters."""
+
+    recipe: Recipe
+    sizes: Sizes
+    sample: Sample
+    trained: int
+
+    @property
+    def prompt_bytes(self) -> int:
+        guided = any(stage.reference.guided for stage in self.recipe.stages)
+        return BYTES[self.recipe.model.precision] * self.sample.conditioning * max(self.sample.passes, 1 + guided)
+
+    @property
+    def latents(self) -> int:
+        return 4 * self.sample.elements
+
+    def weights(self, precision: Precision) -> int:
+        numbers = self.sizes.parameters + self.sizes.buffers
+        if self.recipe.policy.train == "lora":
+            return BYTES[self.recipe.model.precision] * numbers + 4 * self.trained
+        return 4 * numbers + (2 * self.sizes.parameters if precision != "float32" else 0)
+
+    def copies(self, ctx: StageContext) -> int:
+        """Of the copies that the policy of a stage has."""
+        made_rollouts = "rollout" in ctx.algorithm.copies(ctx.config.hyper)
+        further = len(ctx.following) + made_rollouts + bool(self.recipe.policy.ema) + bool(ctx.teacher)
+        return 4 * self.trained * (1 + further)
+
+    def encoding(self) -> Memory:
+        """The text encoders are loaded with the policy."""
+        precision, sizes = self.recipe.model.precision, self.sizes
+        return Memory(
+            weights=self.weights("float32"),
+            copies=4 * self.trained,
+            activations=ENCODED_AT_ONCE * inference_bytes(sizes.text_width, self.sample.text_tokens, precision),
+            samples=ENCODED_AT_ONCE * self.prompt_bytes,
+            others=BYTES[precision] * sizes.text_encoders + (4 * sizes.vae if sizes.vae_encodes_prompts else 0),
+        )
+
+    def evaluation(self) -> Memory:
+        """All samples at once; the drift takes two velocities for each of its noise levels, of one sample of every prompt."""
+        prompts, samples = self.recipe.prompts.validation + self.recipe.prompts.held_out, self.recipe.num_evaluated
+        return Memory(
+            weights=self.weights(self.recipe.model.precision),
+            copies=2 * 4 * self.trained,
+            activations=self._generating(samples, self.recipe.evaluation.micro_batch, self.recipe.model.precision),
+            samples=prompts * (self.prompt_bytes + self.latents * 2 * len(DRIFT_SIGMAS)) + samples * self.latents * 2,
+            others=_reward_bytes([*self.recipe.rewards, *self.recipe.guardrails]),
+        )
+
+    def rollout(self, ctx: StageContext) -> Memory:
+        """Of a shard: whole groups, as many as fit into ``micro_batch``, at a time."""
+        config = ctx.config
+        precision = config.rollout_precision or self.recipe.model.precision
+        samples = max(1, config.micro_batch // config.group_size) * config.group_size
+        swapped = 4 * self.trained if ctx.algorithm.generates != "current" else 0
+        return Memory(
+            weights=self.weights(precision),
+            copies=self.copies(ctx) + swapped,
+            activations=self._generating(samples, config.micro_batch, precision),
+            samples=samples * (self.prompt_bytes + self.latents),
+        )
+
+    def online(self, ctx: StageContext) -> Memory:
+        """Rollout, rewards and training take turns in one process; the samples of a step stay."""
+        alone, config = self.online_rank(ctx), ctx.online
+        samples = config.prompts_per_step * config.group_size
+        generating = self._generating(samples, config.micro_batch, config.rollout_precision or self.recipe.model.precision)
+        return replace(
+            alone,
+            activations=max(generating, alone.activations),
+            others=self.judging(ctx),
+        )
+
+    def judging(self, ctx: StageContext) -> int:
+        """The networks that an online stage scores with: guardrails are only loaded for a validation."""
+        return _reward_bytes([*self.recipe.rewards, *(self.recipe.guardrails if ctx.online.validation else ())])
+
+    def online_rank(self, ctx: StageContext) -> Memory:
+        """A process that only trains, on the samples of a step; one of several shards the model and gets its share of them."""
+        config, ranks = ctx.online, ctx.online.resources.training.count
+        weights, (kept, _) = self.weights(self.recipe.model.precision), units_of(ctx)
+        share = math.ceil(kept / config.updates_per_step / ranks)  # of the samples, in an update
+        recorded = 3 * trained_steps(ctx) if ctx.config.hyper.kind == "trajectory" else 0
+        samples = config.prompts_per_step * config.group_size
+        return Memory(
+            weights=weights // ranks + (weights // self.sizes.blocks if ranks > 1 else 0),
+            optimizer=12 * self.trained // ranks,
+            copies=self.copies(ctx) // ranks,
+            activations=self._training(ctx),
+            samples=samples * (self.prompt_bytes + self.latents * (1 + recorded)) + self._update(ctx, share),
+            loading=self.weights("float32") if ranks > 1 else 0,
+        )
+
+    def offline(self, ctx: StageContext, processes: int) -> Memory:
+        precision, config = self.recipe.model.precision, ctx.offline
+        weights, copies = self.weights(precision), self.copies(ctx)
+        whole = 0 if processes == 1 else weights // self.sizes.blocks
+        return Memory(
+            weights=weights // processes + whole,
+            optimizer=12 * self.trained // processes,
+            copies=copies // processes,
+            activations=self._training(ctx),
+            samples=self._update(ctx, math.ceil(config.batch_size / processes)),
+            loading=0 if processes == 1 else self.weights("float32"),
+        )
+
+    def _update(self, ctx: StageContext, samples: int) -> int:
+        """Of one optimiser step: three latents and a prediction of every copy for each term, and the encoded prompts."""
+        predictions = len(compared_copies(ctx)) + ctx.config.reference.guided
+        return samples * (self.prompt_bytes + trained_steps(ctx) * self.latents * (3 + predictions))
+
+    def _generating(self, samples: int, at_once: int, precision: Precision) -> int:
+        """The network's, or the VAE's after it."""
+        network = min(samples, at_once) * inference_bytes(self.sizes.width, self.sample.tokens, precision)
+        decoded = min(samples, max(1, PIXELS_AT_ONCE // self.sample.pixels)) * self.sample.pixels
+        frames = self.recipe.model.frames
+        decoded = decoded * min(frames, self.sizes.frames_per_latent) // frames  # a latent's at a time
+        return max(network, 4 * self.sizes.vae + self.sizes.decoding * decoded if self.sizes.vae else 0)
+
+    def _training(self, ctx: StageContext) -> int:
+        """Of one forward and backward pass."""
+        model = self.recipe.model
+        rows = max(ctx.config.micro_batch, units_of(ctx)[1])
+        kept = activation_bytes(self.sizes, self.sample.tokens, model.precision, model.gradient_checkpointing)
+        return rows * kept * passes_of(ctx, self.sample)
+
+
+def _reward_bytes(rewards: Iterable[RewardConfig]) -> int:
+    return 4 * sum(REWARD_PARAMETERS.get(reward.name, 0) for reward in rewards)

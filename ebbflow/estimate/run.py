@@ -1,0 +1,102 @@
+"""What a run of a recipe takes: memory of each kind of process, evaluations of the network, bytes stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbflow.data.model_sizes import Sample, Sizes, lora_parameters
+from ebbflow.estimate.memory import BYTES, Memory, ProcessMemory, stage_memory
+from ebbflow.estimate.work import PNG_BYTES_PER_PIXEL, Work, work_of
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.recipe import DRIFT_SIGMAS
+from ebbflow.stage import StageContext
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a recipe takes.
+
+    Attributes:
+        trained: parameters.
+        processes: of the training of an offline stage.
+        memory: of one process, by what it does.
+        work: of each stage, by its label in the first round.
+        evaluations: of policies in a run, at most.
+        evaluation: evaluations of the network in one of them.
+        stored: bytes that a whole run leaves in the artifact store, by kind.
+        main_memory: bytes of the parts that wait on the CPU.
+        prompt: bytes of one encoded prompt; each different prompt waits on the CPU.
+    """
+
+    recipe: Recipe
+    sizes: Sizes
+    sample: Sample
+    trained: int
+    processes: int
+    memory: dict[str, Memory]
+    work: dict[str, Work]
+    evaluations: int
+    evaluation: int
+    stored: dict[str, int]
+    main_memory: int
+    prompt: int
+
+
+def estimate(recipe: Recipe, processes: int = 2) -> Estimate:
+    """What a recipe needs, with ``processes`` in the training of an offline stage.
+
+    Raises:
+        SizeError: the base model's sizes are not known.
+        ModelError: the family cannot draw the recipe's size.
+        ValueError: fewer processes than one.
+    """
+    if processes < 1:
+        raise ValueError(f"processes = {processes}: an offline stage trains with at least one")
+    from ebbflow.models.sizes import measure  # imports torch
+
+    return estimate_of(recipe, processes, *measure(recipe.model))
+
+
+def estimate_of(recipe: Recipe, processes: int, sizes: Sizes, sample: Sample) -> Estimate:
+    """What a recipe needs of a model of these sizes.
+
+    Raises:
+        SizeError: no layer is called as ``policy.targets`` says.
+    """
+    trained = trained_parameters(recipe, sizes)
+    of = ProcessMemory(recipe, sizes, sample, trained)
+    contexts = [StageContext(recipe, 0, index) for index, stage in enumerate(recipe.stages) if stage.kind != "custom"]
+    work = {ctx.label: work_of(ctx, sizes, sample, trained) for ctx in contexts}
+    judged = recipe.num_evaluated
+    compared = recipe.prompts.validation + recipe.prompts.held_out
+    evaluations = 2 + recipe.rounds * len(recipe.stages)  # of the base model, the champion, and after every stage
+    return Estimate(
+        recipe=recipe,
+        sizes=sizes,
+        sample=sample,
+        trained=trained,
+        processes=processes,
+        memory={"text encoding": of.encoding(), "evaluation": of.evaluation()} | stage_memory(of, contexts, processes),
+        work=work,
+        evaluations=evaluations,
+        evaluation=sample.passes * (judged * recipe.evaluation.steps + compared * 2 * len(DRIFT_SIGMAS)),
+        stored={
+            "base model": sizes.stored,
+            "rollout shards": recipe.rounds * sum(done.shards for done in work.values()),
+            "policies": recipe.rounds * sum(done.policy for done in work.values()),
+            "evaluations": evaluations * judged * PNG_BYTES_PER_PIXEL * sample.pixels,
+        },
+        main_memory=BYTES[recipe.model.precision] * sizes.text_encoders + 4 * sizes.vae,
+        prompt=of.prompt_bytes,
+    )
+
+
+def trained_parameters(recipe: Recipe, sizes: Sizes) -> int:
+    """Parameters that the recipe trains.
+
+    Raises:
+        SizeError: no layer is called as ``policy.targets`` says.
+    """
+    if recipe.policy.train == "full":
+        return sizes.parameters
+    return lora_parameters(sizes.linears, recipe.policy.targets or sizes.lora_targets, recipe.policy.rank)

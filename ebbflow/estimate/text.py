@@ -1,0 +1,76 @@
+"""An estimate as text for people."""
+
+from __future__ import annotations
+
+from ebbflow.estimate.hours import Hours, hours
+from ebbflow.estimate.memory import Memory
+from ebbflow.estimate.run import Estimate
+
+GIB = 2**30
+
+
+def describe(made: Estimate, tflops: float | None = None) -> str:
+    """The estimate in tables; the hours too, where it is said what a GPU sustains (``hours.hours``)."""
+    sizes, sample, recipe = made.sizes, made.sample, made.recipe
+    share = f"a LoRA of rank {recipe.policy.rank}" if recipe.policy.train == "lora" else "all"
+    text = f"{sample.text_tokens} of text" + (", which are among them" if sample.joint else "")
+    kept = sum(made.stored.values())
+    lines = [
+        f"{recipe.name}: {recipe.model.path or 'the glyph model'} ({recipe.model.family})",
+        f"  transformer: {sizes.parameters:,} parameters in {sizes.blocks} blocks of width {sizes.width}",
+        f"  trained: {made.trained:,} ({share})",
+        f"  a sample: latents {' x '.join(map(str, sample.latent_shape))}, {sample.tokens} tokens, {text}",
+        f"  evaluations of the network for a denoising step: {sample.passes}",
+        f"  processes in the training of an offline stage: {made.processes}",
+        "",
+        "GiB of a process, at most",
+        *_table(
+            ["", "weights", "optimiser", "copies", "activations", "samples", "others", "total"],
+            [[name, *_gib(memory)] for name, memory in made.memory.items()],
+        ),
+        f"  Beside it, in main memory: {made.main_memory / GIB:.1f} GiB of text encoders and VAE, and "
+        f"{made.prompt / 2**20:.2f} MiB for each different prompt.",
+        "",
+        f"evaluations of the network for one sample each, at most, in every one of rounds: {recipe.rounds}",
+        *_table(
+            ["", "samples", "denoising", "training", "comparing"],
+            [
+                [label, *(f"{value:,}" for value in (done.samples, done.denoising, done.training, done.comparing))]
+                for label, done in made.work.items()
+            ],
+        ),
+        f"  {made.evaluation:,} in the evaluation after each stage, of the base model and of the champion.",
+        *["  Pairs from a file are not counted."] * any(stage.kind == "offline" and bool(stage.pairs) for stage in recipe.stages),
+        *["  Stages of your own kinds are not counted."] * any(stage.kind == "custom" for stage in recipe.stages),
+        "",
+        f"GiB that a whole run keeps, at most: {kept / GIB:.3g}",
+        *_table(["", "GiB"], [[kind, f"{size / GIB:.3g}"] for kind, size in made.stored.items()]),
+        *(_hours(made, tflops) if tflops else ["", "For the hours, say what a GPU sustains: --tflops"]),
+    ]
+    return "\n".join(lines)
+
+
+def _hours(made: Estimate, tflops: float) -> list[str]:
+    parts = hours(made, tflops)
+    parts["the run"] = sum(parts.values(), start=Hours(0, 0))
+    return [
+        "",
+        f"hours of the network at {tflops:g} TFLOP/s for each GPU, in all rounds",
+        *_table(["", "hours", "GPU-hours"], [[name, f"{part.wall:.2g}", f"{part.gpu:.2g}"] for name, part in parts.items()]),
+        "  Text encoders, VAE, rewards, downloads and the start of pods are not counted.",
+    ]
+
+
+def _gib(memory: Memory) -> list[str]:
+    parts = (memory.weights, memory.optimizer, memory.copies, memory.activations, memory.samples, memory.others, memory.total)
+    return [f"{part / GIB:.2f}" for part in parts]
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Aligned lines: names to the left, numbers to the right."""
+    wide = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for name, *numbers in (header, *rows):
+        cells = [name.ljust(wide[0]), *(number.rjust(width) for number, width in zip(numbers, wide[1:], strict=True))]
+        lines.append("  " + "  ".join(cells))
+    return lines

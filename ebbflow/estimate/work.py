@@ -1,0 +1,124 @@
+"""The work of each stage: samples, evaluations of the network, bytes stored. Keys that select samples can only lower it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ebbflow.data.model_sizes import Sample, Sizes
+from ebbflow.flow.windows import plan, shortened
+from ebbflow.recipe.algorithms import ForwardConfig
+from ebbflow.recipe.stages import correction_of
+from ebbflow.stage import StageContext
+
+PNG_BYTES_PER_PIXEL = 3
+"""At most: noise; photographs take about half."""
+KEY_BYTES = 3 * 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a stage in a round, at most: keys that select samples can only lower it.
+
+    Attributes:
+        samples: that are generated.
+        denoising: evaluations of the network to generate them, of one sample each.
+        training: evaluations with a gradient, forward and backward.
+        comparing: further evaluations without one: of copies, of the rollout under the training policy, of the drift.
+        shards: bytes of rollouts that are kept.
+        policy: bytes of the policy folder that it leaves.
+    """
+
+    samples: int
+    denoising: int
+    training: int
+    comparing: int
+    shards: int
+    policy: int
+
+
+def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Work:
+    """The work of a stage that trains ``trained`` parameters."""
+    config, passes = ctx.config, passes_of(ctx, sample)
+    buffers = sizes.buffers if ctx.recipe.policy.train == "full" else 0
+    samples, repeats, updates = _amounts(ctx)
+    kept, group_index = units_of(ctx)
+    rows = repeats * kept * trained_steps(ctx)
+    anchored = config.hyper.kind == "trajectory" and correction_of(config, ctx.recipe.model.precision)
+    comparing = rows * len(compared_copies(ctx)) + (samples * trained_steps(ctx) if anchored else 0)
+    comparing += 2 * rows * config.reference.guided  # only on final latents, where ``passes`` is 1
+    if "rollout" in compared_copies(ctx):  # which is the policy itself in the first update on new samples
+        comparing -= rows * (config.steps if config.kind == "online" else 1) // updates
+    if "reference" not in compared_copies(ctx):  # then the drift is measured on the first pass of every update
+        comparing += updates * min(max(config.micro_batch, group_index), math.ceil(rows / updates))
+    return Work(
+        samples=samples,
+        denoising=round(denoising_steps(ctx) * samples) * sample.passes,
+        training=rows * passes,
+        comparing=comparing * passes,
+        shards=shard_bytes(sample, samples) if config.kind == "offline" else 0,
+        policy=4 * (trained * (1 + len(ctx.following) + bool(ctx.recipe.policy.ema)) + buffers),
+    )
+
+
+def passes_of(ctx: StageContext, sample: Sample) -> int:
+    """Of the network for a term: losses on final latents are without guidance, others where the stage says so."""
+    return sample.passes if ctx.config.hyper.kind == "trajectory" and ctx.config.guidance_in_loss else 1
+
+
+def _amounts(ctx: StageContext) -> tuple[int, int, int]:
+    """(samples that a stage generates in a round, how often it trains on what it selects, its optimiser steps).
+
+    A stage on a file of pairs counts as none: the file is not read.
+    """
+    config = ctx.config
+    if config.kind == "online":
+        samples = config.steps * config.prompts_per_step * config.group_size
+        return samples, config.steps, config.steps * config.updates_per_step
+    offline = ctx.offline
+    samples = 0 if offline.pairs else offline.prompts * offline.group_size
+    return samples, 0 if offline.pairs else offline.epochs, offline.epochs * max(1, math.ceil(samples / offline.batch_size))
+
+
+def units_of(ctx: StageContext) -> tuple[int, int]:
+    """(samples that the algorithm selects of a step or a stage at most, the largest number that must stay together)."""
+    config = ctx.config
+    prompts = config.prompts_per_step if config.kind == "online" else ctx.offline.prompts
+    advantage = np.tile(np.linspace(1, -1, config.group_size), prompts)
+    rank = np.tile(np.arange(config.group_size), prompts)
+    extremes = config.advantages.keep_extremes or config.group_size
+    keep = (rank < extremes) | (rank >= config.group_size - extremes)
+    groups = ctx.algorithm.select(advantage, keep, np.repeat(np.arange(prompts), config.group_size), config.hyper)
+    return sum(map(len, groups)), max(map(len, groups))
+
+
+def trained_steps(ctx: StageContext) -> int:
+    """Rows of the loss per sample: denoising steps of its trajectory, or draws of noise."""
+    hyper, window = ctx.config.hyper, ctx.config.window
+    if isinstance(hyper, ForwardConfig):
+        return hyper.noise_levels
+    assert window
+    return len(plan(window, ctx.config.sampler.steps, 0, ctx.seed).trained)
+
+
+def denoising_steps(ctx: StageContext) -> float:
+    """Of a sample; on average over the steps of the stage's first round where a window's tail shortens the schedule."""
+    config, steps = ctx.config, ctx.config.sampler.steps
+    if config.kind != "online" or config.window is None or config.window.tail is None:
+        return steps
+    ends = [plan(config.window, steps, step, ctx.seed).stochastic[-1] + 1 for step in range(config.steps)]
+    return sum(end + shortened(steps - end, config.window.tail) for end in ends) / len(ends)
+
+
+def compared_copies(ctx: StageContext) -> set[str]:
+    """The copies whose predictions an update needs for every row, apart from a reference under guidance."""
+    reference = ctx.config.reference
+    anchor = {"reference"} if reference.weight and not reference.guided else set()
+    return set(ctx.algorithm.copies(ctx.config.hyper)) | anchor
+
+
+def shard_bytes(sample: Sample, samples: int) -> int:
+    """Bytes of a rollout shard: of each sample its keys, its float32 latents and its image."""
+    return samples * (KEY_BYTES + 4 * sample.elements + PNG_BYTES_PER_PIXEL * sample.pixels)

@@ -1,0 +1,177 @@
+"""Whether the machines of a deployment hold what an estimate needs, and what to change where they do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tasks.deployment import GPU_GIB, DeploymentConfig, PodConfig, RayWorkersConfig
+
+if TYPE_CHECKING:
+    from ebbflow.estimate.run import Estimate
+    from ebbflow.recipe import Recipe
+    from ebbflow.recipe.online import WorkersConfig
+
+GIB = 2**30
+USABLE = 0.9
+"""Share of a GPU's memory: CUDA's context and fragmentation take the rest."""
+UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+MAX_PROCESSES = 64
+"""Training processes that are proposed for a stage."""
+MAIN_MEMORY = "main memory"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one process gets.
+
+    Attributes:
+        key: of the deployment.
+        name: for messages.
+        bytes: of its GPU, or of main memory without one; None where a GPU's is not known.
+        gpu: whether these are a GPU's.
+    """
+
+    key: str
+    name: str
+    bytes: float | None
+    gpu: bool
+
+    @property
+    def usable(self) -> float:
+        """Bytes that a process may need."""
+        return math.inf if self.bytes is None else self.bytes * (USABLE if self.gpu else 1)
+
+
+def compare(made: Estimate, deployment: DeploymentConfig) -> tuple[list[str], list[str]]:
+    """(a line for each kind of process with its need and its machine, a line with the fix for each that does not fit)."""
+    lines, misfits = [], []
+    for name, memory in made.memory.items():
+        machine = machine_of(made, name, deployment)
+        need = memory.total if machine.gpu else memory.total + made.main_memory
+        fits = need <= machine.usable
+        verdict = "fits" if fits else "DOES NOT FIT"
+        lines.append(
+            f"  {name}: {need / GIB:.1f} GiB of {machine.name}, {machine.key}: {verdict if machine.bytes else 'unknown'}"
+        )
+        if not fits:
+            task = (
+                f"{name} needs {need / GIB:.1f} GiB, and {machine.key} gives it {machine.usable / GIB:.1f} GiB of {machine.name}"
+            )
+            misfits.append(f"{task}: {', or '.join(_fixes(made, name, machine, need))}")
+    return lines, misfits
+
+
+def machine_of(made: Estimate, name: str, deployment: DeploymentConfig) -> Machine:
+    """The machine of a process that an estimate names; of several groups of Ray workers the largest that suits."""
+    stage, role = _stage_and_role(made.recipe, name)
+    if stage is not None and made.recipe.stages[stage].kind == "offline" and role == "training":
+        return _machine("training_group", deployment.training_group, made.processes)
+    if stage is None or (config := made.recipe.stages[stage]).kind != "online" or config.placement != "ray":
+        return _machine("accelerated", deployment.accelerated, 1)
+    workers: WorkersConfig = getattr(config.resources, {"rewards": "reward"}.get(role, role))
+    groups = [_ray_machine(index, group, workers, deployment) for index, group in enumerate(deployment.ray_cluster.workers)]
+    return max(groups, key=lambda machine: (machine.gpu == bool(workers.gpus), machine.usable))
+
+
+def _stage_and_role(recipe: Recipe, name: str) -> tuple[int | None, str]:
+    """(index of the stage, what the process does in it) of a row of the estimate; no stage for what is done between them."""
+    for index in range(len(recipe.stages)):
+        label = recipe.stage_label(0, index)
+        if name.startswith(f"{label} "):
+            return index, name.removeprefix(f"{label} ")
+    return None, name
+
+
+def _machine(key: str, pod: PodConfig, processes: int) -> Machine:
+    if not pod.gpus:
+        return Machine(key, MAIN_MEMORY, _bytes(pod.mem) / processes, gpu=False)
+    kind = pod.accelerator or "a GPU of unknown kind"
+    return Machine(key, kind, _gpu_bytes(pod), gpu=True)
+
+
+def _ray_machine(index: int, group: RayWorkersConfig, workers: WorkersConfig, deployment: DeploymentConfig) -> Machine:
+    key, cluster = f"ray_cluster.workers.{index}", deployment.ray_cluster
+    if not (group.gpus and workers.gpus):
+        return Machine(key, MAIN_MEMORY, _bytes(group.mem), gpu=False)
+    whole, share = _gpu_bytes(cluster), min(1.0, workers.gpus)
+    name = f"{cluster.accelerator or 'a GPU of unknown kind'}" + (f" ({share:g} of it)" if share < 1 else "")
+    return Machine(key, name, None if whole is None else whole * share, gpu=True)
+
+
+def _gpu_bytes(pod: PodConfig) -> int | None:
+    if pod.gpu_memory:
+        return _bytes(pod.gpu_memory)
+    known = GPU_GIB.get(pod.accelerator or "")
+    return None if known is None else known * GIB
+
+
+def _bytes(size: str) -> int:
+    return int(size[:-2]) * UNITS[size[-2:]]
+
+
+def _fixes(made: Estimate, name: str, machine: Machine, need: float) -> list[str]:
+    """A change of the recipe or the deployment with which it fits, and a machine on which it does."""
+    found = []
+    for changed, change in _changes(made, name):
+        memory = changed.memory[name].total + (0 if machine.gpu else made.main_memory)
+        if memory <= machine.usable:
+            found.append(f"set {change} ({memory / GIB:.1f} GiB)")
+            break
+    if not machine.gpu:
+        return [*found, f"raise {machine.key}.mem by {math.ceil((need - machine.usable) / GIB)}Gi"]
+    key = f"{machine.key.partition('.')[0]}.accelerator"
+    larger = [kind for kind, size in GPU_GIB.items() if size * GIB * USABLE >= need]
+    found += [f"set {key} to {larger[0]}"] if larger else []
+    return found or ["take a smaller model or size: no GPU that is known here holds it"]
+
+
+def _changes(made: Estimate, name: str) -> Iterator[tuple[Estimate, str]]:
+    """The estimate with other keys, in turn: first what changes only the time, last what trains other parameters."""
+    stage, role = _stage_and_role(made.recipe, name)
+    settings = made.recipe.evaluation if stage is None else made.recipe.stages[stage]
+    key = "evaluation" if stage is None else f"stages.{stage}"
+    powers = range(0 if role == "text encoding" else settings.micro_batch.bit_length())
+    sizes = [settings.micro_batch // 2**power for power in powers]
+    for size in sizes[1:]:
+        yield _with(made, {f"{key}.micro_batch": size})
+    if role == "training" and not made.recipe.model.gradient_checkpointing:
+        for size in sizes:
+            yield _with(made, {"model.gradient_checkpointing": True, f"{key}.micro_batch": size})
+    if role == "training" and stage is not None:
+        yield from _with_more_processes(made, stage)
+    if made.recipe.policy.train == "full":
+        yield _with(made, {"policy.train": "lora"})
+
+
+def _with_more_processes(made: Estimate, stage: int) -> Iterator[tuple[Estimate, str]]:
+    """The estimate with twice as many training processes, and so on."""
+    config = made.recipe.stages[stage]
+    processes = config.resources.training.count if config.kind == "online" else made.processes
+    while (processes := 2 * processes) <= MAX_PROCESSES:
+        if config.kind == "online":
+            yield _with(made, {f"stages.{stage}.placement": "ray", f"stages.{stage}.resources.training.count": processes})
+        else:
+            changed, _ = _with(made, {}, processes)
+            yield changed, f"train_processes: {processes} in the deployment"
+
+
+def _with(made: Estimate, changed: dict[str, Any], processes: int | None = None) -> tuple[Estimate, str]:
+    """The estimate with other values at dotted keys, which do not change the model's sizes; and the keys in words."""
+    from ebbflow.estimate.run import estimate_of
+
+    recipe = made.recipe
+    for key, value in changed.items():
+        recipe = _replaced(recipe, key.split("."), value)
+    words = " and ".join(f"{key}: {str(value).lower()}" for key, value in changed.items())
+    return estimate_of(recipe, processes or made.processes, made.sizes, made.sample), words
+
+
+def _replaced(part: Any, path: list[str], value: Any) -> Any:
+    first, *rest = path
+    if isinstance(part, list):
+        index = int(first)
+        return [*part[:index], _replaced(part[index], rest, value), *part[index + 1 :]]
+    return part.model_copy(update={first: _replaced(getattr(part, first), rest, value) if rest else value})
