@@ -18,7 +18,6 @@ from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.base import field_docs
 from ebbflow.recipe.choices import SAMPLERS, STOCHASTIC_SAMPLERS, WINDOWS
 from ebbflow.recipe.defaults import defaults_page, defaults_table
-from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.registry import ALGORITHMS, REWARDS
 from ebbflow.recipe.registry import reward as reward_named
 from ebbflow.recipe.yaml_text import describe_yaml_error
@@ -80,15 +79,18 @@ def runs(folder: Path) -> None:
 @main.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 def check(recipe: Path) -> None:
-    """Check RECIPE, a YAML file, and print it with all defaults."""
-    from ebbflow.tracking.sinks import require_sinks
+    """Check RECIPE, a YAML file, and what it names, as a run does before it starts; print it with all defaults."""
+    from ebbflow.data.pairs import PairError  # imports pyarrow
+    from ebbflow.data.prompts import PromptError
+    from ebbflow.preflight import check_recipe
+    from ebbflow.rewards.base import RewardError
 
     try:
         resolved = load_recipe(recipe)
-        for path in resolved.own_paths:
-            import_path(path)
-        require_sinks(resolved)
-    except RecipeError as error:
+        check_recipe(resolved, resolved.tracking.uri or "", on_cluster=False)
+    except (RecipeError, PromptError, PairError, RewardError) as error:
+        sys.exit(str(error))
+    except _model_error() as error:  # evaluated where all other errors are ruled out
         sys.exit(str(error))
     click.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), nl=False)
     click.echo(f"# digest {resolved.digest}")

@@ -1,4 +1,4 @@
-"""Check what a recipe names, before a run costs anything."""
+"""Check what a recipe names, before a run costs anything: ``ebbflow check`` and a run's first task call the same function."""
 
 from __future__ import annotations
 
@@ -6,50 +6,93 @@ import tempfile
 from pathlib import Path
 
 from ebbflow.data.pairs import check_pairs
+from ebbflow.data.prepare import prepare
+from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.plugins import import_path
+from ebbflow.recipe.rewards import CustomRewardConfig
 from ebbflow.recipe.stages import StageConfig
 from ebbflow.rewards.combine import load_scorer
+from ebbflow.rewards.trial import try_reward
 from ebbflow.storage.artifacts import ArtifactError
 from ebbflow.tracking.sinks import require_sinks
-from ebbflow.training.policy_metadata import PolicyError, read_policy_metadata
+from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
 
 LOCAL_PATH = "is a local path, which pods cannot see; upload it and give its URI"
+WHERE = "a relative path is looked for beside the recipe, then in the working directory"
+TRIED_PROMPTS = 2
+TRIED_SIZE = 64
+"""Pixels a side of the images that a reward is tried on, where the recipe leaves the size to the model."""
 
 
 def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
-    """Check the files and folders that a recipe names, and that its rewards can run.
+    """Check the files and folders that a recipe names, what its base model can draw, and that its own code and rewards work.
+
+    Nothing is written or downloaded. A user's own loss is called on random rows, and, but for a cluster, whose first pod has no
+    GPU, a user's own reward on small images.
 
     Args:
         tracking_uri: the MLflow store that the recipe and the environment resolve to.
         on_cluster: every task has its own pod, and a pod's disk is deleted with it.
 
     Raises:
-        RecipeError: the output folder cannot be written or shared, or a prompt file, pairs, teacher or base model is missing.
+        RecipeError: the output folder cannot be written or shared, a prompt file, pairs, teacher, start or base model is missing,
+            or a user's own code is not what it must be.
+        PromptError: the prompts cannot be used, or are too few.
         PairError: the pairs file has wrong columns or an invalid first row.
-        ModelError: the base-model folder is not one.
-        RewardError: a reward cannot run here.
+        ModelError: the base-model folder is not one, or the model cannot draw the recipe's size.
+        RewardError: a reward cannot run here, or a user's own breaks its contract.
     """
     if on_cluster:
         _check_shared(recipe.output, tracking_uri)
     if "://" not in recipe.output:
         _check_writable(Path(recipe.output))
-    if recipe.prompts.source and "://" not in recipe.prompts.source and not Path(recipe.prompts.source).is_file():
-        raise RecipeError(f"prompts.source = {recipe.prompts.source!r}: no such file; remove it to generate prompts")
+    prompts = _check_prompts(recipe)
     for index, stage in enumerate(recipe.stages):
         if stage.kind == "offline" and stage.pairs and "://" not in stage.pairs:
             _check_pairs(f"stages.{index}.pairs = {stage.pairs!r}", Path(stage.pairs), on_cluster)
         _check_teacher(f"stages.{index}.algorithm", stage, on_cluster)
     for path in recipe.own_paths:
         import_path(path)
+    _try_losses(recipe)
     _check_model(recipe.model, on_cluster)
     if (start := recipe.policy.start) and not start.on_hub:
         _check_start(start.path or "", on_cluster)
     load_scorer(recipe.rewards, recipe.guardrails)
     require_sinks(recipe)
+    if prompts and not on_cluster:
+        _try_rewards(recipe, prompts)
+
+
+def _check_prompts(recipe: Recipe) -> list[Prompt]:
+    """Read the prompts as the run will; returns some of them, none of a file behind a URI."""
+    source = recipe.prompts.source
+    if source and "://" in source:
+        return []
+    if source and not Path(source).is_file():
+        raise RecipeError(f"prompts.source = {source!r}: no such file; {WHERE}. Remove it to generate prompts")
+    table, _ = prepare(recipe, Path(source) if source else None)
+    return [Prompt(**row) for row in table.slice(0, TRIED_PROMPTS).to_pylist()]
+
+
+def _try_losses(recipe: Recipe) -> None:
+    for stage in recipe.stages:
+        if isinstance(stage.algorithm, CustomAlgorithmConfig):
+            from ebbflow.algorithms.trial import try_loss  # imports torch
+
+            try_loss(stage.algorithm.path, *stage.algorithm.load())
+
+
+def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> None:
+    model = recipe.model
+    drawn = (model.training.height, model.training.width) if model.family == "glyph" else (model.height, model.width)
+    height, width = (size or TRIED_SIZE for size in drawn)
+    for config in (*recipe.rewards, *recipe.guardrails):
+        if isinstance(config, CustomRewardConfig):
+            try_reward(config, prompts, height, width)
 
 
 def _check_shared(output: str, tracking_uri: str) -> None:
@@ -73,6 +116,10 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
         from ebbflow.models import check_folder  # imports torch
 
         check_folder(Path(model.path), model.family)
+    if model.family in FAMILIES and model.family != "glyph" and (model.height or model.width or model.frames > 1):
+        from ebbflow.models.sizes import check_drawn_size  # as above
+
+        check_drawn_size(model)
 
 
 def _check_start(path: str, on_cluster: bool) -> None:
@@ -82,16 +129,19 @@ def _check_start(path: str, on_cluster: bool) -> None:
         raise RecipeError(f"policy.start.path = {path!r} {LOCAL_PATH}")
     if not Path(path).exists():
         raise RecipeError(
-            f"policy.start.path = {path!r}: no such file or folder; for a Hugging Face repository set policy.start.revision to a "
-            "commit"
+            f"policy.start.path = {path!r}: no such file or folder; {WHERE}. For a Hugging Face repository set "
+            "policy.start.revision to a commit"
         )
+    found = [path] if Path(path).is_file() else [file.name for file in Path(path).iterdir()]
+    if not any(name.endswith((".safetensors", METADATA)) for name in found):
+        raise RecipeError(f"policy.start.path = {path!r} is no policy folder and holds no LoRA (.safetensors); name one of them")
 
 
 def _check_pairs(key: str, path: Path, on_cluster: bool) -> None:
     if on_cluster:
         raise RecipeError(f"{key} {LOCAL_PATH}")
     if not path.is_file():
-        raise RecipeError(f"{key}: no such file; remove it to generate and score rollouts")
+        raise RecipeError(f"{key}: no such file; {WHERE}. Remove it to generate and score rollouts")
     check_pairs(path)
 
 
@@ -109,9 +159,10 @@ def _check_teacher(algorithm: str, stage: StageConfig, on_cluster: bool) -> None
 
 
 def _check_writable(folder: Path) -> None:
+    """Without making it: ``ebbflow check`` leaves nothing behind."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         raise RecipeError(f"output = {str(folder)!r} cannot be written ({error.strerror}); set another folder") from None

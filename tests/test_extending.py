@@ -91,14 +91,16 @@ def test_the_links_of_the_page_lead_somewhere():
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 
-CHECK = [str(Path(sys.executable).with_name("ebbflow")), "check", "examples/recipe.yaml"]
+CHECK = [str(Path(sys.executable).with_name("ebbflow")), "check", str(EXAMPLES / "recipe.yaml")]
 
 
-def test_check_accepts_a_recipe_that_uses_them_all(tmp_path):
-    done = run_forked(CHECK, cwd=ROOT, env=os.environ | {"PYTHONPATH": "examples"}, timeout=300)
+def test_check_accepts_a_recipe_that_uses_them_all(tmp_path, base_folder):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "base").symlink_to(base_folder)
+    done = run_forked(CHECK, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(EXAMPLES)}, timeout=300)
     assert done.returncode == 0, done.stderr
-    (tmp_path / "resolved.yaml").write_text(done.stdout)
-    resolved = load_recipe(tmp_path / "resolved.yaml")
+    (tmp_path / "runs" / "resolved.yaml").write_text(done.stdout)
+    resolved = load_recipe(tmp_path / "runs" / "resolved.yaml")
     assert resolved == load_recipe(EXAMPLES / "recipe.yaml")
     assert resolved.stages[0].window.kind == "random"  # which the algorithm asked for, not the recipe
     assert resolved.stages[0].hyper.negatives == 0.5
@@ -109,7 +111,8 @@ def test_check_says_what_to_do_when_the_package_is_not_on_the_path():
     environment = os.environ | {"PYTHONPATH": ""}
     done = subprocess.run(CHECK, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[1:] == [line for line in DOC.splitlines() if "No module named 'mine'" in line]
+    found = [re.sub(r"^\S+/recipe.yaml:\d+: ", "", line) for line in done.stderr.splitlines()[1:]]
+    assert found == [line for line in DOC.splitlines() if "No module named 'mine'" in line]
 
 
 def stage(kind="online", path=REINFORCE["path"], **options):

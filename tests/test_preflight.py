@@ -5,7 +5,9 @@ import pytest
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.algorithms.built_in.distillation import DistillationConfig
 from ebbflow.data.pairs import PairError
+from ebbflow.data.prompts import PromptError
 from ebbflow.models import ModelError
+from ebbflow.models.tiny import build_tiny
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import TrajectoryConfig
@@ -37,7 +39,7 @@ def with_pairs(tmp_path: Path, pairs: str) -> Recipe:
 
 def test_a_pairs_file_must_be_there(tmp_path: Path) -> None:
     recipe = with_pairs(tmp_path, str(tmp_path / "none.parquet"))
-    with pytest.raises(RecipeError, match=r"stages\.1\.pairs = .*none\.parquet.* no such file; remove it"):
+    with pytest.raises(RecipeError, match=r"stages\.1\.pairs = .*none\.parquet.* no such file; .*Remove it"):
         check_recipe(recipe, SERVER, on_cluster=False)
 
 
@@ -62,7 +64,8 @@ class Mine(TrajectoryConfig):
     teacher: str = "nowhere"
 
 
-MINE = Algorithm(Mine, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
+MINE = Algorithm(Mine, lambda rows, config: (-rows.log_prob, {}), copies=lambda config: frozenset({"teacher"}))
+BROKEN = Algorithm(TrajectoryConfig, lambda rows, config: (None, {}))
 
 
 def with_teacher(output: str, teacher: str, own: bool = False) -> Recipe:
@@ -104,7 +107,7 @@ def test_a_cluster_needs_a_teacher_at_a_uri(tmp_path: Path, own: bool) -> None:
     check_recipe(with_teacher("s3://bucket/runs", "s3://bucket/teacher", own), SERVER, on_cluster=True)
 
 
-def with_model(tmp_path: Path, **model: str) -> Recipe:
+def with_model(tmp_path: Path, **model: object) -> Recipe:
     return Recipe.model_validate({"output": str(tmp_path), "model": model})
 
 
@@ -126,6 +129,59 @@ def test_a_cluster_needs_a_base_model_that_every_pod_can_fetch(tmp_path: Path) -
         check_recipe(local, SERVER, on_cluster=True)
     pinned = with_model(tmp_path, family="sd3", path="owner/sd3", revision="0" * 40).model_copy(update=shared)
     check_recipe(pinned, SERVER, on_cluster=True)
+
+
+def with_prompts(tmp_path: Path, text: str, **keys: object) -> Recipe:
+    (tmp_path / "prompts.txt").write_text(text)
+    return Recipe.model_validate({"output": str(tmp_path), "prompts": {"source": str(tmp_path / "prompts.txt")}} | keys)
+
+
+def test_prompts_are_read_as_the_run_will(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="name no text to read"):
+        check_recipe(with_prompts(tmp_path, "a cat\na dog\n"), SERVER, on_cluster=False)
+    with pytest.raises(PromptError, match=r"prompts.* held_out"):
+        check_recipe(with_prompts(tmp_path, '"A"\n"B"\n'), SERVER, on_cluster=False)
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        ({"frames": 8}, "model.frames = 8: wan draws 1 . a multiple of 4 frames; take 9"),
+        ({"height": 100, "width": 96}, "model.height = 100: wan draws multiples of 32 pixels; take 96"),
+    ],
+)
+def test_a_size_that_the_base_model_cannot_draw(tmp_path: Path, size: dict[str, int], says: str) -> None:
+    build_tiny("wan", tmp_path / "wan")
+    model = {"family": "wan", "path": str(tmp_path / "wan"), "height": 64, "width": 96}
+    check_recipe(with_model(tmp_path, **model, frames=5), SERVER, on_cluster=False)
+    with pytest.raises(ModelError, match=says):
+        check_recipe(with_model(tmp_path, **model | size), SERVER, on_cluster=False)
+
+
+def test_the_size_of_a_published_model_is_checked_without_it(tmp_path: Path) -> None:
+    model = {"family": "wan", "path": "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "revision": "0" * 40, "frames": 10}
+    with pytest.raises(ModelError, match=r"model.frames = 10: .* take 9"):
+        check_recipe(with_model(tmp_path, **model), SERVER, on_cluster=False)
+
+
+def test_a_loss_of_ones_own_is_called(tmp_path: Path) -> None:
+    custom = {"name": "custom", "path": f"{__name__}:BROKEN"}
+    recipe = Recipe.model_validate({"output": str(tmp_path), "stages": [{"kind": "online", "algorithm": custom}]})
+    with pytest.raises(RecipeError, match=r"the loss of .*:BROKEN, .*<lambda>, returned \(a NoneType, a dict\)"):
+        check_recipe(recipe, SERVER, on_cluster=False)
+
+
+def test_nothing_is_written(tmp_path: Path) -> None:
+    check_recipe(Recipe(output=str(tmp_path / "deep" / "runs")), SERVER, on_cluster=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_is_a_policy_or_a_lora(tmp_path: Path) -> None:
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "notes.txt").touch()
+    start = {"train": "lora", "start": {"path": str(tmp_path / "start")}}
+    with pytest.raises(RecipeError, match=r"is no policy folder and holds no LoRA \(.safetensors\); name one of them"):
+        check_recipe(Recipe.model_validate({"output": str(tmp_path), "policy": start}), SERVER, on_cluster=False)
 
 
 def test_a_start_must_be_there(tmp_path: Path) -> None:

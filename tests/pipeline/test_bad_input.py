@@ -13,7 +13,6 @@ from ebbflow.data.prompts import PromptError
 from ebbflow.models import ModelError
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.tracking.store import TrackingError
-from tasks.prepare_prompts import prepare_prompts
 from tasks.start_run import start_run
 from tests.forked import run_forked
 from tests.pipeline.conftest import PYFLYTE, ROOT, run_pipeline
@@ -75,7 +74,8 @@ def test_a_prompt_file_that_cannot_be_used(tmp_path: Path, name: str, text: str,
     (tmp_path / name).write_text(text)
     recipe = Recipe.model_validate({"output": str(tmp_path), "prompts": {"source": str(tmp_path / name)}})
     with pytest.raises(PromptError, match=says):
-        prepare_prompts(recipe=recipe, run=start_run(recipe=recipe))
+        start_run(recipe=recipe)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_base_model_folder_that_is_not_one(tmp_path: Path) -> None:

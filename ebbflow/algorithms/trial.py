@@ -1,0 +1,127 @@
+"""One call of a loss on random rows, so that a user's own algorithm fails in a second instead of after the first rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ebbflow.algorithms.base import Algorithm, ForwardRows, TrajectoryRows
+from ebbflow.flow.transition import log_prob, sample, transition
+from ebbflow.recipe.algorithms import AlgorithmConfig, ForwardConfig
+from ebbflow.recipe.base import RecipeError, sanitize
+
+PROMPTS, GROUP, LATENT = 2, 4, (1, 4, 4)
+STEPS, SAMPLER = 6, "flow_sde"
+DISTANCE = 0.05
+"""Standard deviation of the velocity of a copy from that of the policy."""
+
+
+def try_loss(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> None:
+    """Call the selection and the loss of an algorithm on random rows, and check what they return.
+
+    Args:
+        path: what the recipe calls it.
+
+    Raises:
+        RecipeError: one of them fails, the loss is not a finite number for each row, or no gradient reaches the prediction.
+    """
+    groups = _selected(path, algorithm, hyper)
+    rows, velocity = (_forward_rows if isinstance(hyper, ForwardConfig) else _trajectory_rows)(groups, algorithm, hyper)
+    count, name = len(velocity), f"the loss of {path}, {_name(algorithm.loss)},"
+    try:
+        returned: Any = algorithm.loss(rows, hyper)
+    except Exception as error:  # a user's own code can raise anything
+        raise RecipeError(f"{name} fails on {count} random rows: {sanitize(f'{type(error).__name__}: {error}')}") from error
+    match returned:
+        case (Tensor() as loss, Mapping() as metrics):
+            _check_per_row(name, {"the loss": loss, **metrics}, count)
+            _check_gradient(name, loss, velocity)
+        case _:
+            raise RecipeError(f"{name} returned {_kind(returned)}; return (loss of each row [M], metrics of each row)")
+
+
+def _selected(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> list[np.ndarray]:
+    advantage = np.tile(np.linspace(1, -1, GROUP), PROMPTS)
+    prompt_ids, keep = np.repeat(np.arange(PROMPTS), GROUP), np.ones(PROMPTS * GROUP, bool)
+    name = f"the selection of {path}, {_name(algorithm.select)},"
+    try:
+        groups = algorithm.select(advantage, keep, prompt_ids, hyper)
+        samples = np.concatenate(groups)
+    except Exception as error:  # as above
+        raise RecipeError(
+            f"{name} fails on {PROMPTS} groups of {GROUP}: {sanitize(f'{type(error).__name__}: {error}')}"
+        ) from error
+    if not np.issubdtype(samples.dtype, np.integer) or not set(samples.tolist()) <= set(range(PROMPTS * GROUP)):
+        raise RecipeError(f"{name} returned {samples.tolist()}; return groups of indices of the {PROMPTS * GROUP} samples")
+    return groups
+
+
+def _forward_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -> tuple[ForwardRows, Tensor]:
+    """The rows, and the prediction in them."""
+    draw, advantage, index = _draws(groups)
+    shared = index if hyper.shared_noise else torch.arange(len(index))
+    velocity = draw().requires_grad_()
+    rows = ForwardRows(
+        clean=draw(),
+        noise=draw()[shared],
+        sigma=torch.linspace(0.1, 0.9, len(groups))[index],
+        velocity=velocity,
+        copies={copy: velocity.detach() + DISTANCE * draw() for copy in algorithm.copies(hyper)},
+        advantage=advantage,
+        group_index=index,
+    )
+    return rows, velocity
+
+
+def _trajectory_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -> tuple[TrajectoryRows, Tensor]:
+    """The rows, of the policy that made the samples, and the prediction in them."""
+    draw, advantage, index = _draws(groups)
+    latents, velocity, sigmas = draw(), draw().requires_grad_(), torch.linspace(1, 0, STEPS + 1)
+    steps = torch.arange(len(index)) % (STEPS - 1)
+    old = transition(SAMPLER, latents, velocity.detach(), sigmas, steps)
+    step, after = transition(SAMPLER, latents, velocity, sigmas, steps), sample(old, draw())
+    copies = {
+        copy: transition(SAMPLER, latents, velocity.detach() + DISTANCE * draw(), sigmas, steps)
+        for copy in algorithm.copies(hyper)
+    }
+    return TrajectoryRows(step, log_prob(step, after), old.mean, log_prob(old, after), copies, advantage), velocity
+
+
+def _draws(groups: list[np.ndarray]) -> tuple[Any, Tensor, Tensor]:
+    """(function that draws normal numbers [M, ...], advantages [M], group of each row [M])."""
+    index = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(group) for group in groups]))
+    advantage = torch.from_numpy(np.tile(np.linspace(1, -1, GROUP), PROMPTS)[np.concatenate(groups)]).float()
+    generator = torch.Generator().manual_seed(0)
+    return lambda: torch.randn(len(index), *LATENT, generator=generator), advantage, index
+
+
+def _check_per_row(name: str, values: Mapping[str, Any], count: int) -> None:
+    for key, value in values.items():
+        if not isinstance(value, Tensor) or value.shape != (count,):
+            raise RecipeError(f"{name} returned {key} as {_kind(value)}; return a number for each of the {count} rows, [{count}]")
+    if wrong := int((~values["the loss"].isfinite()).sum()):
+        raise RecipeError(f"{name} is not finite in {wrong} of {count} random rows: {values['the loss'].tolist()}")
+
+
+def _check_gradient(name: str, loss: Tensor, velocity: Tensor) -> None:
+    gradient = torch.autograd.grad(loss.sum(), velocity, allow_unused=True)[0] if loss.requires_grad else None
+    if gradient is None or not gradient.any():
+        raise RecipeError(f"{name} gives the prediction no gradient; compute it from rows.velocity, or rows.log_prob, undetached")
+    if not gradient.isfinite().all():
+        raise RecipeError(f"{name} gives the prediction a gradient that is not finite")
+
+
+def _name(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_kind, value))})"
+    return f"a {type(value).__name__}"

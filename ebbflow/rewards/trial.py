@@ -1,0 +1,42 @@
+"""Two calls of a user's own reward on small images, so that it fails before anything is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.recipe.base import sanitize
+from ebbflow.recipe.rewards import CustomRewardConfig
+from ebbflow.rewards.base import RewardError, RewardResult
+from ebbflow.rewards.combine import checked, load_reward
+
+
+def try_reward(config: CustomRewardConfig, prompts: Sequence[Prompt], height: int, width: int) -> None:
+    """Call a reward twice on noise, an image for each prompt, and check what it returns. One that cannot run here is left alone.
+
+    Raises:
+        RewardError: it fails, returns anything but a ``RewardResult`` with a number or NaN for each image, or scores the same
+            images differently.
+        RecipeError: nothing can be imported from its path.
+    """
+    reward = load_reward(config)
+    if reward.unavailable():
+        return
+    name = f"the reward {reward.name!r}, {config.path},"
+    images = np.random.default_rng(0).integers(0, 256, (len(prompts), height, width, 3), np.uint8)
+    try:
+        results = [reward(images.copy(), prompts) for _ in range(2)]
+    except Exception as error:  # a user's own code can raise anything
+        reason = sanitize(f"{type(error).__name__}: {error}")
+        raise RewardError(f"{name} fails on {len(images)} images of {height} x {width} pixels: {reason}") from error
+    for result in results:
+        if not isinstance(result, RewardResult):
+            raise RewardError(f"{name} returned a {type(result).__name__}; return an ebbflow.rewards.base.RewardResult")
+        checked(reward.name, result, len(images))
+    first, second = (np.asarray(result.values, np.float64) for result in results)
+    if not np.array_equal(first, second, equal_nan=True):
+        raise RewardError(
+            f"{name} gave the same images {first.tolist()} and then {second.tolist()}; a reward must not draw at random"
+        )
