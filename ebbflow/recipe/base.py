@@ -284,8 +284,10 @@ def sanitize(text: str, most: int = 500) -> str:
 
 def nearest(given: str, known: Iterable[str]) -> str | None:
     """The known name that is almost the given one, has it as a word, or is most like it; None where none is."""
-    names = {name.lower(): name for name in known}
-    text = given[:100].lower().replace("-", "_")
+    known, given = list(known), given[:100]
+    if almost := difflib.get_close_matches(given, known, n=1, cutoff=0.8):
+        return almost[0]
+    names, text = {name.lower(): name for name in known}, given.lower().replace("-", "_")
     close = difflib.get_close_matches(text, names, n=1, cutoff=0.8)
     near = close or [name for name in names if text in name.split("_")] or difflib.get_close_matches(text, names, n=1)
     return names[near[0]] if near else None

@@ -113,11 +113,12 @@ def test_changed_code_begins_anew(make: Callable[..., Recipe], monkeypatch: pyte
 
 def test_changed_prompts_begin_anew(make: Callable[..., Recipe], tmp_path: Path) -> None:
     source = tmp_path / "prompts.txt"
-    source.write_text('"ONE"\n"TWO"\n')
-    recipe = make(prompts={"source": str(source)})
+    source.write_text('"ONE"\n"TWO"\n"SIX"\n"TEN"\n')
+    few = {"source": str(source), "validation": 1, "held_out": 2}
+    recipe = make(prompts=few, stages=[{"kind": "online", "prompts_per_step": 1}])
     before = start_run(recipe=recipe)
     assert start_run(recipe=recipe) == before
-    source.write_text('"ONE"\n"TWA"\n')
+    source.write_text('"ONE"\n"TWA"\n"SIX"\n"TEN"\n')
     assert start_run(recipe=recipe).run_id != before.run_id
 
 
