@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ebbflow.seeding import Stream, generator
+from ebbflow.seeding import Stream, generators
 
 INITIAL = 0  # the step index of x_T; the noise injected at denoising step i has index i + 1
 
@@ -61,8 +61,8 @@ def noise(
 ) -> torch.Tensor:
     """Standard normal noise, float32 [N, *shape], one independent draw per (prompt_id, sample)."""
     draws = np.empty((len(prompt_ids), *shape), dtype=np.float32)
-    for row, prompt_id, sample in zip(draws, prompt_ids, samples, strict=True):
-        generator(seed, prompt_id, sample, step, stream).standard_normal(dtype=np.float32, out=row)
+    for row, generator in zip(draws, generators(seed, prompt_ids, samples, step, stream), strict=True):
+        generator.standard_normal(dtype=np.float32, out=row)
     return torch.from_numpy(draws)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,11 +55,25 @@ class Conditioning:
 
     def float(self) -> Conditioning:
         """In float32, but for masks."""
+        parts = [self, *([self.negative] if self.negative else [])]
+        if all(values.dtype == torch.float32 for part in parts for values in part.tensors.values() if values.is_floating_point()):
+            return self  # with what it has cached
         return self._map(lambda values: values.float() if values.is_floating_point() else values)
 
     def unguided(self) -> Conditioning:
         """Without negative prompts, for losses on the network's own prediction; a guidance that is an input stays."""
-        return replace(self, negative=None)
+        return replace(self, negative=None) if self.negative else self
+
+    @cached_property
+    def both(self) -> Conditioning:
+        """The negative prompts and then the prompts, [2 N]: the rows of a pass under guidance, the same in every step."""
+        assert self.negative is not None
+        return Conditioning.cat([self.negative, self.unguided()])
+
+    def for_precision(self, precision: Precision) -> Conditioning:
+        """As the forward pass takes it: in float32 nothing else casts prompts that were encoded in 16 bits."""
+        needed = self.unguided() if self.guidance == 1 else self  # negative prompts may be there for the reference alone
+        return needed.float() if precision == "float32" else needed
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
         tensors = {name: change(values) for name, values in self.tensors.items()}
@@ -157,10 +172,7 @@ def predict(
     Rollout, training and evaluation all call this one forward pass, which makes the first ratio of a policy gradient exactly 1.
     """
     precision = precision or model.precision
-    if conditioning.guidance == 1:  # negative prompts may be there for the reference alone
-        conditioning = conditioning.unguided()
-    if precision == "float32":  # nothing casts then, so prompts that were encoded in 16 bits are cast here
-        conditioning = conditioning.float()
+    conditioning = conditioning.for_precision(precision)
     with torch.autocast(latents.device.type, DTYPES[precision], enabled=precision != "float32"):
         return model.velocity(latents, sigma, conditioning).float()
 

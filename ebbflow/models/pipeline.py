@@ -160,8 +160,7 @@ class PipelineModel:
         if conditioning.negative is None:
             return self._unpack(self._predict(latents, sigma, conditioning))
         # One pass over both keeps a device busier than two over half as many rows.
-        both = Conditioning.cat([conditioning.negative, conditioning.unguided()])
-        negative, prediction = self._predict(torch.cat([latents] * 2), torch.cat([sigma] * 2), both).chunk(2)
+        negative, prediction = self._predict(torch.cat([latents] * 2), torch.cat([sigma] * 2), conditioning.both).chunk(2)
         return self._unpack(self._guide(prediction, negative, conditioning.guidance))
 
     @torch.no_grad()

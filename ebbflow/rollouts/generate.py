@@ -70,7 +70,11 @@ def generate(
             f"take one of {', '.join(STOCHASTIC_SAMPLERS)}, or leave the plan out"
         )
     parts = [slice(start, start + micro_batch) for start in range(0, len(keys), micro_batch)]
-    return join([_denoise(model, conditioning.rows(part), keys.rows(part), sampler, plan, precision) for part in parts])
+    precision = precision or model.precision
+    schedule = _schedule(model.sigmas(sampler.steps).to(conditioning.device), sampler, plan)
+    return join(
+        [_denoise(model, conditioning.rows(part), keys.rows(part), sampler, plan, precision, *schedule) for part in parts]
+    )
 
 
 def join(parts: Sequence[Rollouts]) -> Rollouts:
@@ -95,11 +99,12 @@ def _denoise(
     keys: SampleKeys,
     sampler: SamplerConfig,
     plan: Plan | None,
-    precision: Precision | None,
+    precision: Precision,
+    sigmas: Tensor,
+    solvers: Sequence[str],
 ) -> Rollouts:
     """The rollouts of one micro-batch."""
-    device = conditioning.device
-    sigmas, solvers = _schedule(model.sigmas(sampler.steps).to(device), sampler, plan)
+    device, conditioning = conditioning.device, conditioning.for_precision(precision)  # cast once for all steps
     trained = plan.trained if plan else ()
     latents, clean, record = initial_noise(model.latent_shape, keys).to(device), None, []
     for step, solver in enumerate(solvers):

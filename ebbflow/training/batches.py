@@ -19,7 +19,7 @@ from ebbflow.flow.transition import Transition, log_prob, transition
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.seeding import Stream, generator
+from ebbflow.seeding import Stream, generators
 from ebbflow.training.distributed import Ranks
 
 SampleGroups = list[np.ndarray]
@@ -275,10 +275,9 @@ def _draw(shape: torch.Size, keys: SampleKeys, number: int) -> tuple[Tensor, Ten
     """(uniform in [0, 1) [N], noise [N, *shape]) of one draw; from the sample's own generator, so batches do not matter."""
     uniform = np.empty(len(keys), dtype=np.float32)
     noise = np.empty((len(keys), *shape), dtype=np.float32)
-    for row, (prompt_id, sample) in enumerate(zip(keys.prompt_ids, keys.samples, strict=True)):
-        stream = generator(keys.seed, prompt_id, sample, number, Stream.TRAINING)
-        uniform[row] = stream.random(dtype=np.float32)
-        stream.standard_normal(dtype=np.float32, out=noise[row])
+    for row, generator in enumerate(generators(keys.seed, keys.prompt_ids, keys.samples, number, Stream.TRAINING)):
+        uniform[row] = generator.random(dtype=np.float32)
+        generator.standard_normal(dtype=np.float32, out=noise[row])
     return torch.from_numpy(uniform), torch.from_numpy(noise)
 
 

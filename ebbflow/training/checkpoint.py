@@ -70,7 +70,7 @@ def restore(folder: Path, updater: PolicyUpdater) -> None:
     policy = updater.policy
     for kind in sorted({path.name.partition("-")[0] for path in part_files(folder)} - {OPTIMIZER, COUNTERS}):
         with _opened(folder, kind) as values:
-            whole = {name: like(values[name].to(p.device), p) for name, p in policy.parameters.items()}
+            whole = policy.distributed(values)
         if kind == PARAMETERS:
             policy.assign(whole)
         else:
@@ -126,8 +126,9 @@ def _opened(folder: Path, kind: str) -> Iterator[_Whole]:
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:
-    """Moments lie like their parameters, counters where they are."""
-    return like(value.to(parameter.device), parameter) if value.shape == parameter.shape and value.ndim else value
+    """Moments lie like their parameters; counters are on their device, where fused AdamW wants them."""
+    placed = value.to(parameter.device, copy=True)
+    return like(placed, parameter) if value.shape == parameter.shape and value.ndim else placed
 
 
 # -------------------------------------------------------------------------------------------------------------- those of a stage

@@ -79,16 +79,34 @@ class Policy:
     def using(self, name: str) -> Iterator[None]:
         """Predict with a copy inside the block; ``current`` changes nothing.
 
-        Only without gradient: the parameters are overwritten and put back.
+        Only without gradient: the parameters are the copy's until they are put back.
         """
         if name == "current":
             yield
             return
-        current = {key: p.detach().clone() for key, p in self.parameters.items()}
-        self.assign(self.copies[name])
+        swap = self._overwritten if any(isinstance(p, DTensor) for p in self.parameters.values()) else self._replaced
+        with torch.no_grad(), swap(self.copies[name]):
+            yield
+
+    @contextmanager
+    def _replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Nothing is copied: the parameters are the given tensors meanwhile."""
+        current = {key: p.data for key, p in self.parameters.items()}
         try:
-            with torch.no_grad():
-                yield
+            for key, parameter in self.parameters.items():
+                parameter.data = values[key]
+            yield
+        finally:
+            for key, parameter in self.parameters.items():
+                parameter.data = current[key]
+
+    @contextmanager
+    def _overwritten(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """As FSDP2 needs it, which keeps its own views of the parameters' memory."""
+        current = {key: p.detach().clone() for key, p in self.parameters.items()}
+        self.assign(values)
+        try:
+            yield
         finally:
             self.assign(current)
 
@@ -134,9 +152,12 @@ class Policy:
         self.snapshot(name)
         self.assign(current)
 
-    def distributed(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Full tensors in the layout of the parameters: moved to their device, sharded where they are."""
-        return {key: like(full[key].to(p.device), p) for key, p in self.parameters.items()}
+    def distributed(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Full tensors in the layout of the parameters: copied to their device, sharded where they are.
+
+        Copied even where they are there: kernels may add in another order on the unaligned memory of a file.
+        """
+        return {key: like(full[key].to(p.device, copy=True), p) for key, p in self.parameters.items()}
 
     def save(self, folder: Path, metadata: PolicyMetadata, write: bool = True, statistics: dict[str, Any] | None = None) -> None:
         """Write a policy folder. Under FSDP every rank must call it; those with ``write=False`` only take part in gathering.

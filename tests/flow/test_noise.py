@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.flow.noise import INITIAL, noise
-from ebbflow.seeding import Stream, derive_seed, generator
+from ebbflow.seeding import Stream, derive_seed, generator, generators
 
 SHAPE = (1, 4, 6)
 natural = st.integers(0, 2**63 - 1)
@@ -76,6 +76,18 @@ def test_neighbouring_keys_are_independent_standard_normal():
     for apart in (1, 40):
         product = draws[:-apart] * draws[apart:]
         assert abs(product.mean().item()) < 4 / product.numel() ** 0.5
+
+
+def test_generators_draw_as_new_ones_whatever_was_drawn_before():
+    def drawn(random, count):
+        return random.random(dtype=np.float32), random.standard_normal(count, dtype=np.float32)
+
+    shared = generators(3, [5, 5, 9], [0, 1, 0], 2, Stream.TRAINING)
+    for count, found, key in zip((7, 1, 4), shared, [(5, 0), (5, 1), (9, 0)], strict=True):
+        uniform, normal = drawn(found, count)
+        expected = drawn(generator(3, *key, 2, Stream.TRAINING), count)
+        assert uniform == expected[0]
+        assert (normal == expected[1]).all()
 
 
 @pytest.mark.parametrize("key", [{"seed": -1}, {"prompt_id": -1}, {"sample": -1}, {"step": -1}])

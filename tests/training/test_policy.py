@@ -93,6 +93,17 @@ def test_using_a_copy_predicts_with_it_and_puts_everything_back(model, predict, 
 
 
 @BOTH
+def test_swapping_in_a_copy_copies_nothing(model, config):
+    policy = Policy(model, config, 0)
+    own = {name: p.data_ptr() for name, p in policy.parameters.items()}
+    with policy.using("reference"):
+        assert {name: p.data_ptr() for name, p in policy.parameters.items()} == {
+            name: value.data_ptr() for name, value in policy.copies["reference"].items()
+        }
+    assert {name: p.data_ptr() for name, p in policy.parameters.items()} == own
+
+
+@BOTH
 def test_using_puts_everything_back_after_an_exception(model, predict, config):
     policy = Policy(model, config, 0)
     move(policy)
