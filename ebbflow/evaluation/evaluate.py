@@ -148,12 +148,15 @@ def evaluate(
     clock = Clock()
     with clock.phase("sampling"):
         encode = encode_once(model, prompts)
-    first = _generate_and_score(recipe, model, scorer, prompts, [0] * len(prompts), encode, label, clock)
+    with policy.merged():
+        first = _generate_and_score(recipe, model, scorer, prompts, [0] * len(prompts), encode, label, clock)
     samples = first
     # The further samples have micro-batches of their own: the first ones are the same bytes however many there are.
     if repeats := _repeats(recipe, prompts):
-        again, indices = map(list, zip(*repeats, strict=True))
-        samples = _Samples.cat([first, _generate_and_score(recipe, model, scorer, again, indices, encode, label, clock)])
+        prompts_again, indices = map(list, zip(*repeats, strict=True))
+        with policy.merged():
+            again = _generate_and_score(recipe, model, scorer, prompts_again, indices, encode, label, clock)
+        samples = _Samples.cat([first, again])
     statistics = samples.statistics | _diversity(samples)
     schema = evaluation_schema(["reward", *sorted(samples.scores.metrics)], list(statistics))
     rows = _rows(schema, samples, statistics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -78,7 +79,9 @@ class Diffusers:
     ) -> tuple[Rollouts, np.ndarray]:
         model = self.policy.model
         conditioning = conditioning.to(device_of(model))
-        with self.policy.using(self.generates):
+        # A trajectory is compared with the predictions of training: it must come from the same products.
+        merged = nullcontext() if plan else self.policy.merged(self.precision)
+        with self.policy.using(self.generates), merged:
             rollouts = generate(model, conditioning, keys, sampler, plan, self.micro_batch, self.precision)
         # As many at once as were denoised: a convolution may take another kernel for another batch size, as on Intel CPUs.
         starts = range(0, len(keys), self.micro_batch)

@@ -9,6 +9,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from hypothesis import given
 from hypothesis import strategies as st
+from peft.tuners.lora import LoraLayer
 
 from ebbflow.models import load_model
 from ebbflow.recipe.recipe import PolicyConfig
@@ -101,6 +102,40 @@ def test_swapping_in_a_copy_copies_nothing(model, config):
             name: value.data_ptr() for name, value in policy.copies["reference"].items()
         }
     assert {name: p.data_ptr() for name, p in policy.parameters.items()} == own
+
+
+def test_merged_adapters_predict_the_same_and_leave_the_same_bytes(model, predict):
+    policy = Policy(model, LORA, 0)
+    move(policy)
+    before = {name: value.clone() for name, value in model.transformer.state_dict().items()}
+    separate, products = predict(model), []
+    hooks = [
+        module.register_forward_hook(lambda *_: products.append(1))
+        for name, module in model.transformer.named_modules()
+        if name.endswith(("lora_A.default", "lora_B.default"))
+    ]
+    with policy.merged():
+        merged = predict(model)
+    assert hooks
+    assert not products
+    assert 0 < (merged - separate).abs().max() < 1e-5 * separate.abs().max()
+    with policy.using("reference"):
+        base = predict(model)
+        with policy.merged():
+            assert (predict(model) - base).abs().max() < 1e-5 * base.abs().max() < 1e-2 * (merged - base).abs().max()
+    assert same(model.transformer.state_dict(), before)
+    assert torch.equal(predict(model), separate)
+    assert products
+
+
+def test_adapters_are_not_merged_into_weights_that_are_rounded(model, predict):
+    """Half a unit in the last place of bfloat16 is more than most adapters add."""
+    policy = Policy(model, LORA, 0)
+    move(policy)
+    before = values(policy)
+    with policy.merged("bfloat16"):
+        assert not any(layer.merged_adapters for layer in model.transformer.modules() if isinstance(layer, LoraLayer))
+    assert same(values(policy), before)
 
 
 @BOTH

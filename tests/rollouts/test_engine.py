@@ -1,0 +1,34 @@
+"""The reference engine: when it merges adapters, and when it must not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ebbflow.flow.windows import Plan
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.stages import OnlineStageConfig
+from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.generate import generate
+from ebbflow.training.policy import Policy
+from tests.glyph_stages import small_stage
+from tests.parameters import move
+
+TEXTS = ["ABCD", "EFGH", "IJKL"]
+
+
+@pytest.mark.parametrize("plan", [None, Plan((1,), (1,))], ids=["no ratio", "ratio"])
+def test_adapters_are_merged_where_training_has_no_ratio(model, make_keys, plan):
+    policy = Policy(model, PolicyConfig(train="lora", rank=4, alpha=8), 0)
+    move(policy)
+    stage = OnlineStageConfig.model_validate(small_stage({"algorithm": {"name": "flow_grpo"}}))
+    conditioning, keys, sampler = model.encode_texts(TEXTS), make_keys(3), SamplerConfig(name="flow_sde", steps=3)
+    expected = generate(model, conditioning, keys, sampler, plan).latents
+    found = Diffusers(SimpleNamespace(config=stage), policy).generate(conditioning, keys, sampler, plan)[0].latents
+    difference = (found - expected).abs().max()
+    assert difference < 1e-5 * expected.abs().max()
+    assert (difference == 0) == (plan is not None)
+    assert torch.equal(generate(model, conditioning, keys, sampler, plan).latents, expected)
