@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ebbflow.models.base import DTYPES, Model
@@ -89,6 +89,14 @@ class Policy:
         swap = self._overwritten if any(isinstance(p, DTensor) for p in self.parameters.values()) else self._replaced
         with torch.no_grad(), swap(self.copies[name]):
             yield
+
+    def reduce_gradients(self, wanted: bool) -> None:
+        """Whether the next backward pass adds up the gradients of all processes, or leaves that to a later one.
+
+        Only under FSDP2 and for adapters: until then every process keeps whole gradients, of all parameters too much memory.
+        """
+        if isinstance(self.model.transformer, FSDPModule) and self.config.train == "lora":
+            self.model.transformer.set_requires_gradient_sync(wanted)
 
     @contextmanager
     def _replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:

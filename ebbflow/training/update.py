@@ -149,6 +149,7 @@ class PolicyUpdater:
             if "rollout" in self.algorithm.copies(self.hyper) and "rollout" not in copies:  # no weight has moved since
                 compared["rollout"] = velocity.detach()
             loss, metrics = self._loss(batch, part, velocity, compared, None if anchor is None else anchor[part])
+            self.policy.reduce_gradients(part in (slices[0], slices[-1]))  # of the first alone, for the norm below
             (loss.sum() * weight).backward()
             done.add(loss, metrics, velocity)
             done.compare(velocity, base, part.start, watched)

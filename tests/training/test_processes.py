@@ -6,8 +6,10 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 from training_cases import (
     ALONE,
@@ -36,12 +38,18 @@ from tests.two_processes import as_two_ranks
 # Two processes with FSDP2. What they are dealt is uneven: four samples and two, two groups and one; what comes out is what one
 # process computes.
 
-CASES = {"full": (NFT, FULL, ALONE, 4), "lora": (NFT, LORA, ALONE, 4), "groups": ({"name": "dgpo"}, FULL, GROUPS, 5)}
+CASES = {
+    "full": (NFT, FULL, ALONE, 4, 2),
+    "lora": (NFT, LORA, ALONE, 4, 2),
+    "passes": (NFT, LORA, ALONE, 3, 3),
+    "groups": ({"name": "dgpo"}, FULL, GROUPS, 5, 2),
+}
+"""Algorithm, policy, groups, samples of the first process, and passes."""
 
 
 def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[str, float]]:
     """Two steps on this rank's share, and with them the copies; rank 0 writes the policy."""
-    algorithm, config, group_index, first = CASES[case]
+    algorithm, config, group_index, first, passes = CASES[case]
     config = config.model_copy(update={"ema": PolicyConfig(ema={"max_decay": 0.5}).ema})
     model = load_model(base)
     policy = Policy(model, config, 0, shard=ranks.world > 1)
@@ -50,10 +58,17 @@ def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[st
     stage = stage_of(algorithm, reference={"weight": 0.1}, optimizer={"max_grad_norm": 0.01})
     updater = PolicyUpdater(policy, stage, optimizer=sgd(policy, lr=0.5))
     start, stop = (0, 6) if ranks.world == 1 else [(0, first), (first, 6)][ranks.rank]
-    metrics = [updater.update(forward_rows(model, stage, group_index, start, stop), passes=2) for _ in range(2)]
+    with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduce_scatter:
+        metrics = [updater.update(forward_rows(model, stage, group_index, start, stop), passes) for _ in range(2)]
+    metrics[0]["reduced"] = reduce_scatter.call_count
     metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=2, copies=("old", "iterate"))
     policy.save(folder, metadata, write=ranks.rank == 0)
     return metrics
+
+
+def num_trained_shards(base: Path, config: PolicyConfig) -> int:
+    """Of those that FSDP2 reduces on their own: the blocks, and the rest of the network, which has no adapters."""
+    return len(load_model(base).blocks()) + (config.train == "full")
 
 
 def refused_together(base: Path, ranks: Ranks) -> str:
@@ -92,9 +107,12 @@ def test_two_processes_take_the_step_of_one(base_folder, two_processes, tmp_path
     alone = two_steps(base_folder, case, tmp_path / "alone", Ranks(0, 1))
     together = [json.loads((two_processes / f"said-{rank}.json").read_text())[case] for rank in range(2)]
     assert together[0] == together[1]
+    reduced, of_one = together[0][0].pop("reduced"), alone[0].pop("reduced")
+    # Twice in each of two updates, however many passes: of the first block of rows for its norm, and of all of them.
+    assert (reduced, of_one) == (2 * 2 * num_trained_shards(base_folder, CASES[case][1]), 0)
     for one, other in zip(alone, together[0], strict=True):
         # The first part has other rows when there are two processes: what is measured on it alone differs.
-        of_the_first_part = {"grad_variance": 0, "velocity_drift": 0}
+        of_the_first_part = {"grad_variance": 0}
         assert other | of_the_first_part == pytest.approx(one | of_the_first_part, rel=1e-3, abs=1e-6)
     assert alone[1]["kl/reference"] > 0
     assert alone[0]["grad_norm"] > 0.01  # it is clipped

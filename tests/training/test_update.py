@@ -431,7 +431,12 @@ def linear_policy(elements):
         precision="float32",
     )
     return SimpleNamespace(
-        parameters={"weight": weight}, model=model, copies={}, using=lambda name: nullcontext(), config=PolicyConfig()
+        parameters={"weight": weight},
+        model=model,
+        copies={},
+        using=lambda name: nullcontext(),
+        reduce_gradients=lambda wanted: None,
+        config=PolicyConfig(),
     )
 
 
