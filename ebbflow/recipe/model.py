@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.families import FAMILIES
@@ -53,7 +53,15 @@ class ModelConfig(PretrainedSourceConfig):
     """Recompute the activations of each block in the backward pass: slower, far less memory."""
     attention: str | None = None
     """An attention backend of diffusers (``native``, ``flash``, ``_flash_3_hub`` ...); left out, its default."""
+    compile: Literal["blocks", "off"] = "off"
+    """``blocks`` compiles the network block by block (``torch.compile``) where it generates rollouts and trains: a quarter to a
+    third faster, after a minute or more of compiling in each process that has not got it from torch's cache."""
     training: GlyphTrainingConfig = GlyphTrainingConfig()
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _yaml_reads_off_as_false(cls, value: object) -> object:
+        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _only_glyph_is_trained_here(self) -> ModelConfig:

@@ -10,6 +10,7 @@ from ebbflow.algorithms.base import FOLLOWING
 from ebbflow.compute import set_up_process
 from ebbflow.data.records import StageRecord
 from ebbflow.models import Model, load_model
+from ebbflow.models.compile import compile_blocks
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import sanitize
 from ebbflow.stage import StageContext
@@ -27,9 +28,16 @@ from ebbflow.training.update import PolicyUpdater
 
 
 def open_model(recipe: Recipe, base: Path) -> Model:
-    """Load the base model, in a process set up as the recipe says."""
+    """Load the base model, in a process set up as the recipe says, with its blocks compiled where that says so.
+
+    Raises:
+        ModelError: as ``load_model`` and ``compile_blocks``.
+    """
     set_up_process(recipe)
-    return load_model(base, recipe.model)
+    model = load_model(base, recipe.model)
+    if recipe.model.compile == "blocks":
+        compile_blocks(model)
+    return model
 
 
 def open_policy(
