@@ -1,0 +1,277 @@
+"""CPU-seconds of rollouts and updates against bare torch: ``python -m benchmarks.speed [--compile] [--write]``.
+
+A rollout is compared with its forward passes alone: the same network on as many rows as often, with all inputs ready. An update
+without reference and copies is compared with forward, squared error, backward and the same AdamW, without clipping, metrics and
+checks. A step of our best settings is compared with the same step without them. Both sides take turns in one process, and each is
+first in every other turn; the ratio is the median over the turns, so that other work on the machine cancels out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.gpu_sides import SIZES, Size, random_model, random_prompts
+from benchmarks.machine import machine
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.flow.windows import Plan
+from ebbflow.models.base import Conditioning, Model
+from ebbflow.models.compile import compile_blocks
+from ebbflow.models.families.glyph import new_glyph
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.model import GlyphTrainingConfig
+from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.stages import OnlineStageConfig
+from ebbflow.rollouts.generate import generate
+from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, forward_batch, parts, trajectory_batch
+from ebbflow.training.policy import Policy
+from ebbflow.training.update import PolicyUpdater, make_optimizer
+
+RESULTS = Path(__file__).parent / "results" / "speed.md"
+STEPS = 10
+FORWARD_STAGE = OnlineStageConfig.model_validate(
+    {
+        "algorithm": {"name": "rwr", "noise_levels": 3},
+        "sampler": {"name": "ode", "steps": STEPS},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
+    }
+)
+TRAINED = (1, 2, 3)
+GUIDANCE = 4.5
+STAGE = OnlineStageConfig.model_validate(
+    {
+        "algorithm": {"name": "flow_grpo", "clip_range": 1e-3},
+        "sampler": {"name": "flow_sde", "steps": STEPS},
+        "window": {"kind": "fixed", "size": 3},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 1e-6, "weight_decay": 0.0},  # the same parameters are trained many times over
+    }
+)
+WIDE = replace(
+    SIZES["tiny"],
+    transformer=SIZES["tiny"].transformer
+    | {"num_attention_heads": 8, "attention_head_dim": 64, "caption_projection_dim": 512, "joint_attention_dim": 512},
+    resolution=128,
+    tokens=77,
+)
+
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table: the ratio of the CPU-seconds of two calls that do the same work.
+
+    Attributes:
+        wanted: what the ratio should be.
+    """
+
+    name: str
+    wanted: str
+    call: Call
+    other: Call
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the turns: of the ratio, and of the CPU-seconds of both calls."""
+
+    ratio: float
+    seconds: float
+    other_seconds: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model and the prompts of a rollout."""
+
+    model: Model
+    prompts: Conditioning
+    rows: int
+
+    @property
+    def keys(self) -> SampleKeys:
+        return SampleKeys(0, list(range(len(self.prompts))), [0] * len(self.prompts))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=11, metavar="N", help="turns of both sides, after one to warm up (11)")
+    parser.add_argument("--compile", action="store_true", help="also a step with compiled blocks; takes a minute or two")
+    parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/speed.md")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {}
+    for case in tqdm(cases(arguments.compile), unit="case"):
+        found[case] = compare(case.call, case.other, arguments.repeat)
+        tqdm.write(f"{case.name}: {found[case].ratio:.3f}")
+    page = report(found, arguments.repeat)
+    print(page)
+    if arguments.write:
+        RESULTS.write_text(page)
+
+
+def cases(compiled: bool) -> Iterator[Case]:
+    """Every row of the table."""
+    for name, bench in benches().items():
+        yield Case(f"rollouts ÷ bare forwards: {name}", "≤ 1.05", *rollout_sides(bench))
+        policy = Policy(bench.model, PolicyConfig(train="full"), 0)
+        yield Case(f"update ÷ bare forward, backward and AdamW: {name}", "≤ 1.10", *update_sides(bench, policy))
+    plain = step(glyph())
+    yield Case("a step ÷ the same with merged LoRA in rollouts: glyph", "", plain, step(glyph(), merged=True))
+    if compiled:
+        best = glyph()
+        compile_blocks(best.model)
+        yield Case("a step ÷ the same with merged LoRA and compiled blocks: glyph", "≥ 1.5", plain, step(best, merged=True))
+
+
+def benches() -> dict[str, Bench]:
+    """The models by name, with new weights."""
+    torch.manual_seed(0)
+    return {
+        "glyph": glyph(),
+        "tiny SD3 with guidance": _random(SIZES["tiny"], 16, GUIDANCE),
+        "wide SD3": _random(WIDE, 4, 1.0),
+    }
+
+
+def glyph() -> Bench:
+    model = new_glyph(GlyphTrainingConfig())
+    model.transformer.requires_grad_(False).eval()
+    with torch.no_grad():
+        return Bench(model, model.encode_texts(["ABCD", "EFGH", "IJKL", "MNOP"] * 6), 24)
+
+
+def _random(size: Size, count: int, guidance: float) -> Bench:
+    device = torch.device("cpu")
+    return Bench(random_model(size, device, "float32"), random_prompts(size, count, guidance, device, torch.float32), count)
+
+
+def rollout_sides(bench: Bench) -> tuple[Call, Call]:
+    """A recorded rollout of the stage, and its forward passes alone."""
+
+    def ours() -> None:
+        generate(bench.model, bench.prompts, bench.keys, STAGE.sampler, Plan(TRAINED, TRAINED), bench.rows)
+
+    inputs = network_inputs(bench.model, bench.prompts)
+
+    @torch.no_grad()
+    def bare() -> None:
+        for _ in range(STEPS):
+            bench.model.transformer(**inputs, return_dict=False)
+
+    return ours, bare
+
+
+def update_sides(bench: Bench, policy: Policy, passes: int = 4) -> tuple[Call, Call]:
+    """An update of the stage, and forward, squared error, backward and AdamW on the same rows in as many passes."""
+    updater, batch = PolicyUpdater(policy, STAGE), training_batch(bench)
+    slices, optimizer = parts(batch.group_index, passes), make_optimizer(policy, STAGE.optimizer)
+    inputs = [(network_inputs(bench.model, batch.inputs.at(part)[2], *batch.inputs.at(part)[:2]), part) for part in slices]
+
+    def ours() -> None:
+        updater.update(batch, passes)
+
+    def bare() -> None:
+        for given, part in inputs:
+            velocity = bench.model.transformer(**given, return_dict=False)[0]
+            target = batch.next_latents[part]
+            torch.nn.functional.mse_loss(velocity, target.repeat(len(velocity) // len(target), 1, 1, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return ours, bare
+
+
+def training_batch(bench: Bench) -> TrajectoryBatch:
+    """The rows of one update: all trained steps of a rollout, with random advantages."""
+    rollouts = generate(bench.model, bench.prompts, bench.keys, STAGE.sampler, Plan(TRAINED, TRAINED), bench.rows)
+    assert rollouts.trajectory
+    advantage = torch.randn(len(bench.keys))
+    return trajectory_batch(CorrectedRollout.nothing(rollouts.trajectory), bench.prompts, advantage, bench.keys, STAGE.sampler)
+
+
+def network_inputs(
+    model: Model, prompts: Conditioning, latents: Tensor | None = None, sigma: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Arguments of the transformer, both halves of a guided prediction in one pass."""
+    halves = [prompts] if prompts.negative is None else [prompts.negative, prompts]
+    latents = torch.randn(len(prompts), *model.latent_shape) if latents is None else latents
+    sigma = torch.full((len(prompts),), 0.5) if sigma is None else sigma
+    return {
+        "hidden_states": torch.cat([latents] * len(halves)),
+        "timestep": 1000 * torch.cat([sigma] * len(halves)),
+        "encoder_hidden_states": torch.cat([half["embeds"] for half in halves]),
+        "pooled_projections": torch.cat([half["pooled"] for half in halves]),
+    }
+
+
+def step(bench: Bench, merged: bool = False, passes: int = 4) -> Call:
+    """A rollout without a recorded trajectory and an update of adapters on its samples (RWR), rewards left out."""
+    policy = Policy(bench.model, PolicyConfig(train="lora", rank=8), 0)
+    updater, sampler = PolicyUpdater(policy, FORWARD_STAGE), SamplerConfig(name="ode", steps=STEPS)
+    advantage, alone = torch.ones(len(bench.keys)), np.arange(len(bench.keys))
+
+    def take() -> None:
+        with policy.merged() if merged else nullcontext():
+            clean = generate(bench.model, bench.prompts, bench.keys, sampler, micro_batch=bench.rows).latents
+        rows = forward_batch(clean, bench.prompts, advantage, bench.keys, alone, updater.hyper, updater.schedule, visit=0)
+        updater.update(rows, passes)
+
+    return take
+
+
+def compare(call: Call, other: Call, repeat: int) -> Measured:
+    """Both in turns, after a call of each to warm up."""
+    call(), other()
+    turns = []
+    for turn in range(repeat):
+        if turn % 2:
+            turns.append((cpu_seconds(call), cpu_seconds(other)))
+        else:
+            turns.append((cpu_seconds(other), cpu_seconds(call))[::-1])
+    return Measured(median(one / two for one, two in turns), *(median(side) for side in zip(*turns, strict=True)))
+
+
+def cpu_seconds(call: Call) -> float:
+    """Of this process, which other processes on the machine do not change."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def report(found: Mapping[Case, Measured], repeat: int) -> str:
+    """The page of the results."""
+    on, versions = machine(), f"torch {torch.__version__}, diffusers {diffusers.__version__}"
+    lines = [
+        "# Speed against bare torch",
+        "",
+        f"Written by `python -m benchmarks.speed --compile --write`: medians over {repeat} turns of both sides in one process, "
+        f"in CPU-seconds of one thread on {on['cpu']}, {versions}. The bare side has nothing but the network, a squared error "
+        "and the same fused AdamW.",
+        "",
+        "| measure | ratio | wanted | CPU-s | CPU-s of the other |",
+        "|---|---|---|---|---|",
+    ]
+    for case, measured in found.items():
+        seconds = f"{measured.seconds:.4f} | {measured.other_seconds:.4f}"
+        lines.append(f"| {case.name} | {measured.ratio:.3f} | {case.wanted or '–'} | {seconds} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
