@@ -9,6 +9,8 @@ first in every other turn; the ratio is the median over the turns, so that other
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -37,7 +39,7 @@ from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, forward_batch, parts, trajectory_batch
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import PolicyUpdater, make_optimizer
+from ebbflow.training.update import WATCHED_EVERY, WATCHED_FIRST, PolicyUpdater, make_optimizer
 
 RESULTS = Path(__file__).parent / "results" / "speed.md"
 STEPS = 10
@@ -64,7 +66,6 @@ WIDE = replace(
     SIZES["tiny"],
     transformer=SIZES["tiny"].transformer
     | {"num_attention_heads": 8, "attention_head_dim": 64, "caption_projection_dim": 512, "joint_attention_dim": 512},
-    resolution=128,
     tokens=77,
 )
 
@@ -97,7 +98,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Bench:
-    """A model and the prompts of a rollout."""
+    """A model, the prompts of a rollout, and how many of them are a pass."""
 
     model: Model
     prompts: Conditioning
@@ -144,8 +145,8 @@ def benches() -> dict[str, Bench]:
     torch.manual_seed(0)
     return {
         "glyph": glyph(),
-        "tiny SD3 with guidance": _random(SIZES["tiny"], 16, GUIDANCE),
-        "wide SD3": _random(WIDE, 4, 1.0),
+        "tiny SD3 with guidance": _random(SIZES["tiny"], 48, 16, GUIDANCE),
+        "wide SD3": _random(WIDE, 4, 4, 1.0),
     }
 
 
@@ -156,9 +157,9 @@ def glyph() -> Bench:
         return Bench(model, model.encode_texts(["ABCD", "EFGH", "IJKL", "MNOP"] * 6), 24)
 
 
-def _random(size: Size, count: int, guidance: float) -> Bench:
+def _random(size: Size, count: int, rows: int, guidance: float) -> Bench:
     device = torch.device("cpu")
-    return Bench(random_model(size, device, "float32"), random_prompts(size, count, guidance, device, torch.float32), count)
+    return Bench(random_model(size, device, "float32"), random_prompts(size, count, guidance, device, torch.float32), rows)
 
 
 def rollout_sides(bench: Bench) -> tuple[Call, Call]:
@@ -167,32 +168,39 @@ def rollout_sides(bench: Bench) -> tuple[Call, Call]:
     def ours() -> None:
         generate(bench.model, bench.prompts, bench.keys, STAGE.sampler, Plan(TRAINED, TRAINED), bench.rows)
 
-    inputs = network_inputs(bench.model, bench.prompts)
+    inputs = network_inputs(bench.model, bench.prompts.rows(slice(bench.rows)))
 
     @torch.no_grad()
     def bare() -> None:
-        for _ in range(STEPS):
+        for _ in range(STEPS * (len(bench.prompts) // bench.rows)):
             bench.model.transformer(**inputs, return_dict=False)
 
     return ours, bare
 
 
 def update_sides(bench: Bench, policy: Policy, passes: int = 4) -> tuple[Call, Call]:
-    """An update of the stage, and forward, squared error, backward and AdamW on the same rows in as many passes."""
+    """Updates of the stage, and forward, squared error, backward and AdamW on the same rows in as many passes.
+
+    As many as it takes until the drift watch has its turn once.
+    """
     updater, batch = PolicyUpdater(policy, STAGE), training_batch(bench)
     slices, optimizer = parts(batch.group_index, passes), make_optimizer(policy, STAGE.optimizer)
     inputs = [(network_inputs(bench.model, batch.inputs.at(part)[2], *batch.inputs.at(part)[:2]), part) for part in slices]
 
+    updater.updates = WATCHED_FIRST  # of a stage; the later ones count
+
     def ours() -> None:
-        updater.update(batch, passes)
+        for _ in range(WATCHED_EVERY):
+            updater.update(batch, passes)
 
     def bare() -> None:
-        for given, part in inputs:
-            velocity = bench.model.transformer(**given, return_dict=False)[0]
-            target = batch.next_latents[part]
-            torch.nn.functional.mse_loss(velocity, target.repeat(len(velocity) // len(target), 1, 1, 1)).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for _ in range(WATCHED_EVERY):
+            for given, part in inputs:
+                velocity = bench.model.transformer(**given, return_dict=False)[0]
+                target = batch.next_latents[part]
+                torch.nn.functional.mse_loss(velocity, target.repeat(len(velocity) // len(target), 1, 1, 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     return ours, bare
 
@@ -256,11 +264,12 @@ def cpu_seconds(call: Call) -> float:
 
 def report(found: Mapping[Case, Measured], repeat: int) -> str:
     """The page of the results."""
+    command = shlex.join(["python", "-m", "benchmarks.speed", *sys.argv[1:]])
     on, versions = machine(), f"torch {torch.__version__}, diffusers {diffusers.__version__}"
     lines = [
         "# Speed against bare torch",
         "",
-        f"Written by `python -m benchmarks.speed --compile --write`: medians over {repeat} turns of both sides in one process, "
+        f"Written by `{command}`: medians over {repeat} turns of both sides in one process, "
         f"in CPU-seconds of one thread on {on['cpu']}, {versions}. The bare side has nothing but the network, a squared error "
         "and the same fused AdamW.",
         "",

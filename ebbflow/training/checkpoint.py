@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 PARAMETERS, OPTIMIZER, COUNTERS, STATE = "parameters", "optimizer", "counters.json", "state.json"
 MOVING = (*FOLLOWING, "ema")
 """Copies that move with the training; the others are what they were at the start of the stage."""
-COUNTED = ("updates", "steps", "alarms", "drifted", "loss_scale")
+COUNTED = ("updates", "steps", "alarms", "drift", "drifted", "loss_scale")
 
 
 class CheckpointError(Exception):

@@ -39,6 +39,8 @@ FIRST_LOSS_SCALE = 2.0**16
 """Factor of the loss in float16; halved, and the passes repeated, whenever a gradient overflows: no step is skipped."""
 WATCHED = 17
 """Every so many rows are compared with the base model where nothing else does. It is prime: every noise level has its turn."""
+WATCHED_FIRST, WATCHED_EVERY = 8, 4
+"""So many updates of a stage are watched one by one, then every so many: on a small network another pass is felt."""
 
 
 class PolicyUpdater:
@@ -49,6 +51,7 @@ class PolicyUpdater:
         rollout_updates: of them, those before the samples that are trained on now were generated.
         steps: rollout steps of this stage.
         schedule: the sigmas of the stage's sampler, [steps + 1].
+        drift: mean (v - v_base)^2 when it was last measured.
         alarms: what a person should look at, a line each.
         drifted: whether the drift alarm went off.
     """
@@ -76,6 +79,7 @@ class PolicyUpdater:
         # Gradients of means over many latent elements are below what float16 can hold.
         self.loss_scale = FIRST_LOSS_SCALE if policy.model.precision == "float16" else 1.0
         self.updates = self.steps = 0
+        self.drift = 0.0
         self.alarms: list[str] = []
         self.drifted = False
         self.start_rollout()
@@ -124,12 +128,13 @@ class PolicyUpdater:
         torch.nn.utils.clip_grads_with_norm_(self.policy.parameters.values(), self.stage.optimizer.max_grad_norm, norm)
         self.optimizer.step()
         self.updates += 1
+        self.drift = means.setdefault("velocity_drift", self.drift)
         if self.algorithm.generates == "current":
             self._let_copies_follow(self.progress.updates)
         if self.policy.config.ema:
             self.policy.blend("ema", self.policy.config.ema.decay(self.version + self.updates))
         metrics = means | _gradient_metrics(norm, done.first_norm, passes, total) | {"lr": self.optimizer.param_groups[0]["lr"]}
-        return metrics | self._watch(means["velocity_drift"])
+        return metrics | self._watch(self.drift)
 
     def _passes(self, batch: RowBatch, slices: list[slice], total: int) -> _Passes:
         """Forward and backward over every part; the gradients are left in the parameters."""
@@ -138,9 +143,11 @@ class PolicyUpdater:
         self.optimizer.zero_grad(set_to_none=True)
         copies = self._copies(batch.inputs, slices)
         anchor = self._anchor(batch.inputs, slices, copies)
-        # Where the base's prediction costs nothing, or so little of it that it fits into one pass.
+        # All rows where the base's prediction costs nothing, or so few of them that they fit into one pass.
         watched = 1 if "reference" in copies else max(WATCHED, len(slices) | 1)
-        base = copies["reference"] if watched == 1 else self._watched_base(batch.inputs, watched)
+        base = copies.get("reference")
+        if base is None and (self.updates < WATCHED_FIRST or self.updates % WATCHED_EVERY == 0):
+            base = _velocities(self.policy, "reference", batch.inputs, [slice(0, None, watched)])
         done = _Passes()
         for part in slices:
             velocity = _velocity(self.policy, batch.inputs, part)
@@ -152,17 +159,14 @@ class PolicyUpdater:
             self.policy.reduce_gradients(part in (slices[0], slices[-1]))  # of the first alone, for the norm below
             (loss.sum() * weight).backward()
             done.add(loss, metrics, velocity)
-            done.compare(velocity, base, part.start, watched)
+            if base is not None:
+                done.compare(velocity, base, part.start, watched)
             if part == slices[0] and len(slices) > 1:
                 norm = _gradient_norm(self.policy, self.loss_scale)
                 done.first_norm = norm * total / _over_processes(loss.new_tensor(len(loss)))
         if self.loss_scale != 1:
             torch._foreach_div_([p.grad for p in self.policy.parameters.values() if p.grad is not None], self.loss_scale)
         return done
-
-    def _watched_base(self, inputs: ForwardInputs, watched: int) -> Tensor:
-        """The base's prediction at the rows that are watched."""
-        return _velocities(self.policy, "reference", inputs, [slice(0, None, watched)])
 
     def _loss(
         self, batch: RowBatch, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor], anchor: Tensor | None
@@ -264,8 +268,8 @@ class _Passes:
         """Over the rows of all processes."""
         names = sorted(self.rows)
         sums = torch.stack([torch.cat(self.rows[name]).double().sum() for name in names])
-        drift = _shared_mean(torch.cat(self.drift)).item()
-        return dict(zip(names, (_over_processes(sums) / total).tolist(), strict=True)) | {"velocity_drift": drift}
+        drift = {"velocity_drift": _shared_mean(torch.cat(self.drift)).item()} if self.drift else {}
+        return dict(zip(names, (_over_processes(sums) / total).tolist(), strict=True)) | drift
 
     def first_wrong(self, batch: RowBatch) -> str | None:
         """The first row of this process that is not finite, with what is wrong with it."""

@@ -43,7 +43,7 @@ def test_an_update_evaluates_what_a_bare_one_does_and_the_rows_that_are_watched(
     policy = Policy(bench.model, PolicyConfig(train="full"), 0)
     ours, bare = (rows_of(bench, side) for side in speed.update_sides(bench, policy))
     rows = 4 * len(speed.TRAINED)
-    assert bare == 2 * rows
+    assert bare == speed.WATCHED_EVERY * 2 * rows
     assert ours == bare + 2 * math.ceil(rows / WATCHED)
 
 

@@ -61,13 +61,14 @@ def test_everything_comes_back_to_the_bit_and_goes_on_alike(start, checkpoints, 
     through, first, second = (start(policy) for _ in range(3))
     push(through, 3, seed=1)
     push(first, 3, seed=1)
-    first.steps, first.alarms, first.drifted = 2, ["velocity drift"], True
+    first.steps, first.alarms, first.drift, first.drifted = 2, ["velocity drift"], 0.5, True
     with checkpoints().saving(2, {"samples": 16}) as folder:
         write_part(folder, first)
     folder, state = checkpoints().newest()
     assert state == {"samples": 16}
     restore(folder, second)
-    assert (second.updates, second.steps, second.alarms, second.drifted) == (3, 2, ["velocity drift"], True)
+    counted = (second.updates, second.steps, second.alarms, second.drift, second.drifted)
+    assert counted == (3, 2, ["velocity drift"], 0.5, True)
     for updater in (through, second):
         push(updater, 2, seed=2)
     expected, found = everything(through), everything(second)

@@ -403,6 +403,17 @@ def test_the_drift_is_that_of_every_seventeenth_row_however_many_passes(model, p
     assert updater.update(batch, passes)["velocity_drift"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_after_the_first_updates_every_fourth_is_watched(model, monkeypatch):
+    updater, swapped = updater_of(model, "sft", lr=1e-3, reference={"weight": 0}), []
+    using = updater.policy.using
+    monkeypatch.setattr(updater.policy, "using", lambda name: swapped.append(updater.updates) or using(name))
+    batch = forward_rows(model, updater.stage)
+    drifts = [updater.update(batch, 1)["velocity_drift"] for _ in range(14)]
+    assert swapped == [*range(8), 8, 12]
+    assert len(set(drifts[:9])) == 9
+    assert drifts[8] == drifts[9] == drifts[10] == drifts[11] != drifts[12] == drifts[13]
+
+
 def test_another_alarm_does_not_silence_the_drift_alarm(model):
     updater = updater_of(model, NFT, lr=0.05, drift_alarm=1e-9)
     updater.alarms.append("left out: a shard")
