@@ -20,7 +20,7 @@ def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: i
     from ebbflow.offline.scoring import score_shard
     from ebbflow.rewards.combine import load_scorer
     from ebbflow.stage import StageContext
-    from ebbflow.storage.tables import read_table_metadata
+    from ebbflow.storage.tables import read_column, read_table_metadata
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_shard
 
@@ -30,6 +30,7 @@ def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: i
     node = f"{ctx.label} scoring {read_table_metadata(shard)['shard']}"
     path = node_output(run, node, "scores.parquet")
     with node_run(run, node) as run_logger:
-        score_shard(ctx, load_scorer(recipe.rewards, ()), read_prompts(fetch(prompts), "train"), shard, path)
+        own = read_prompts(fetch(prompts), "train", set(read_column(shard, "prompt_id").to_pylist()))
+        score_shard(ctx, load_scorer(recipe.rewards, ()), own, shard, path)
         log_shard(run_logger, path)
     return FlyteFile(str(path))

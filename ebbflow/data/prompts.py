@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from ebbflow.data.schema import PROMPTS, SPLITS
 from ebbflow.recipe.base import short
-from ebbflow.storage.tables import TableError, read_table, write_table
+from ebbflow.storage.tables import TableError, read_columns, read_table, write_table
 
 
 class PromptError(ValueError):
@@ -101,20 +101,38 @@ def write_prompts(table: pa.Table, path: str | Path) -> None:
     write_table(Path(path), PROMPTS, table.to_batches(), {"splits": Counter(table["split"].to_pylist())})
 
 
-def read_prompts(path: str | Path, split: str | None = None) -> list[Prompt]:
+def read_prompts(path: str | Path, split: str | None = None, ids: Iterable[int] | None = None) -> list[Prompt]:
     """The prompts of a table written by ``write_prompts``, in order of their ids; of one split, or of all.
+
+    Args:
+        ids: only those with these ids, as far as there are any; a shard needs few of many.
 
     Raises:
         PromptError: there is no such split, or the file is not a prompt table.
     """
+    table = _read_split(path, split)
+    if ids is not None:
+        table = table.filter(pc.is_in(table["prompt_id"], pa.array(list(ids), pa.int64())))
+    return sorted((Prompt(**row) for row in table.to_pylist()), key=lambda prompt: prompt.prompt_id)
+
+
+def read_prompt_ids(path: str | Path, split: str | None = None) -> list[int]:
+    """The ids of ``read_prompts``, ascending.
+
+    Raises:
+        PromptError: as of ``read_prompts``.
+    """
+    return sorted(_read_split(path, split, ["prompt_id", "split"])["prompt_id"].to_pylist())
+
+
+def _read_split(path: str | Path, split: str | None, columns: Sequence[str] | None = None) -> pa.Table:
     if split is not None and split not in SPLITS:
         raise PromptError(f"there is no split {split!r}; use one of {', '.join(SPLITS)}")
     try:
-        table = read_table(Path(path), PROMPTS)
+        table = read_columns(Path(path), columns) if columns else read_table(Path(path), PROMPTS)
     except TableError as error:
         raise PromptError(f"{error}\nMake prompt tables with split_prompts and write_prompts") from None
-    chosen = table if split is None else table.filter(pc.equal(table["split"], split))
-    return sorted((Prompt(**row) for row in chosen.to_pylist()), key=lambda prompt: prompt.prompt_id)
+    return table if split is None else table.filter(pc.equal(table["split"], split))
 
 
 def require_targets(rows: Sequence[Prompt | PromptRow] | pa.Table, file: str | Path) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
-from ebbflow.data.prompts import Prompt
 from ebbflow.seeding import Stream, generator
+
+P = TypeVar("P")
 
 
 class SamplingError(Exception):
     """A step needs more prompts than there are."""
 
 
-def prompt_batch(prompts: Sequence[Prompt], count: int, step: int, seed: int) -> list[Prompt]:
-    """The ``count`` different prompts of training step ``step``.
+def prompt_batch(prompts: Sequence[P], count: int, step: int, seed: int) -> list[P]:
+    """The ``count`` different prompts, or ids of prompts, of training step ``step``.
 
     Steps walk through a seeded permutation of the prompts, a new one when fewer than ``count`` are left, so a step never
     holds a prompt twice.

@@ -6,6 +6,7 @@ seed the key fixes the noise (``ebbflow.seeding``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -32,13 +33,24 @@ SAMPLE_KEY = [
 KEY = [field.name for field in SAMPLE_KEY]
 
 
-def rollout_schema(latent_shape: tuple[int, ...]) -> pa.Schema:
-    """Schema of a rollout shard: the final latent (fp32) and its image (PNG) or video (animated PNG) of every sample."""
+ROLLOUT_LAYOUT = 2
+"""Of rollout shards, in their metadata. Layout 1 had latents as tensors of Arrow and no column ``finite``."""
+LATENT_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of an element of a stored latent, by its precision."""
+
+
+def rollout_schema(latent_shape: Sequence[int], precision: str = "float32") -> pa.Schema:
+    """Schema of a rollout shard: of every sample its final latent, whether that is finite, and its image or video.
+
+    Latents are rows of bytes, little-endian and in C order, because nested columns take several times as long to read. Images are
+    PNG, videos animated PNG.
+    """
     return pa.schema(
         [
             *SAMPLE_KEY,
             pa.field("policy_version", pa.int64(), nullable=False),
-            pa.field("latent", pa.fixed_shape_tensor(pa.float32(), latent_shape), nullable=False),
+            pa.field("latent", pa.binary(LATENT_BYTES[precision] * math.prod(latent_shape)), nullable=False),
+            pa.field("finite", pa.bool_(), nullable=False),
             pa.field("image", pa.binary(), nullable=False),
         ]
     )

@@ -31,14 +31,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE, Sample, Sizes
-from ebbflow.estimate.work import compared_copies, passes_of, trained_steps, units_of
+from ebbflow.estimate.work import BYTES, compared_copies, passes_of, trained_steps, units_of
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.recipe import DRIFT_SIGMAS
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.stage import StageContext
 
-BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 BLOCK_BYTES = 34
 """Bytes that a block saves per token and unit of width, in 16 bits (2205.05198, equation 2 without 5 a s / h)."""
 MODULATION = 1.5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbflow.data.model_sizes import Sample, Sizes, lora_parameters
-from ebbflow.estimate.memory import BYTES, Memory, ProcessMemory, stage_memory
-from ebbflow.estimate.work import PNG_BYTES_PER_PIXEL, Work, work_of
+from ebbflow.estimate.memory import Memory, ProcessMemory, stage_memory
+from ebbflow.estimate.work import BYTES, PNG_BYTES_PER_PIXEL, Work, work_of
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import DRIFT_SIGMAS
 from ebbflow.stage import StageContext

@@ -10,12 +10,14 @@ import numpy as np
 from ebbflow.data.model_sizes import Sample, Sizes
 from ebbflow.flow.windows import plan, shortened
 from ebbflow.recipe.algorithms import ForwardConfig
+from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import correction_of
 from ebbflow.stage import StageContext
 
 PNG_BYTES_PER_PIXEL = 3
 """At most: noise; photographs take about half."""
 KEY_BYTES = 3 * 8
+BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Wo
         denoising=round(denoising_steps(ctx) * samples) * sample.passes,
         training=rows * passes,
         comparing=comparing * passes,
-        shards=shard_bytes(sample, samples) if config.kind == "offline" else 0,
+        shards=shard_bytes(sample, samples, config.latent_precision) if config.kind == "offline" else 0,
         policy=4 * (trained * (1 + len(ctx.following) + bool(ctx.recipe.policy.ema)) + buffers),
     )
 
@@ -119,6 +121,6 @@ def compared_copies(ctx: StageContext) -> set[str]:
     return set(ctx.algorithm.copies(ctx.config.hyper)) | anchor
 
 
-def shard_bytes(sample: Sample, samples: int) -> int:
-    """Bytes of a rollout shard: of each sample its keys, its float32 latents and its image."""
-    return samples * (KEY_BYTES + 4 * sample.elements + PNG_BYTES_PER_PIXEL * sample.pixels)
+def shard_bytes(sample: Sample, samples: int, precision: Precision = "float32") -> int:
+    """Bytes of a rollout shard: of each sample its keys, its latents and its image."""
+    return samples * (KEY_BYTES + BYTES[precision] * sample.elements + PNG_BYTES_PER_PIXEL * sample.pixels)

@@ -16,6 +16,7 @@ import pyarrow as pa
 from PIL import Image
 
 from ebbflow.data.prompts import read_prompts
+from ebbflow.offline.shards import LatentLayout, latent_values, read_layout
 from ebbflow.recipe.base import sanitize, short
 from ebbflow.seeding import derive_seed, permutation
 from ebbflow.storage.disk import sha256_of
@@ -263,15 +264,16 @@ def _pictures(paths: Sequence[Path], keys: set[Key]) -> dict[Key, Picture]:
     """The pictures with these keys; memory is bounded by them and a few rows."""
     found: dict[Key, Picture] = {}
     for path in paths:
+        layout = read_layout(path) if "latent" in read_schema(path).names else None
         for batch in read_batches(path, ROWS_AT_ONCE):
             for row, key in enumerate(zip(batch["prompt_id"].to_pylist(), batch["sample"].to_pylist(), strict=True)):
                 if key in keys:
-                    found[key] = Picture(batch["image"][row].as_py(), _latent(batch, row))
+                    found[key] = Picture(batch["image"][row].as_py(), _latent(batch, row, layout))
     return found
 
 
-def _latent(batch: pa.RecordBatch, row: int) -> np.ndarray | None:
-    return np.array(batch["latent"][row].to_numpy()) if "latent" in batch.schema.names else None
+def _latent(batch: pa.RecordBatch, row: int, layout: LatentLayout | None) -> np.ndarray | None:
+    return latent_values(layout, batch["latent"][row].as_py()) if layout else None
 
 
 def _in_pairs(prompt_id: int, samples: list[int], seed: int) -> list[tuple[int, int]]:

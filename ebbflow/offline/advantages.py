@@ -7,10 +7,10 @@ from pathlib import Path
 import pyarrow as pa
 
 from ebbflow.algorithms.advantages import compute_advantages
-from ebbflow.data.schema import ADVANTAGES
+from ebbflow.data.schema import ADVANTAGES, KEY
 from ebbflow.offline.shards import seconds_of
 from ebbflow.stage import StageContext
-from ebbflow.storage.tables import read_table, read_table_metadata, write_table
+from ebbflow.storage.tables import read_columns, read_table_metadata, write_table
 
 
 def write_advantages(ctx: StageContext, scores: list[Path], path: Path) -> dict[str, float]:
@@ -19,7 +19,7 @@ def write_advantages(ctx: StageContext, scores: list[Path], path: Path) -> dict[
     Samples without a score and groups without variance are left out and counted in the statistics.
     """
     weights = read_table_metadata(scores[0])["weights"]
-    table = pa.concat_tables([read_table(shard).select(["prompt_id", "sample", *weights]) for shard in scores])
+    table = pa.concat_tables([read_columns(shard, [*KEY, *weights]) for shard in scores])
     prompt_ids = table["prompt_id"].to_numpy()
     rewards = {name: table[name].to_numpy() for name in weights}
     result = compute_advantages(rewards, weights, prompt_ids, ctx.config.advantages)

@@ -27,7 +27,7 @@ from ebbflow.data.prompts import read_prompts
 from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema
 from ebbflow.models import Model
 from ebbflow.models.base import default_device
-from ebbflow.offline.shards import shard_identity
+from ebbflow.offline.shards import layout_metadata, rollout_batch, shard_identity
 from ebbflow.progress import progress
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import open_table_writer, read_column, row_count, write_table
@@ -84,7 +84,8 @@ def import_pairs(ctx: StageContext, model: Model, source: Path, folder: Path, ev
     with clock.phase("import"), progress(f"{ctx.label} pairs", "pair", total=rows) as shown:
         usable = _usable(read_pairs(source), evaluated, left_out, shown)
         # Nothing was rolled out; the time that importing took stands once, with the advantages.
-        _write_rollouts(ctx, model, usable, rollouts, about | {"seconds": {"rollout": 0.0}})
+        layout = layout_metadata(model.latent_shape, ctx.offline.latent_precision)
+        _write_rollouts(ctx, model, usable, rollouts, about | layout | {"seconds": {"rollout": 0.0}})
     pairs = sum(row_count(path) for path in rollouts) // 2
     _check_left_out(source, pairs, left_out)
     write_table(advantages, ADVANTAGES, map(_advantages, rollouts), about | {"seconds": clock.seconds})
@@ -118,13 +119,13 @@ def _usable(pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], 
 def _write_rollouts(ctx: StageContext, model: Model, pairs: Iterator[Pair], paths: list[Path], about: dict[str, Any]) -> None:
     """All shards in one pass; none appears before the last pair is written."""
     picture = model.decode(torch.zeros(1, *model.latent_shape, device=default_device())).shape[1:]
-    schema = rollout_schema(model.latent_shape)
+    schema = rollout_schema(model.latent_shape, ctx.offline.latent_precision)
     with ExitStack() as tables:
         writers = [tables.enter_context(open_table_writer(path, schema, about | {"shard": i})) for i, path in enumerate(paths)]
         for shard, batch in _dealt(pairs, len(paths), max(1, ctx.config.micro_batch // 2)):
             for pair in batch:
                 _check_sizes(pair, model.latent_shape, picture)
-            writers[shard](_batch(model, batch, schema))
+            writers[shard](_batch(ctx, model, batch))
 
 
 def _dealt(pairs: Iterator[Pair], shards: int, size: int) -> Iterator[tuple[int, list[Pair]]]:
@@ -139,18 +140,10 @@ def _dealt(pairs: Iterator[Pair], shards: int, size: int) -> Iterator[tuple[int,
     yield from ((shard, rest) for shard, rest in enumerate(waiting) if rest)
 
 
-def _batch(model: Model, pairs: list[Pair], schema: pa.Schema) -> pa.RecordBatch:
+def _batch(ctx: StageContext, model: Model, pairs: list[Pair]) -> pa.RecordBatch:
     latents, images = _latents_and_images(model, pairs)
-    return pa.record_batch(
-        [
-            pa.array([pair.number for pair in pairs for _ in range(2)], pa.int64()),
-            pa.array([0, 1] * len(pairs), pa.int64()),
-            pa.array([NOT_OURS] * len(images), pa.int64()),
-            pa.FixedShapeTensorArray.from_numpy_ndarray(latents.float().cpu().numpy()),
-            pa.array(encode_png(images), pa.binary()),
-        ],
-        schema=schema,
-    )
+    numbers, sides = [pair.number for pair in pairs for _ in range(2)], [0, 1] * len(pairs)
+    return rollout_batch(numbers, sides, NOT_OURS, latents, encode_png(images), ctx.offline.latent_precision)
 
 
 def _latents_and_images(model: Model, pairs: list[Pair]) -> tuple[Tensor, np.ndarray]:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import pyarrow as pa
 
 from ebbflow.data.images import encode_png
-from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.data.prompts import Prompt, read_prompt_ids, read_prompts
 from ebbflow.data.sampling import prompt_batch
 from ebbflow.data.schema import rollout_schema
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model
 from ebbflow.models.base import Conditioning, device_of
 from ebbflow.models.encoding import encode_once
-from ebbflow.offline.shards import shard_identity
+from ebbflow.offline.shards import layout_metadata, rollout_batch, shard_identity
 from ebbflow.progress import progress
 from ebbflow.rollouts.engine import Diffusers, Engine, open_engine
 from ebbflow.rollouts.parity import measure_parity, parity_bar, parity_plan
@@ -30,6 +29,7 @@ from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import load_policy
 
 logger = logging.getLogger(__name__)
+P = TypeVar("P")
 
 
 def generate_shard(
@@ -53,21 +53,41 @@ def generate_shard(
     Raises:
         ParityError: another engine generates other samples than the policy would.
     """
-    config = ctx.offline
-    mine = prompt_batch(prompts, config.prompts, step=0, seed=ctx.seed)[shard :: config.shards]
-    clock = Clock()
-    about = _about(ctx, shard, clock)
-    groups_at_once = max(1, config.micro_batch // config.group_size)
-    engine = engine or Diffusers(ctx, policy, ctx.algorithm.generates)
-    batches = _generated(ctx, model, policy, engine, version, mine, groups_at_once, clock)
-    write_table(path, rollout_schema(model.latent_shape), batches, about)
+    write_shard(ctx, model, policy, version, prompts_of_shard(ctx, prompts, shard), shard, path, engine)
 
 
 def generate_shard_from_folders(ctx: StageContext, base: Path, folder: Path, prompts: Path, shard: int, path: Path) -> None:
-    """``generate_shard`` with the policy of a folder."""
+    """``generate_shard`` with the policy of a folder. Of the prompt table only the shard's own rows become prompts."""
     policy, metadata = load_policy(ctx, base, folder)
+    ids = prompts_of_shard(ctx, read_prompt_ids(prompts, "train"), shard)
+    by_id = {prompt.prompt_id: prompt for prompt in read_prompts(prompts, "train", ids)}
     with closing(_open_engine(ctx, base, policy)) as engine:
-        generate_shard(ctx, policy.model, policy, metadata.version, read_prompts(prompts, "train"), shard, path, engine)
+        write_shard(ctx, policy.model, policy, metadata.version, [by_id[i] for i in ids], shard, path, engine)
+
+
+def prompts_of_shard(ctx: StageContext, prompts: Sequence[P], shard: int) -> list[P]:
+    """Which prompts, or ids of prompts, of the training split a shard generates."""
+    return prompt_batch(prompts, ctx.offline.prompts, step=0, seed=ctx.seed)[shard :: ctx.offline.shards]
+
+
+def write_shard(
+    ctx: StageContext,
+    model: Model,
+    policy: Policy,
+    version: int,
+    mine: list[Prompt],
+    shard: int,
+    path: Path,
+    engine: Engine | None = None,
+) -> None:
+    """``generate_shard``, given the shard's own prompts."""
+    config, clock = ctx.offline, Clock()
+    precision = config.latent_precision
+    about = _about(ctx, shard, clock) | layout_metadata(model.latent_shape, precision)
+    groups_at_once = max(1, config.micro_batch // config.group_size)
+    engine = engine or Diffusers(ctx, policy, ctx.algorithm.generates)
+    batches = _generated(ctx, model, policy, engine, version, mine, groups_at_once, clock)
+    write_table(path, rollout_schema(model.latent_shape, precision), batches, about)
 
 
 def _open_engine(ctx: StageContext, base: Path, policy: Policy) -> Engine:
@@ -105,7 +125,7 @@ def _generated(
     groups_at_once: int,
     clock: Clock,
 ) -> Iterator[pa.RecordBatch]:
-    schema, config = rollout_schema(model.latent_shape), ctx.config
+    config = ctx.config
     with clock.phase("rollout"):
         encode = encode_once(model, prompts)
     shown = progress(f"{ctx.label} rollout", "image", total=len(prompts) * config.group_size)
@@ -118,17 +138,7 @@ def _generated(
             rollouts, pictures = engine.generate(conditioning, keys, config.sampler)
             latents, images = rollouts.latents, encode_png(pictures)
         shown.update(len(images))
-        yield pa.record_batch(
-            [
-                pa.array(keys.prompt_ids, pa.int64()),
-                pa.array(keys.samples, pa.int64()),
-                pa.array([version] * len(images), pa.int64()),
-                # To Arrow the layout in memory is part of the type, and ours is row by row.
-                pa.FixedShapeTensorArray.from_numpy_ndarray(np.array(latents.cpu().numpy(), order="C")),
-                pa.array(images, pa.binary()),
-            ],
-            schema=schema,
-        )
+        yield rollout_batch(keys.prompt_ids, keys.samples, version, latents, images, ctx.offline.latent_precision)
 
 
 def _about(ctx: StageContext, shard: int, clock: Clock) -> dict[str, Any]:

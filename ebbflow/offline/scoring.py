@@ -27,14 +27,14 @@ def score_shard(ctx: StageContext, scorer: Scorer, prompts: list[Prompt], rollou
         TableError: the shard is damaged, or one of another recipe or stage.
         RewardError: more samples than ``max_failed_share`` could not be scored.
     """
-    require_shard(ctx, rollouts, prompts)
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    require_shard(ctx, rollouts, by_id.keys())
     clock = Clock()
     with progress(f"{ctx.label} scoring", "image", total=row_count(rollouts)) as shown:
         parts = []
-        for batch in read_batches(rollouts, rows=ctx.config.micro_batch):
+        for batch in read_batches(rollouts, ctx.config.micro_batch, ["prompt_id", "sample", "finite", "image"]):
             with clock.phase("scoring"):
-                finite = np.isfinite(batch["latent"].to_numpy_ndarray()).reshape(len(batch), -1).all(1)
+                finite = batch["finite"].to_numpy(zero_copy_only=False)
                 scores = scorer(_images(rollouts, batch), [by_id[i] for i in batch["prompt_id"].to_pylist()]).where(finite)
             parts.append((batch.select(["prompt_id", "sample"]), scores))  # the images of a whole shard would fill memory
             shown.update(len(batch))

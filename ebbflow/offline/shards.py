@@ -1,20 +1,41 @@
-"""Rollout shards: what tells those of a stage from everything else."""
+"""Rollout shards: their rows and metadata, what tells those of a stage from everything else, and how their latents are read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
-from ebbflow.data.prompts import Prompt
-from ebbflow.data.schema import rollout_schema
+from ebbflow.data.schema import LATENT_BYTES, ROLLOUT_LAYOUT, rollout_schema
 from ebbflow.stage import StageContext
-from ebbflow.storage.tables import TableError, check_columns, read_column, read_schema, read_table_metadata
+from ebbflow.storage.tables import (
+    TableError,
+    check_columns,
+    read_column,
+    read_row_groups,
+    read_table_metadata,
+    row_count,
+)
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class LatentLayout:
+    """How the latents of a shard are stored: the shape of one, without the batch, and the precision of its elements."""
+
+    shape: tuple[int, ...]
+    precision: str
+
+    @property
+    def row_bytes(self) -> int:
+        return LATENT_BYTES[self.precision] * math.prod(self.shape)
 
 
 def shard_identity(ctx: StageContext) -> dict[str, Any]:
@@ -22,17 +43,47 @@ def shard_identity(ctx: StageContext) -> dict[str, Any]:
     return {"recipe_digest": ctx.recipe.digest, "stage": ctx.label, "seed": ctx.seed}
 
 
-def require_shard(ctx: StageContext, path: Path, prompts: Sequence[Prompt], latent_shape: tuple[int, ...] | None = None) -> None:
-    """Check that a file is a rollout shard of this stage, on these prompts; with a shape, that its latents have it.
+def layout_metadata(latent_shape: Sequence[int], precision: str = "float32") -> dict[str, Any]:
+    """What a shard's metadata says about its columns."""
+    return {"layout": ROLLOUT_LAYOUT, "latent_shape": list(latent_shape), "latent_precision": precision}
+
+
+def rollout_batch(
+    prompt_ids: Sequence[int], samples: Sequence[int], version: int, latents: torch.Tensor, images: list[bytes], precision: str
+) -> pa.RecordBatch:
+    """Rows of a shard (``rollout_schema``).
+
+    Args:
+        latents: [N, ...] on any device; rounded to ``precision``.
+        images: PNG, animated for a video.
+    """
+    import torch  # scoring and advantages do without
+
+    stored = latents.detach().to("cpu", getattr(torch, precision)).contiguous()
+    values = np.frombuffer(stored.view(torch.uint8).numpy(), np.uint8)
+    schema = rollout_schema(latents.shape[1:], precision)
+    columns = [
+        pa.array(prompt_ids, pa.int64()),
+        pa.array(samples, pa.int64()),
+        pa.array([version] * len(images), pa.int64()),
+        pa.Array.from_buffers(schema.field("latent").type, len(images), [None, pa.py_buffer(values)]),
+        pa.array(stored.isfinite().flatten(1).all(1).numpy()),
+        pa.array(images, pa.binary()),
+    ]
+    return pa.record_batch(columns, schema=schema)
+
+
+def require_shard(ctx: StageContext, path: Path, known: Set[int], latent_shape: tuple[int, ...] | None = None) -> None:
+    """Check that a file is a rollout shard of this stage, on prompts with ``known`` ids; with a shape, that its latents have it.
 
     Raises:
         TableError: it is not whole, or is something else.
     """
-    columns = read_schema(path)
-    latent = columns.field("latent").type if "latent" in columns.names else None
-    shape = tuple(latent.shape) if isinstance(latent, pa.FixedShapeTensorType) else ()
-    check_columns(path, rollout_schema(latent_shape or shape))
     about = read_table_metadata(path)
+    layout = _layout(path, about)
+    check_columns(path, rollout_schema(layout.shape, layout.precision))
+    if latent_shape and layout.shape != tuple(latent_shape):
+        raise TableError(f"{path} has latents of shape {layout.shape}, and the model's have {latent_shape}; generate it again")
     differ = [
         f"{key} = {about.get(key)!r} (this stage's: {mine!r})"
         for key, mine in shard_identity(ctx).items()
@@ -40,16 +91,84 @@ def require_shard(ctx: StageContext, path: Path, prompts: Sequence[Prompt], late
     ]
     if differ:
         raise TableError(f"{path} is a rollout shard of something else: {', '.join(differ)}; generate it with this recipe")
-    known = {prompt.prompt_id for prompt in prompts}
-    if strange := set(read_column(path, "prompt_id").to_pylist()) - known:
+    if strange := set(np.unique(read_column(path, "prompt_id").to_numpy()).tolist()) - known:
         raise TableError(f"{path} has samples of prompt_id = {min(strange)}, and the run's prompts have none; generate it again")
 
 
-def read_latents(path: Path) -> torch.Tensor:
-    """The final latents of a rollout shard, fp32 [N, ...], in the order of its rows."""
-    import torch  # scoring and advantages do without
+def read_layout(path: Path) -> LatentLayout:
+    """How a shard stores its latents.
 
-    return torch.from_numpy(read_column(path, "latent").combine_chunks().to_numpy_ndarray().copy())
+    Raises:
+        TableError: the file is none, or one of an older or newer version of Ebbflow.
+    """
+    return _layout(path, read_table_metadata(path))
+
+
+def _layout(path: Path, about: dict[str, Any]) -> LatentLayout:
+    if about.get("layout") != ROLLOUT_LAYOUT:
+        raise TableError(
+            f"{path} has rollouts of layout {about.get('layout', 1)!r}, and this version of Ebbflow reads layout "
+            f"{ROLLOUT_LAYOUT}; generate them again, or take the version that wrote them"
+        )
+    return LatentLayout(tuple(about["latent_shape"]), about["latent_precision"])
+
+
+def read_latents(path: Path) -> torch.Tensor:
+    """The final latents of a shard, fp32 [N, ...], in the order of its rows."""
+    (latents,) = read_latent_parts(path, [np.arange(row_count(path))])
+    return latents.float()
+
+
+def read_latent_parts(path: Path, parts: Sequence[np.ndarray], stopped: Callable[[], bool] = bool) -> list[torch.Tensor]:
+    """The latents of some rows of a shard, in as many tensors, so that each can be freed by itself.
+
+    Memory is that of the result, and of a row group.
+
+    Args:
+        parts: the numbers of the rows of each tensor.
+        stopped: asked after each row group; once true, the rest is not read.
+
+    Returns:
+        [n, ...] for each part, in the precision that they are stored in.
+
+    Raises:
+        TableError: the shard is damaged, or has no such rows.
+    """
+    import torch
+
+    layout, lengths, nothing = read_layout(path), [len(rows) for rows in parts], np.empty(0, np.int64)
+    found = [torch.empty(length, *layout.shape, dtype=getattr(torch, layout.precision)) for length in lengths]
+    rows, position = np.concatenate([nothing, *parts]), np.concatenate([nothing, *map(np.arange, lengths)])
+    order = np.argsort(rows, kind="stable")
+    rows, position, part = rows[order], position[order], np.repeat(np.arange(len(parts)), lengths)[order]
+    copied = 0
+    for start, values in read_row_groups(path, "latent", lambda start, end: bool(np.diff(np.searchsorted(rows, [start, end])))):
+        if stopped():
+            break
+        stored, (first, last) = _bytes_of(path, values, layout), np.searchsorted(rows, [start, start + len(values)])
+        for number in np.unique(part[first:last]):
+            here = first + np.flatnonzero(part[first:last] == number)
+            target = found[number].view(torch.uint8).numpy().reshape(-1, layout.row_bytes)
+            target[position[here]] = stored[rows[here] - start]
+        copied += last - first
+    if copied < len(rows) and not stopped():
+        raise TableError(f"{path} has {row_count(path)} rows, and row {rows[-1]} is asked for; generate it again")
+    return found
+
+
+def latent_values(layout: LatentLayout, value: bytes) -> np.ndarray:
+    """A stored latent as fp32 [...]."""
+    if layout.precision == "float32":
+        return np.frombuffer(value, "<f4").reshape(layout.shape)
+    return (np.frombuffer(value, "<u2").astype("<u4") << 16).view("<f4").reshape(layout.shape)  # the upper half of a float32
+
+
+def _bytes_of(path: Path, values: pa.Array, layout: LatentLayout) -> np.ndarray:
+    """uint8 [N, bytes of a latent]; a view."""
+    if values.type != pa.binary(layout.row_bytes):
+        raise TableError(f"{path} has latents of type {values.type}, not of {layout.row_bytes} bytes; generate it again")
+    stored = np.frombuffer(values.buffers()[1], np.uint8, len(values) * layout.row_bytes, values.offset * layout.row_bytes)
+    return stored.reshape(len(values), layout.row_bytes)
 
 
 def seconds_of(tables: list[Path], phase: str) -> dict[str, float]:

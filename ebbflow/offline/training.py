@@ -158,8 +158,9 @@ def train_offline_folder(
         policy, metadata = load_policy(ctx, base, folder, shard=ranks.world > 1)
         updater = PolicyUpdater(policy, ctx.offline, metadata)
         trained_on = read_prompts(prompts, "train")
+        known = {prompt.prompt_id for prompt in trained_on}
         for path in rollouts:
-            require_shard(ctx, path, trained_on, policy.model.latent_shape)
+            require_shard(ctx, path, known, policy.model.latent_shape)
         record = train_epochs(ctx, policy.model, updater, trained_on, rollouts, advantages, recorder, checkpoints)
         if ctx.algorithm.generates != "current":
             for name in ctx.following:

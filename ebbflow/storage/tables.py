@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ def write_table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
 def open_table_writer(path: Path, schema: pa.Schema, metadata: dict[str, Any]) -> Iterator[Callable[[pa.RecordBatch], None]]:
     """Yield a function that writes a batch; the table appears when the block ends, and an exception leaves nothing behind.
 
+    Every batch is a row group. Binary columns (latents, images) get no dictionary and no statistics: no two values are the same.
+
     Args:
         metadata: what made the table (seconds, sampler, recipe ...), kept as JSON in the footer; it is read when the block ends,
             so it may be filled while batches are written.
@@ -42,10 +44,9 @@ def open_table_writer(path: Path, schema: pa.Schema, metadata: dict[str, Any]) -
     Raises:
         DiskFullError: no space was left.
     """
-    with (
-        atomic_write(path) as partial,
-        pq.ParquetWriter(partial, schema, compression="zstd", write_page_checksum=True) as writer,
-    ):
+    narrow = [field.name for field in schema if not (pa.types.is_binary(field.type) or pa.types.is_fixed_size_binary(field.type))]
+    options: dict[str, Any] = {"use_dictionary": narrow, "write_statistics": narrow, "write_page_checksum": True}
+    with atomic_write(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd", **options) as writer:
         yield writer.write_batch
         text = json.dumps(metadata, sort_keys=True)
         writer.add_key_value_metadata({_METADATA: text, _METADATA_SHA256: _sha256(text.encode())})
@@ -62,10 +63,25 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
         return file.read()
 
 
-def read_batches(path: Path, rows: int = 1024) -> Iterator[pa.RecordBatch]:
-    """Read a table in batches of at most ``rows`` rows."""
+def read_batches(path: Path, rows: int = 1024, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """Read a table in batches of at most ``rows`` rows; only ``columns``, if they are named."""
     with _open(path) as file:
-        yield from file.iter_batches(batch_size=rows)
+        yield from file.iter_batches(batch_size=rows, columns=columns)
+
+
+def read_row_groups(path: Path, column: str, wanted: Callable[[int, int], bool]) -> Iterator[tuple[int, pa.Array]]:
+    """A column, row group by row group: the number of the first row, and the values.
+
+    Args:
+        wanted: whether to read the row group with rows ``start`` to ``end - 1``; the others are skipped.
+    """
+    with _open(path) as file:
+        start = 0
+        for group in range(file.num_row_groups):
+            end = start + file.metadata.row_group(group).num_rows
+            if wanted(start, end):
+                yield start, file.read_row_group(group, columns=[column], use_threads=False)[column].combine_chunks()
+            start = end
 
 
 def read_schema(path: Path) -> pa.Schema:
@@ -85,10 +101,19 @@ def check_columns(path: Path, schema: pa.Schema) -> None:
 
 def read_column(path: Path, name: str) -> pa.ChunkedArray:
     """One column of a table."""
+    return read_columns(path, [name])[name]
+
+
+def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
+    """Some columns of a table.
+
+    Raises:
+        TableError: it has no such column, or is not a whole Parquet file.
+    """
     with _open(path) as file:
-        if name not in file.schema_arrow.names:
-            raise TableError(f"{path} has no column {name!r}, only {sanitize(', '.join(file.schema_arrow.names))}")
-        return file.read(columns=[name])[name]
+        if missing := [name for name in names if name not in file.schema_arrow.names]:
+            raise TableError(f"{path} has no column {missing[0]!r}, only {sanitize(', '.join(file.schema_arrow.names))}")
+        return file.read(columns=list(names))
 
 
 def read_table_metadata(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ebbflow.data.prompts import (
     PromptError,
     PromptRow,
     make_glyph_prompts,
+    read_prompt_ids,
     read_prompts,
     require_targets,
     split_prompts,
@@ -234,6 +235,9 @@ def test_prompt_tables_survive_the_round_trip(rows, seed):
         write_prompts(split_prompts(rows, 1, 1, seed), path)
         back = read_prompts(path)
         by_split = [read_prompts(path, split) for split in ("train", "validation", "held_out")]
+        assert read_prompt_ids(path, "train") == [prompt.prompt_id for prompt in by_split[0]]
+        assert read_prompts(path, "train", [99, by_split[0][-1].prompt_id]) == by_split[0][-1:]
+        assert read_prompts(path, ids=[]) == []
         assert [file.name for file in Path(folder).iterdir()] == ["prompts.parquet"]
     assert [PromptRow(p.prompt, p.negative_prompt, p.target, p.source, p.metadata, p.image) for p in back] == rows
     assert [prompt.prompt_id for prompt in back] == list(range(len(rows)))
@@ -254,6 +258,8 @@ def test_only_prompt_tables_are_written_and_read(tmp_path):
     write_prompts(split_prompts(make_glyph_prompts(3, 4, 0), 1, 1, 0), path)
     with pytest.raises(PromptError, match="no split 'test'"):
         read_prompts(path, "test")
+    with pytest.raises(PromptError, match="there is no split 'test'"):
+        read_prompt_ids(path, "test")
 
 
 def test_missing_targets_are_counted_and_shown(tmp_path):

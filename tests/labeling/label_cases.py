@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pyarrow as pa
+import torch
 import uvicorn
 from PIL import Image
 
@@ -22,6 +23,7 @@ from ebbflow.data.schema import PROMPTS, evaluation_schema, rollout_schema
 from ebbflow.labeling import server
 from ebbflow.labeling.session import Session, Settings, open_session
 from ebbflow.labeling.sources import LabelTask, load_comparison
+from ebbflow.offline.shards import layout_metadata, rollout_batch
 from ebbflow.storage.tables import write_table
 
 LATENT = (1, 16, 32)
@@ -71,17 +73,11 @@ def write_rollouts(
     for shard in range(shards):
         keys = [(prompt, sample) for prompt in range(shard, groups, shards) for sample in range(group_size)]
         levels = [20 + 7 * prompt + 3 * sample for prompt, sample in keys]
-        latents = np.stack([np.full(LATENT, value / 127.5 - 1, np.float32) for value in levels])
-        columns = [
-            pa.array([prompt for prompt, _ in keys], pa.int64()),
-            pa.array([sample for _, sample in keys], pa.int64()),
-            pa.array([4] * len(keys), pa.int64()),
-            pa.FixedShapeTensorArray.from_numpy_ndarray(latents),
-            pa.array([grey(value) for value in levels], pa.binary()),
-        ]
-        schema = rollout_schema(LATENT)
+        latents = torch.stack([torch.full(LATENT, value / 127.5 - 1) for value in levels])
+        prompt_ids, samples = zip(*keys, strict=True)
+        batch = rollout_batch(prompt_ids, samples, 4, latents, [grey(value) for value in levels], "float32")
         path = folder / f"rollouts-{shard}.parquet"
-        write_table(path, schema, [pa.record_batch(columns, schema=schema)], {"stage": stage, "shard": shard})
+        write_table(path, rollout_schema(LATENT), [batch], {"stage": stage, "shard": shard} | layout_metadata(LATENT))
         paths.append(path)
     return paths, folder / "prompts.parquet"
 

@@ -15,6 +15,7 @@ from ebbflow.data.schema import ADVANTAGES
 from ebbflow.labeling.results import as_markdown, evidence, write_pairs, write_results
 from ebbflow.labeling.sources import load_comparison, load_rollouts
 from ebbflow.offline.pairs import import_pairs
+from ebbflow.offline.shards import read_latents
 from ebbflow.offline.training import train_epochs
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.disk import sha256_of
@@ -101,8 +102,7 @@ def test_an_offline_stage_trains_on_the_preferences_of_people(ctx, model, tmp_pa
     assert (imported.pairs, imported.ties, imported.ignored) == (8, 0, ["pair", "votes_chosen", "votes_rejected"])
     assert {pair.columns for pair in read_pairs(source)} == {LATENTS if kind == "rollouts" else IMAGES}
     (shard,) = imported.rollouts
-    latents, samples = (read_table(shard)[name].combine_chunks() for name in ("latent", "sample"))
-    brightness = latents.to_numpy_ndarray().mean(axis=(1, 2, 3))
+    brightness, samples = read_latents(shard).numpy().mean(axis=(1, 2, 3)), read_table(shard)["sample"]
     assert samples.to_pylist() == [0, 1] * 8
     assert np.all(brightness[::2] > brightness[1::2])  # chosen first: the raters prefer the brighter one
     assert read_table(imported.advantages, ADVANTAGES)["advantage"].to_pylist() == [1, -1] * 8

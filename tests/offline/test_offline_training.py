@@ -20,6 +20,7 @@ from ebbflow.offline import training as offline
 from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
+from ebbflow.offline.shards import layout_metadata, rollout_batch
 from ebbflow.offline.training import train_epochs, train_offline_folder
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.recipe.registry import ALGORITHMS
@@ -55,15 +56,17 @@ def write_scores(path, keys, rewards):
     return path
 
 
-def write_rollouts(path, keys, shape=(1, 2, 2)):
+def write_rollouts(path, keys, shape=(1, 2, 2), precision="float32"):
     """A shard whose latents hold prompt id and sample, so that a row can be recognised."""
-    latents = np.zeros((len(keys), *shape), np.float32)
-    latents[:, 0, 0, :2] = keys
-    prompt_ids, samples = (pa.array(column, pa.int64()) for column in zip(*keys, strict=True))
-    columns = [prompt_ids, samples, pa.array([0] * len(keys)), pa.FixedShapeTensorArray.from_numpy_ndarray(latents)]
-    schema = rollout_schema(shape)
-    batch = pa.record_batch([*columns, pa.array([b""] * len(keys), pa.binary())], schema=schema)
-    write_table(path, schema, [batch], {"seconds": {"rollout": 3.0}})
+    latents = torch.zeros(len(keys), *shape)
+    latents[:, 0, 0, :2] = torch.tensor(keys)
+    prompt_ids, samples = zip(*keys, strict=True)
+    batches = [
+        rollout_batch(prompt_ids[rows], samples[rows], 0, latents[rows], [b""] * len(latents[rows]), precision)
+        for rows in (slice(start, start + 5) for start in range(0, len(keys), 5))
+    ]
+    about = {"seconds": {"rollout": 3.0}} | layout_metadata(shape, precision)
+    write_table(path, rollout_schema(shape, precision), batches, about)
     return path
 
 

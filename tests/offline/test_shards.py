@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -13,9 +14,16 @@ from hypothesis.extra import numpy as arrays
 from ebbflow.data.images import decode_png, encode_png
 from ebbflow.data.schema import rollout_schema, score_schema
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.offline.rollouts import generate_shard
+from ebbflow.offline.rollouts import generate_shard, prompts_of_shard
 from ebbflow.offline.scoring import score_shard
-from ebbflow.offline.shards import read_latents
+from ebbflow.offline.shards import (
+    latent_values,
+    layout_metadata,
+    read_latent_parts,
+    read_latents,
+    read_layout,
+    rollout_batch,
+)
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.stage import StageContext
@@ -58,6 +66,13 @@ def test_shards_hold_every_group_of_the_stage_once(ctx, model, shards):
     assert len(prompt_ids) == 4
     assert together == [(prompt_id, sample) for prompt_id in prompt_ids for sample in range(4)]
     assert {version for table in tables for version in table["policy_version"].to_pylist()} == {7}
+
+
+def test_ids_lead_to_the_same_shards_as_prompts(ctx, make_prompts):
+    prompts = make_prompts(6)
+    for shard in range(2):
+        chosen = [prompt.prompt_id for prompt in prompts_of_shard(ctx, prompts, shard)]
+        assert prompts_of_shard(ctx, [prompt.prompt_id for prompt in prompts], shard) == chosen
 
 
 def test_latents_and_images_are_those_of_the_engine(ctx, model, shards, make_prompts):
@@ -222,11 +237,90 @@ def test_how_latents_lie_in_memory_makes_no_difference(ctx, model, policy, shard
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3), (3, 4, 5), (3, 1, 4, 5), (16, 3, 4, 5)])
-def test_latents_of_any_rank_survive_the_round_trip(shape, tmp_path):
-    latents = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
-    schema = rollout_schema(shape)
-    keys = [pa.array([0, 1], pa.int64())] * 3
-    columns = [*keys, pa.FixedShapeTensorArray.from_numpy_ndarray(latents), pa.array([b"", b""], pa.binary())]
-    write_table(tmp_path / "rollouts.parquet", schema, [pa.record_batch(columns, schema=schema)], {})
-    read_table(tmp_path / "rollouts.parquet", schema)
-    assert np.array_equal(read_latents(tmp_path / "rollouts.parquet").numpy(), latents)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_latents_of_any_rank_survive_the_round_trip(shape, precision, tmp_path):
+    latents = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    path = stored(tmp_path, latents, precision)
+    read_table(path, rollout_schema(shape, precision))
+    assert torch.equal(read_latents(path), latents.to(getattr(torch, precision)).float())
+    layout, (value, _) = read_layout(path), read_table(path)["latent"].to_pylist()
+    assert np.array_equal(latent_values(layout, value), read_latents(path)[0].numpy())
+
+
+def stored(folder, latents, precision="float32", at_once=3):
+    """A shard with these latents in row groups of ``at_once``."""
+    path, batches = folder / "rollouts.parquet", []
+    for start in range(0, len(latents), at_once):
+        rows = range(start, min(start + at_once, len(latents)))
+        batches.append(rollout_batch(rows, rows, 0, latents[start : start + at_once], [b""] * len(rows), precision))
+    shape = latents.shape[1:]
+    write_table(path, rollout_schema(shape, precision), batches, layout_metadata(shape, precision))
+    return path
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@given(data=st.data())
+def test_the_latents_of_any_rows_are_read_in_the_order_asked_for(tmp_path_factory, precision, data):
+    latents = torch.arange(10.0).view(10, 1, 1).expand(10, 2, 3)
+    path = stored(tmp_path_factory.mktemp("shard"), latents, precision)
+    rows = data.draw(st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=4))
+    found = read_latent_parts(path, [np.array(part, np.int64) for part in rows])
+    assert [part[:, 0, 0].tolist() for part in found] == rows
+    assert all(part.shape == (len(asked), 2, 3) for part, asked in zip(found, rows, strict=True))
+    assert all(part.dtype == getattr(torch, precision) for part in found)
+
+
+def test_only_row_groups_with_rows_that_are_wanted_are_read(tmp_path, monkeypatch):
+    path, groups, read = stored(tmp_path, torch.zeros(9, 2)), [], pq.ParquetFile.read_row_group
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *a, **kw: groups.append(a[1]) or read(*a, **kw))
+    read_latent_parts(path, [np.array([8]), np.array([0, 7])])
+    assert groups == [0, 2]
+
+
+def test_reading_stops_when_it_is_told_to(tmp_path, monkeypatch):
+    path, groups, read = stored(tmp_path, torch.zeros(9, 2)), [], pq.ParquetFile.read_row_group
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *a, **kw: groups.append(a[1]) or read(*a, **kw))
+    read_latent_parts(path, [np.arange(9)], stopped=lambda: len(groups) == 2)
+    assert groups == [0, 1]
+
+
+def test_a_row_that_the_shard_has_not_is_an_error(tmp_path):
+    with pytest.raises(TableError, match="has 4 rows, and row 4 is asked for"):
+        read_latent_parts(stored(tmp_path, torch.zeros(4, 2)), [np.array([0, 4])])
+
+
+def test_latents_have_no_dictionary_and_no_statistics(tmp_path):
+    with pq.ParquetFile(stored(tmp_path, torch.zeros(9, 64))) as file:
+        columns = {name: file.metadata.row_group(0).column(index) for index, name in enumerate(file.schema_arrow.names)}
+    for name in ("latent", "image"):
+        assert not columns[name].has_dictionary_page
+        assert not columns[name].is_stats_set
+    assert {column.compression for column in columns.values()} == {"ZSTD"}
+    assert columns["prompt_id"].is_stats_set
+
+
+def test_scoring_decodes_no_latents(ctx, scorer, shards, make_prompts, tmp_path, monkeypatch):
+    columns, read = [], pq.ParquetFile.iter_batches
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *a, **kw: columns.append(kw["columns"]) or read(*a, **kw))
+    score_shard(ctx, scorer, make_prompts(6), shards[0], tmp_path / "scores.parquet")
+    assert columns == [["prompt_id", "sample", "finite", "image"]]
+
+
+def test_a_shard_of_an_older_layout_is_named_with_the_way_to_renew_it(ctx, scorer, shards, make_prompts, tmp_path):
+    table, said = read_table(shards[0]), read_table_metadata(shards[0])
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(read_latents(shards[0]).numpy())
+    index = table.schema.get_field_index("latent")
+    old = table.set_column(index, pa.field("latent", tensors.type, nullable=False), tensors).drop_columns(["finite"])
+    del said["layout"]
+    write_table(shards[0], old.schema, old.combine_chunks().to_batches(), said)
+    with pytest.raises(TableError, match=r"has rollouts of layout 1, and this version of Ebbflow reads layout 2; generate them"):
+        score_shard(ctx, scorer, make_prompts(6), shards[0], tmp_path / "scores.parquet")
+
+
+def test_rounded_latents_are_a_key_of_the_recipe(make_recipe, model, policy, shards, make_prompts, tmp_path):
+    rounded = StageContext(make_recipe(offline={"latent_precision": "bfloat16"}), 1, 1)
+    generate_shard(rounded, model, policy, 7, make_prompts(6), 0, tmp_path / "rounded.parquet")
+    found, exact = read_latents(tmp_path / "rounded.parquet"), read_latents(shards[0])
+    assert torch.equal(found, exact.bfloat16().float())
+    assert not torch.equal(found, exact)
+    assert read_table(tmp_path / "rounded.parquet")["image"].equals(read_table(shards[0])["image"])
