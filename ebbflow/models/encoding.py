@@ -1,33 +1,49 @@
-"""Encodes each prompt once: embeddings wait on the CPU, so text encoders need no memory beside the transformer."""
+"""Encodes each prompt once: embeddings wait in memory-mapped files, so that neither they nor the text encoders take memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, Model, ModelError, device_of
+from ebbflow.storage.disk import scratch_folder
 
 Encode = Callable[[Sequence[Prompt]], Conditioning]
 Key = tuple[str, str, bytes | None]
+PROMPTS_PER_FILE = 512
+"""These are encoded together, and are in memory until their file is written."""
+EMBEDDINGS = "embeddings"
+"""Name of the folder of these files, which is gone once they are open."""
+POSITIVE, NEGATIVE = "positive/", "negative/"
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Encoded prompts on the CPU, a row for each different one."""
+    """Encoded prompts on the CPU, a row for each different one.
 
-    table: Conditioning
+    Attributes:
+        tables: of ``PROMPTS_PER_FILE`` prompts each, but for the last; padded to the longest prompt of their own.
+        row: of each prompt, over all tables.
+    """
+
+    tables: list[Conditioning]
     row: dict[Key, int]
 
     def __call__(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """The conditioning of some of these prompts, a row each."""
-        return self.table.rows(torch.tensor([self.row[_key(prompt)] for prompt in prompts]))
+        """The conditioning of some of these prompts, a row each, padded to the longest prompt of all."""
+        rows = torch.tensor([self.row[_key(prompt)] for prompt in prompts])
+        return self.tables[0].rows(rows) if len(self.tables) == 1 else _rows(self.tables, rows)
 
 
 def embed(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Embeddings:
-    """Encode every different prompt.
+    """Encode every different prompt, in this process.
 
     Args:
         negatives: with its negative prompt, even if the model generates without guidance.
@@ -35,22 +51,90 @@ def embed(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> E
     Raises:
         ModelError: ``negatives`` of a family without classifier-free guidance.
     """
-    unique = {_key(prompt): prompt for prompt in prompts}
-    table = model.encode(list(unique.values())).to(torch.device("cpu"))
-    if negatives and table.negative is None:
-        if not getattr(model, "guided", False):
-            raise ModelError(
-                f"reference.guidance needs classifier-free guidance, which {type(model).__name__} has not; set it to 1"
-            )
-        empty = [replace(prompt, prompt=prompt.negative_prompt) for prompt in unique.values()]
-        table = replace(table, negative=model.encode(empty).to(torch.device("cpu")))
-    return Embeddings(table, {key: index for index, key in enumerate(unique)})
+    with scratch_folder(EMBEDDINGS) as folder:  # without a name, a file stays as long as it is mapped
+        return open_embeddings(folder, write_embeddings(model, prompts, folder, negatives))
 
 
 def encode_once(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Encode:
     """``embed`` now; the result looks up the conditioning of any of the prompts, on the model's device."""
     embeddings, device = embed(model, prompts, negatives), device_of(model)
     return lambda wanted: embeddings(wanted).to(device)
+
+
+def write_embeddings(
+    model: Model, prompts: Iterable[Prompt], folder: Path, negatives: bool = False, rank: int = 0, world: int = 1
+) -> list[Prompt]:
+    """Encode every different prompt into files, this process one of ``world`` files; returns the prompts in their order.
+
+    Args:
+        negatives: as of ``embed``.
+
+    Raises:
+        ModelError: ``negatives`` of a family without classifier-free guidance.
+    """
+    unique = list({_key(prompt): prompt for prompt in prompts}.values())
+    for number, part in list(enumerate(_parts(unique)))[rank::world]:
+        table = _encoded(model, part, negatives)
+        tensors = {POSITIVE + name: values for name, values in table.tensors.items()}
+        if table.negative is not None:
+            tensors |= {NEGATIVE + name: values for name, values in table.negative.tensors.items()}
+        # The library refuses views and tensors that share memory.
+        plain = {name: values.clone(memory_format=torch.contiguous_format) for name, values in tensors.items()}
+        save_file(plain, folder / f"{number}.safetensors", {"guidance": repr(table.guidance)})
+    return unique
+
+
+def open_embeddings(folder: Path, prompts: Sequence[Prompt]) -> Embeddings:
+    """Map the files of ``write_embeddings``, given the prompts that it returned."""
+    tables = [_table(folder / f"{number}.safetensors") for number, _ in enumerate(_parts(prompts))]
+    return Embeddings(tables, {_key(prompt): row for row, prompt in enumerate(prompts)})
+
+
+def _parts(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
+    return [prompts[start : start + PROMPTS_PER_FILE] for start in range(0, len(prompts), PROMPTS_PER_FILE)]
+
+
+def _encoded(model: Model, prompts: Sequence[Prompt], negatives: bool) -> Conditioning:
+    table = model.encode(prompts).to(torch.device("cpu"))
+    if negatives and table.negative is None:
+        if not getattr(model, "guided", False):
+            raise ModelError(
+                f"reference.guidance needs classifier-free guidance, which {type(model).__name__} has not; set it to 1"
+            )
+        empty = [replace(prompt, prompt=prompt.negative_prompt) for prompt in prompts]
+        table = replace(table, negative=model.encode(empty).to(torch.device("cpu")))
+    return table
+
+
+def _table(path: Path) -> Conditioning:
+    """A file as tensors that are read from the disk where they are used."""
+    with safe_open(path, framework="pt") as file:
+        tensors, guidance = {name: file.get_tensor(name) for name in file.keys()}, float(file.metadata()["guidance"])  # noqa: SIM118
+    sides = [
+        Conditioning({name.removeprefix(side): values for name, values in tensors.items() if name.startswith(side)})
+        for side in (POSITIVE, NEGATIVE)
+    ]
+    return Conditioning(sides[0].tensors, sides[1] if sides[1].tensors else None, guidance)
+
+
+def _rows(tables: Sequence[Conditioning], rows: Tensor) -> Conditioning:
+    """Some rows of all tables together."""
+    tensors = {name: _gathered([table[name] for table in tables], rows) for name in tables[0].tensors}
+    negatives = [table.negative for table in tables if table.negative is not None]
+    return replace(tables[0], tensors=tensors, negative=_rows(negatives, rows) if negatives else None)
+
+
+def _gathered(tables: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Some rows, those of rank 2 and more padded with zeros to the longest dimension 1 of all tables."""
+    shape = list(tables[0].shape[1:])
+    if shape:
+        shape[0] = max(values.shape[1] for values in tables)
+    found, file = tables[0].new_zeros(len(rows), *shape), rows // PROMPTS_PER_FILE
+    for number in file.unique().tolist():
+        here = (file == number).nonzero()[:, 0]
+        values = tables[number][rows[here] % PROMPTS_PER_FILE]
+        found[(here, slice(values.shape[1])) if shape else here] = values
+    return found
 
 
 def _key(prompt: Prompt) -> Key:

@@ -49,7 +49,7 @@ def atomic_write(
         DiskFullError: no space was left.
     """
     remove_stale_partials(path)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial = _partial(path, os.getpid())
     remove(partial)
     try:
         with raise_if_disk_full(path):
@@ -60,6 +60,10 @@ def atomic_write(
                 publish(partial, path)
     finally:
         remove(partial)
+
+
+def _partial(path: Path, process: int) -> Path:
+    return path.with_name(f".{path.name}.partial-{process}")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -145,6 +149,24 @@ def private_folder(parent: Path | None = None) -> Path:
             "another user may have put something into it; remove it, or set TMPDIR to a folder of your own"
         )
     return folder
+
+
+@contextmanager
+def scratch_folder(name: str) -> Iterator[Path]:
+    """An empty folder on this machine, which is removed with its files when the block ends; at most one of a name in a process.
+
+    What a killed process left behind is removed by the next one that asks for the same name.
+
+    Raises:
+        DiskFullError: no space was left.
+    """
+    with atomic_write(private_folder() / name, Path.mkdir, publish=lambda partial, path: None) as folder:
+        yield folder
+
+
+def scratch_path(name: str, process: int) -> Path:
+    """Where ``scratch_folder`` puts the folder of the process with this number."""
+    return _partial(private_folder() / name, process)
 
 
 def safe_join(folder: Path, name: str) -> Path:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from pipeline_cases import LONG, SHORT, TINY, few_tokens, picture, prompts
 
-from ebbflow.models import Conditioning, ModelError
+from ebbflow.data.prompts import Prompt
+from ebbflow.models import Conditioning, ModelError, encoding
 from ebbflow.models.base import predict
-from ebbflow.models.encoding import embed, encode_once
+from ebbflow.models.encoding import embed, encode_once, open_embeddings, write_embeddings
 
 
 def given(count, length, negative=None, start=0):
@@ -144,6 +146,63 @@ def test_every_different_prompt_is_encoded_once(tiny):
     assert not torch.allclose(found.negative["embeds"][1], found.negative["embeds"][3], atol=1e-2)
     with pytest.raises(KeyError):
         look_up([replace(first, prompt="never seen")])
+
+
+class Lengths:
+    """A model whose prompts are as long as their text, and tell who encoded them when."""
+
+    guided, transformer = True, torch.nn.Linear(1, 1)
+
+    def __init__(self):
+        self.calls = []
+
+    def encode(self, wanted):
+        self.calls.append([prompt.prompt for prompt in wanted])
+        length = max(len(prompt.prompt) for prompt in wanted)
+        embeds, mask = (
+            torch.zeros(len(wanted), length, 2, dtype=torch.bfloat16),
+            torch.zeros(len(wanted), length, dtype=torch.bool),
+        )
+        for row, prompt in enumerate(wanted):
+            mask[row, : len(prompt.prompt)] = True
+            embeds[row, : len(prompt.prompt)] = prompt.prompt_id + 1
+        pooled = torch.tensor([[float(prompt.prompt_id)] for prompt in wanted]).expand(-1, 3)
+        return Conditioning({"embeds": embeds, "mask": mask, "pooled": pooled, "time": pooled[:, 0]}, guidance=4.5)
+
+
+LENGTHS = (3, 1, 2, 7, 4)
+TEXTS = [Prompt(number, "x" * length, "n", None, "", "train", "{}") for number, length in enumerate(LENGTHS)]
+
+
+def test_prompts_in_several_files_are_padded_as_if_they_were_in_one(monkeypatch):
+    model, wanted = Lengths(), [TEXTS[row] for row in (4, 0, 3, 3, 1)]
+    together = embed(model, TEXTS, negatives=True)(wanted)
+    monkeypatch.setattr(encoding, "PROMPTS_PER_FILE", 2)
+    found = embed(model, TEXTS, negatives=True)(wanted)
+    assert same(found, together)
+    assert found["embeds"].dtype == torch.bfloat16
+    assert found["embeds"].shape == (5, 7, 2)
+    assert found["mask"].sum(1).tolist() == [4, 3, 7, 7, 1]
+    assert found["time"].tolist() == [4, 0, 3, 3, 1]
+    assert [len(call) for call in model.calls] == [5, 5, 2, 2, 2, 2, 1, 1]
+
+
+def test_every_process_encodes_its_own_files_and_reads_all(monkeypatch, tmp_path):
+    monkeypatch.setattr(encoding, "PROMPTS_PER_FILE", 2)
+    models = [Lengths(), Lengths()]
+    for rank, model in enumerate(models):
+        assert write_embeddings(model, [*TEXTS, TEXTS[0]], tmp_path, rank=rank, world=2) == TEXTS
+    assert [len(model.calls) for model in models] == [2, 1]
+    assert same(open_embeddings(tmp_path, TEXTS)(TEXTS), embed(Lengths(), TEXTS)(TEXTS))
+
+
+def test_embeddings_are_on_the_disk_and_their_files_have_no_name(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    embeddings = embed(Lengths(), TEXTS)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert any(line.endswith("0.safetensors (deleted)") for line in mapped)
+    assert embeddings(TEXTS)["time"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_an_image_to_edit_is_needed_and_all_need_one_size(tiny, monkeypatch):

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from ebbflow.offline.scoring import score_shard
 from ebbflow.stage import StageContext
 from ebbflow.storage import artifacts
 from ebbflow.storage.artifacts import new_folder, verify
-from ebbflow.storage.disk import DiskFullError, write_text
+from ebbflow.storage.disk import DiskFullError, scratch_folder, scratch_path, write_text
 from ebbflow.storage.tables import read_table_metadata, row_count, write_table
 from ebbflow.training.checkpoint import write_part
 from ebbflow.training.policy import Policy
@@ -83,7 +84,7 @@ def test_rollouts_and_scores(model, make_recipe, make_prompts, scorer, tmp_path)
     policy.ensure("old")
     rollouts, scores = tmp_path / "rollouts.parquet", tmp_path / "scores.parquet"
     generate = partial(generate_shard, ctx, model, policy, 0, prompts, 0, rollouts)
-    require_refused_then_written(rollouts, generate, size=4_000)
+    require_refused_then_written(rollouts, generate, size=10_000)
     require_refused_then_written(scores, partial(score_shard, ctx, scorer, prompts, rollouts, scores), size=500)
     assert row_count(scores) == row_count(rollouts) == 8
 
@@ -227,3 +228,16 @@ def test_errors_of_other_kinds_stay_what_they_are(tmp_path):
         write_table(tmp_path / "t.parquet", schema, batches(), {})
     write_table(tmp_path / "t.parquet", schema, [], {"seconds": time.time() * 0})
     assert read_table_metadata(tmp_path / "t.parquet") == {"seconds": 0}
+
+
+def test_a_scratch_folder_is_where_other_processes_find_it_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_folder("things") as folder:
+        assert folder == scratch_path("things", os.getpid())
+        (folder / "file").touch()
+        killed = scratch_path("things", 1)
+        (killed / "deep").mkdir(parents=True)
+    assert list(killed.parent.iterdir()) == [killed]
+    with scratch_folder("things") as folder:
+        assert list(killed.parent.iterdir()) == [folder]
+        assert not list(folder.iterdir())
