@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import threading
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +21,17 @@ from torch import Tensor
 
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
-from ebbflow.data.schema import ADVANTAGES
+from ebbflow.data.schema import ADVANTAGES, KEY
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning, Model
-from ebbflow.models.encoding import Encode, encode_once
-from ebbflow.offline.shards import read_latents, require_shard, seconds_of
+from ebbflow.models.base import device_of
+from ebbflow.models.encoding import EMBEDDINGS, Encode, open_embeddings, write_embeddings
+from ebbflow.offline.shards import read_latent_parts, require_shard, seconds_of
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.seeding import Stream, generator
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.disk import DiskFullError, raise_if_disk_full
-from ebbflow.storage.tables import read_column, read_table, read_table_metadata, row_count
+from ebbflow.storage.disk import DiskFullError, raise_if_disk_full, scratch_folder, scratch_path
+from ebbflow.storage.tables import read_columns, read_table, read_table_metadata, row_count
 from ebbflow.timing import Clock
 from ebbflow.training.batches import SampleGroups, forward_batch, num_micro_batches, shard_for_rank, split_evenly
 from ebbflow.training.checkpoint import Checkpoints, restore, step_of, write_part
@@ -39,14 +44,25 @@ from ebbflow.training.update import PolicyUpdater, TrainingError
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of a rollout shard that are worth training on: row numbers, keys, advantages, and which of them stay together."""
+    """The rows of a rollout shard that are worth training on: row numbers, keys and advantages, and how many groups they make."""
 
     path: Path
     rows: np.ndarray
     prompt_ids: np.ndarray
     samples: np.ndarray
     advantage: np.ndarray
-    groups: SampleGroups
+    num_groups: int
+    num_selected: int
+    """Samples in groups."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A shard in an epoch, and the batches of its samples that are trained on then."""
+
+    epoch: int
+    shard: Shard
+    batches: list[SampleGroups]
 
 
 @dataclass(frozen=True)
@@ -95,13 +111,11 @@ def train_epochs(
         CheckpointError: with so many processes the epochs have another number of steps than those of the checkpoint.
     """
     config, ranks, clock = ctx.offline, Ranks.current(), Clock()
-    table = read_table(advantages, ADVANTAGES)
-    shards = _large_enough([_trainable_rows(ctx, path, table) for path in rollouts], updater, ranks)
-    num_steps = config.epochs * sum(len(_batches(shard.groups, config.batch_size, ranks.world)) for shard in shards)
+    shards = _large_enough(_trainable_shards(ctx, rollouts, advantages), updater, ranks)
+    num_steps = config.epochs * sum(_num_batches(shard, config.batch_size, ranks) for shard in shards)
     state = _resumed(checkpoints, updater, recorder, ranks, num_steps)
-    parts = _parts(ctx, model, prompts, shards, ranks, state.step)
     gpus = float(ranks.world * torch.cuda.is_available())
-    with handle_sigterm():
+    with closing(_parts(ctx, model, prompts, shards, ranks, state.step)) as parts, handle_sigterm():
         loop = StageLoop(ctx, state, recorder, checkpoints, num_steps, gpus, quiet=ranks.rank > 0)
         for step, part in zip(loop.steps(), parts, strict=False):
             metrics = _timed_update(ctx, updater, part, ranks, clock)
@@ -131,14 +145,12 @@ def samples_of_step(
         step: from zero.
         processes: that train together. They decide how the samples are divided into batches.
     """
-    table = read_table(advantages, ADVANTAGES)
-    shards = [shard for path in rollouts if len((shard := _trainable_rows(ctx, path, table)).groups) >= processes]
-    visit = next(islice(_schedule(ctx, shards, Ranks(0, processes)), step, None), None)
+    shards = [shard for shard in _trainable_shards(ctx, rollouts, advantages) if shard.num_groups >= processes]
+    visit = next(_schedule(ctx, shards, Ranks(0, processes), done=step), None)
     if visit is None:
         return None
-    _, index, batch = visit
-    rows = np.concatenate(batch)
-    return shards[index].path, shards[index].rows[rows], shards[index].advantage[rows]
+    rows = np.concatenate(visit.batches[0])
+    return visit.shard.path, visit.shard.rows[rows], visit.shard.advantage[rows]
 
 
 def train_offline_folder(
@@ -231,13 +243,32 @@ def _update(ctx: StageContext, updater: PolicyUpdater, part: Part, ranks: Ranks)
     return updater.update(batch, num_micro_batches(part.groups, ranks.world, hyper.noise_levels, ctx.config.micro_batch))
 
 
-def _trainable_rows(ctx: StageContext, path: Path, advantages: pa.Table) -> Shard:
-    keys = pa.table({name: read_column(path, name) for name in ("prompt_id", "sample")})
-    keys = keys.append_column("row", pa.array(np.arange(len(keys))))
-    found = keys.join(advantages, ["prompt_id", "sample"], join_type="inner").sort_by("row")
-    rows, prompt_ids, samples, advantage = (found[name].to_numpy() for name in ("row", "prompt_id", "sample", "advantage"))
-    groups = ctx.algorithm.select(advantage, np.ones(len(rows), bool), prompt_ids, ctx.config.hyper)
-    return Shard(path, rows, prompt_ids, samples, advantage, groups)
+def _trainable_shards(ctx: StageContext, rollouts: list[Path], advantages: Path) -> list[Shard]:
+    """Every shard with its rows that have an advantage. All are joined at once: a join for each is quadratic in the samples."""
+    keys = [read_columns(path, KEY) for path in rollouts]
+    ends = np.cumsum([len(table) for table in keys])
+    together = pa.concat_tables(keys)
+    together = together.append_column("row", pa.array(np.arange(len(together))))
+    found = together.join(read_table(advantages, ADVANTAGES), KEY, join_type="inner").sort_by("row")
+    columns = [found[name].to_numpy() for name in ("row", *KEY, "advantage")]
+    cuts = np.searchsorted(columns[0], ends[:-1])
+    parts = zip(*(np.split(column, cuts) for column in columns), strict=True)
+    return [
+        _shard(ctx, path, rows - (end - len(table)), *rest)
+        for path, table, end, (rows, *rest) in zip(rollouts, keys, ends, parts, strict=True)
+    ]
+
+
+def _shard(
+    ctx: StageContext, path: Path, rows: np.ndarray, prompt_ids: np.ndarray, samples: np.ndarray, advantage: np.ndarray
+) -> Shard:
+    groups = _groups(ctx, advantage, prompt_ids)
+    return Shard(path, rows, prompt_ids, samples, advantage, len(groups), sum(map(len, groups)))
+
+
+def _groups(ctx: StageContext, advantage: np.ndarray, prompt_ids: np.ndarray) -> SampleGroups:
+    """Which samples of a shard stay together. Not kept with the shard: an array for every group is most of its memory."""
+    return ctx.algorithm.select(advantage, np.ones(len(advantage), bool), prompt_ids, ctx.config.hyper)
 
 
 def _large_enough(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> list[Shard]:
@@ -246,9 +277,9 @@ def _large_enough(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> 
     Raises:
         TrainingError: there is something to learn from, and no shard of it is large enough.
     """
-    large = [shard for shard in shards if len(shard.groups) >= ranks.world]
-    left_out = {shard.path.name: len(shard.groups) for shard in shards if 0 < len(shard.groups) < ranks.world}
-    if not any(shard.groups for shard in shards):
+    large = [shard for shard in shards if shard.num_groups >= ranks.world]
+    left_out = {shard.path.name: shard.num_groups for shard in shards if 0 < shard.num_groups < ranks.world}
+    if not any(shard.num_groups for shard in shards):
         updater.alarms.append("nothing was learnt: no group has samples that score differently")
         warnings.warn(updater.alarms[-1], stacklevel=3)
     if not left_out:
@@ -265,60 +296,100 @@ def _large_enough(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> 
 
 def _parts(
     ctx: StageContext, model: Model, prompts: list[Prompt], shards: list[Shard], ranks: Ranks, done: int
-) -> Iterator[Part]:
+) -> Generator[Part]:
     """This process's part of the batch of every optimiser step after those that are done. Prompts are encoded at once."""
     if not shards:
-        return iter(())
+        return (part for part in ())
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    wanted = (by_id[i] for shard in shards for i in shard.prompt_ids.tolist())
-    encode = encode_once(model, wanted, negatives=ctx.config.reference.guided)
-    schedule = islice(_schedule(ctx, shards, ranks), done, None)
+    wanted = dict.fromkeys(i for shard in shards for i in shard.prompt_ids.tolist())
+    encode = _encode_together(ctx, model, [by_id[i] for i in wanted], ranks)
+    loaded = _with_latents(_schedule(ctx, shards, ranks, done), ranks)
 
-    def parts() -> Iterator[Part]:
-        for (epoch, index), batches in groupby(schedule, key=lambda visit: visit[:2]):
-            shard, latents = shards[index], read_latents(shards[index].path)
-            for *_, batch in batches:
-                yield _part(ctx, shard, latents, by_id, encode, epoch, batch, ranks)
+    def parts() -> Generator[Part]:
+        with closing(loaded):
+            for visit, batch, latents in loaded:
+                yield _part(ctx, visit, batch, latents, by_id, encode, ranks)
 
     return parts()
 
 
-def _schedule(ctx: StageContext, shards: list[Shard], ranks: Ranks) -> Iterator[tuple[int, int, SampleGroups]]:
-    """(epoch, shard, batch) of every optimiser step.
+def _encode_together(ctx: StageContext, model: Model, prompts: list[Prompt], ranks: Ranks) -> Encode:
+    """Encode every prompt once on this machine, each process a share of them; all read the same files."""
+    with ExitStack() as stack:
+        process = first(os.getpid())
+        folder = stack.enter_context(scratch_folder(EMBEDDINGS)) if ranks.rank == 0 else scratch_path(EMBEDDINGS, process)
+        ranks.barrier()  # rank 0 has made the folder
+        prompts = write_embeddings(model, prompts, folder, ctx.config.reference.guided, ranks.rank, ranks.world)
+        ranks.barrier()
+        embeddings, device = open_embeddings(folder, prompts), device_of(model)
+        ranks.barrier()  # all have opened the files, and rank 0 removes their names
+    return lambda wanted: embeddings(wanted).to(device)
+
+
+def _schedule(ctx: StageContext, shards: list[Shard], ranks: Ranks, done: int = 0) -> Iterator[Visit]:
+    """The batches of all optimiser steps but the first ``done``, a shard at a time.
 
     An epoch goes through the shards in a seeded order and shuffles inside each, so one shard is in memory at a time.
     """
     for epoch in range(ctx.offline.epochs):
         for index in _order(ctx.seed, epoch, 0, len(shards)).tolist():
-            groups = shards[index].groups
-            order = [groups[i] for i in _order(ctx.seed, epoch, 1 + index, len(groups))]
-            for batch in _batches(order, ctx.offline.batch_size, ranks.world):
-                yield epoch, index, batch
+            shard = shards[index]
+            skipped = min(done, _num_batches(shard, ctx.offline.batch_size, ranks))
+            done -= skipped
+            if skipped < _num_batches(shard, ctx.offline.batch_size, ranks):
+                groups = _groups(ctx, shard.advantage, shard.prompt_ids)
+                order = [groups[i] for i in _order(ctx.seed, epoch, 1 + index, len(groups))]
+                batches = split_evenly(order, _num_batches(shard, ctx.offline.batch_size, ranks))
+                yield Visit(epoch, shard, batches[skipped:])
+
+
+def _with_latents(visits: Iterator[Visit], ranks: Ranks) -> Generator[tuple[Visit, SampleGroups, Tensor]]:
+    """Every batch with this process's latents of it, [n, ...], which are freed with the batch.
+
+    A thread reads a shard while the second half of the one before is trained on, so one and a half are in memory at most.
+    """
+    closed = threading.Event()
+
+    def read(visit: Visit) -> list[Tensor]:
+        rows = [visit.shard.rows[np.concatenate(shard_for_rank(batch, ranks))] for batch in visit.batches]
+        return read_latent_parts(visit.shard.path, rows, closed.is_set)
+
+    with ThreadPoolExecutor(1, "read_shard") as reader:
+        try:
+            visit = next(visits, None)
+            reading = reader.submit(read, visit) if visit else None
+            while visit and reading:
+                latents, upcoming, reading = deque(reading.result()), next(visits, None), None
+                for batch in visit.batches:
+                    if upcoming and not reading and 2 * (len(latents) - 1) < len(visit.batches):
+                        reading = reader.submit(read, upcoming)
+                    yield visit, batch, latents.popleft()
+                visit = upcoming
+        finally:
+            closed.set()  # a stage that was preempted must not wait for the rest of a shard
 
 
 def _part(
     ctx: StageContext,
-    shard: Shard,
+    visit: Visit,
+    batch: SampleGroups,
     latents: Tensor,
     prompts: dict[int, Prompt],
     encode: Encode,
-    epoch: int,
-    batch: SampleGroups,
     ranks: Ranks,
 ) -> Part:
     """This process's part of a batch."""
-    mine = shard_for_rank(batch, ranks)
+    shard, mine = visit.shard, shard_for_rank(batch, ranks)
     rows = np.concatenate(mine)
     keys = SampleKeys(ctx.seed, shard.prompt_ids[rows].tolist(), shard.samples[rows].tolist())
     group_index = np.repeat(np.arange(len(mine)), [len(group_index) for group_index in mine])
     conditioning, advantage = encode([prompts[i] for i in keys.prompt_ids]), torch.from_numpy(shard.advantage[rows])
-    return Part(epoch, batch, keys, group_index, latents[shard.rows[rows]], conditioning, advantage)
+    return Part(visit.epoch, batch, keys, group_index, latents.float(), conditioning, advantage)
 
 
-def _batches(groups: SampleGroups, batch_size: int, world: int) -> list[SampleGroups]:
-    """The groups in equal batches of about ``batch_size`` samples, each with one for every process: no small last one."""
-    samples = sum(map(len, groups))
-    return split_evenly(groups, min(math.ceil(samples / batch_size), len(groups) // world))
+def _num_batches(shard: Shard, batch_size: int, ranks: Ranks) -> int:
+    """Equal batches of about ``batch_size`` samples, each with a group for every process: no small last one."""
+    return min(math.ceil(shard.num_selected / batch_size), shard.num_groups // ranks.world)
 
 
 def _order(seed: int, epoch: int, index: int, count: int) -> np.ndarray:
