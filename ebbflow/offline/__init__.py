@@ -9,12 +9,13 @@ Why
     losses need only final latents, so the same samples serve several epochs.
 
 How
-    ``train_epochs`` walks through a seeded order of shards and batches, one shard in memory at a time. ``training.stage_loop`` is
-    the frame of its loop: progress, checkpoints, budget and preemption, the same as online. ``replay`` gives the samples of one
-    optimiser step again.
+    ``train_epochs`` walks through a seeded order of shards and batches. A thread reads the next shard while the second half of
+    one is trained on, and a batch's latents are freed with it. ``training.stage_loop`` is the frame of its loop: progress,
+    checkpoints, budget and preemption, the same as online. ``replay`` gives the samples of one optimiser step again.
 
 Gotchas
     - The order of batches depends on the number of processes, so a checkpoint resumes only with as many as before.
     - The old policy that generated the samples stays as it is until the stage ends; then it becomes the trained one.
+    - Every process reads the row groups of its own rows, which lie all over a shard: each decodes most of it.
     - Every process decides the same things: which shards are large enough, which checkpoint is the newest (rank 0 chooses).
 """

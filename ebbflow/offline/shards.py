@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,7 @@ def read_latent_parts(path: Path, parts: Sequence[np.ndarray], stopped: Callable
     import torch
 
     layout, lengths, nothing = read_layout(path), [len(rows) for rows in parts], np.empty(0, np.int64)
-    found = [torch.empty(length, *layout.shape, dtype=getattr(torch, layout.precision)) for length in lengths]
+    found = [_new_tensor((length, *layout.shape), getattr(torch, layout.precision)) for length in lengths]
     rows, position = np.concatenate([nothing, *parts]), np.concatenate([nothing, *map(np.arange, lengths)])
     order = np.argsort(rows, kind="stable")
     rows, position, part = rows[order], position[order], np.repeat(np.arange(len(parts)), lengths)[order]
@@ -154,6 +155,15 @@ def read_latent_parts(path: Path, parts: Sequence[np.ndarray], stopped: Callable
     if copied < len(rows) and not stopped():
         raise TableError(f"{path} has {row_count(path)} rows, and row {rows[-1]} is asked for; generate it again")
     return found
+
+
+def _new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory of its own pages, which the system has back once it is freed; of what malloc had from a thread, much stays."""
+    import torch
+
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def latent_values(layout: LatentLayout, value: bytes) -> np.ndarray:

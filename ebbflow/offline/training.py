@@ -298,16 +298,15 @@ def _parts(
     ctx: StageContext, model: Model, prompts: list[Prompt], shards: list[Shard], ranks: Ranks, done: int
 ) -> Generator[Part]:
     """This process's part of the batch of every optimiser step after those that are done. Prompts are encoded at once."""
-    if not shards:
-        return (part for part in ())
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     wanted = dict.fromkeys(i for shard in shards for i in shard.prompt_ids.tolist())
-    encode = _encode_together(ctx, model, [by_id[i] for i in wanted], ranks)
+    encode = _encode_together(ctx, model, [by_id[i] for i in wanted], ranks) if wanted else None
     loaded = _with_latents(_schedule(ctx, shards, ranks, done), ranks)
 
     def parts() -> Generator[Part]:
         with closing(loaded):
             for visit, batch, latents in loaded:
+                assert encode, "there are samples, and so prompts"
                 yield _part(ctx, visit, batch, latents, by_id, encode, ranks)
 
     return parts()

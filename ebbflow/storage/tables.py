@@ -19,6 +19,9 @@ from ebbflow.storage.disk import atomic_write
 _METADATA, _METADATA_SHA256 = "ebbflow", "ebbflow.sha256"
 """Keys in the footer of the file. The footer of a Parquet file has no checksum of its own."""
 
+ROW_GROUP_BYTES = 2 * 2**20
+"""Of a row group at most, unless a row is larger: readers hold a few row groups in memory."""
+
 
 class TableError(Exception):
     """A table that cannot be used: names the file, what is wrong and the fix."""
@@ -35,7 +38,7 @@ def write_table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
 def open_table_writer(path: Path, schema: pa.Schema, metadata: dict[str, Any]) -> Iterator[Callable[[pa.RecordBatch], None]]:
     """Yield a function that writes a batch; the table appears when the block ends, and an exception leaves nothing behind.
 
-    Every batch is a row group. Binary columns (latents, images) get no dictionary and no statistics: no two values are the same.
+    Binary columns (latents, images) get no dictionary and no statistics, as no two values are the same.
 
     Args:
         metadata: what made the table (seconds, sampler, recipe ...), kept as JSON in the footer; it is read when the block ends,
@@ -47,7 +50,7 @@ def open_table_writer(path: Path, schema: pa.Schema, metadata: dict[str, Any]) -
     narrow = [field.name for field in schema if not (pa.types.is_binary(field.type) or pa.types.is_fixed_size_binary(field.type))]
     options: dict[str, Any] = {"use_dictionary": narrow, "write_statistics": narrow, "write_page_checksum": True}
     with atomic_write(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd", **options) as writer:
-        yield writer.write_batch
+        yield lambda batch: writer.write_batch(batch, max(1, len(batch) * ROW_GROUP_BYTES // max(1, batch.nbytes)))
         text = json.dumps(metadata, sort_keys=True)
         writer.add_key_value_metadata({_METADATA: text, _METADATA_SHA256: _sha256(text.encode())})
 

@@ -9,11 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ebbflow.data.schema import ADVANTAGES, score_schema
+from ebbflow.storage import tables
 from ebbflow.storage.tables import (
     TableError,
     open_table_writer,
     read_batches,
     read_column,
+    read_row_groups,
     read_table,
     read_table_metadata,
     row_count,
@@ -59,6 +61,15 @@ def test_about_may_be_filled_while_batches_are_drawn(tmp_path):
 
     write_table(tmp_path / "deep" / "table.parquet", SCHEMA, batches(), said)
     assert read_table_metadata(tmp_path / "deep" / "table.parquet") == {"seconds": 7}
+
+
+def test_large_rows_are_in_small_row_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "ROW_GROUP_BYTES", 1000)
+    schema, path = pa.schema([pa.field("latent", pa.binary(400))]), tmp_path / "table.parquet"
+    rows = [bytes([number]) * 400 for number in range(5)]
+    write_table(path, schema, [pa.record_batch([pa.array(rows, pa.binary(400))], schema=schema)], {})
+    found = [(start, values.to_pylist()) for start, values in read_row_groups(path, "latent", lambda start, end: end > 2)]
+    assert found == [(2, rows[2:4]), (4, rows[4:])]
 
 
 def test_several_tables_are_written_at_once_and_appear_together(tmp_path):
