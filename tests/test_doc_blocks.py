@@ -19,7 +19,7 @@ PAGES = [
 ]
 BLOCKS = {page: blocks_of((ROOT / page).read_text(), page) for page in PAGES if "reference" not in page}
 RUN = {"sh", "python", "yaml"}
-SHOWN = {"text", "json", "output", "{toctree}", "{eval-rst}"}
+SHOWN = {"text", "json", "dockerfile", "output", "{toctree}", "{eval-rst}"}
 MADE_UP_RUN = "glyph-1a2b3c4d"
 PICTURES = ("street.jpg", "better.png", "worse.png", "cat.png")
 """Of the user, on the pages."""

@@ -49,5 +49,7 @@ def test_without_another_folder_it_lies_in_the_runs_of_this_clone() -> None:
 
 
 def test_make_clean_removes_what_lies_in_the_clone_and_nothing_else() -> None:
-    done = subprocess.run(["make", "--dry-run", "clean"], cwd=ROOT, capture_output=True, text=True, check=True)
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "VENV")  # of the make that runs these tests
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    done = subprocess.run(["make", "--dry-run", "clean"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["rm -rf .venv runs"]
