@@ -37,9 +37,10 @@ from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate
+from ebbflow.stage import WATCHED_EVERY, WATCHED_FIRST
 from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, forward_batch, parts, trajectory_batch
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import WATCHED_EVERY, WATCHED_FIRST, PolicyUpdater, make_optimizer
+from ebbflow.training.update import PolicyUpdater, make_optimizer
 
 NOTES = (
     "An update is the mean of four, of which one measures the drift. What a rollout does beside its forward passes (noise, "

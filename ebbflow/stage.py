@@ -21,6 +21,21 @@ if TYPE_CHECKING:  # scoring and advantages know their stage and do without torc
     from ebbflow.flow.noise import SampleKeys
 
 
+WATCHED_ROWS = 17
+"""Every so many rows are compared with the base model where nothing else does. It is prime: every noise level has its turn."""
+WATCHED_FIRST, WATCHED_EVERY = 8, 4
+"""So many updates of a stage are watched one by one, then every so many: on a small network another pass is felt."""
+
+
+def drift_stride(updates: int, passes: int) -> int | None:
+    """Every how many rows of an update, which follows ``updates`` others, the drift is measured; None: at none of them.
+
+    They are few enough for one pass, where the rows take ``passes``.
+    """
+    watched = updates < WATCHED_FIRST or updates % WATCHED_EVERY == 0
+    return max(WATCHED_ROWS, passes | 1) if watched else None
+
+
 class MetricsLogger(Protocol):
     """Takes what a stage shows of itself; ``ebbflow.tracking.child_run.RunLogger`` is one."""
 

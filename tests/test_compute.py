@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 import torch
 
@@ -173,12 +174,15 @@ def test_ranks_before_they_join_their_group(monkeypatch):
 
 
 def test_pods_that_score_before_they_load_a_network(monkeypatch):
+    import ebbflow.data.prompts as prompts
     import ebbflow.storage.tables as tables
     import ebbflow.tracking.child_run as child_run
     from tasks import score_rollouts as module
 
     seen = stop_at(monkeypatch, rewards, "load_scorer")
     monkeypatch.setattr(tables, "read_table_metadata", lambda shard: {"shard": 0})
+    monkeypatch.setattr(tables, "read_column", lambda shard, name: pa.chunked_array([[0]]))
+    monkeypatch.setattr(prompts, "read_prompts", lambda *arguments: [])
     monkeypatch.setattr(child_run, "node_run", lambda run, node: torch.no_grad())
     with pytest.raises(Reached):
         module.score_rollouts.task_function(**arguments_of_a_task(monkeypatch, module), rollouts=None)

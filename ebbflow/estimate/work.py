@@ -12,7 +12,7 @@ from ebbflow.flow.windows import plan, shortened
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import correction_of
-from ebbflow.stage import StageContext
+from ebbflow.stage import StageContext, drift_stride
 
 PNG_BYTES_PER_PIXEL = 3
 """At most: noise; photographs take about half."""
@@ -53,8 +53,8 @@ def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Wo
     comparing += 2 * rows * config.reference.guided  # only on final latents, where ``passes`` is 1
     if "rollout" in compared_copies(ctx):  # which is the policy itself in the first update on new samples
         comparing -= rows * (config.steps if config.kind == "online" else 1) // updates
-    if "reference" not in compared_copies(ctx):  # then the drift is measured on the first pass of every update
-        comparing += updates * min(max(config.micro_batch, group_index), math.ceil(rows / updates))
+    if "reference" not in compared_copies(ctx):
+        comparing += _watched_rows(updates, math.ceil(rows / updates), max(config.micro_batch, group_index))
     return Work(
         samples=samples,
         denoising=round(denoising_steps(ctx) * samples) * sample.passes,
@@ -63,6 +63,12 @@ def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Wo
         shards=shard_bytes(sample, samples, config.latent_precision) if config.kind == "offline" else 0,
         policy=4 * (trained * (1 + len(ctx.following) + bool(ctx.recipe.policy.ema)) + buffers),
     )
+
+
+def _watched_rows(updates: int, rows: int, together: int) -> int:
+    """Rows at which ``updates`` of ``rows`` each measure the drift, in a process that takes so many rows ``together``."""
+    strides = [drift_stride(update, math.ceil(rows / together)) for update in range(updates)]
+    return sum(math.ceil(rows / stride) for stride in strides if stride)
 
 
 def passes_of(ctx: StageContext, sample: Sample) -> int:

@@ -21,6 +21,7 @@ from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.choices import OptimizerConfig
 from ebbflow.recipe.stages import StageConfig
+from ebbflow.stage import drift_stride
 from ebbflow.training.batches import ForwardInputs, RowBatch, parts
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata, Progress, progress_of
@@ -37,10 +38,6 @@ def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.AdamW
 
 FIRST_LOSS_SCALE = 2.0**16
 """Factor of the loss in float16; halved, and the passes repeated, whenever a gradient overflows: no step is skipped."""
-WATCHED = 17
-"""Every so many rows are compared with the base model where nothing else does. It is prime: every noise level has its turn."""
-WATCHED_FIRST, WATCHED_EVERY = 8, 4
-"""So many updates of a stage are watched one by one, then every so many: on a small network another pass is felt."""
 
 
 class PolicyUpdater:
@@ -143,10 +140,9 @@ class PolicyUpdater:
         self.optimizer.zero_grad(set_to_none=True)
         copies = self._copies(batch.inputs, slices)
         anchor = self._anchor(batch.inputs, slices, copies)
-        # All rows where the base's prediction costs nothing, or so few of them that they fit into one pass.
-        watched = 1 if "reference" in copies else max(WATCHED, len(slices) | 1)
         base = copies.get("reference")
-        if base is None and (self.updates < WATCHED_FIRST or self.updates % WATCHED_EVERY == 0):
+        watched = drift_stride(self.updates, len(slices)) if base is None else 1  # all rows where it costs nothing
+        if base is None and watched:
             base = _velocities(self.policy, "reference", batch.inputs, [slice(0, None, watched)])
         done = _Passes()
         for part in slices:
@@ -159,7 +155,7 @@ class PolicyUpdater:
             self.policy.reduce_gradients(part in (slices[0], slices[-1]))  # of the first alone, for the norm below
             (loss.sum() * weight).backward()
             done.add(loss, metrics, velocity)
-            if base is not None:
+            if base is not None and watched:
                 done.compare(velocity, base, part.start, watched)
             if part == slices[0] and len(slices) > 1:
                 norm = _gradient_norm(self.policy, self.loss_scale)

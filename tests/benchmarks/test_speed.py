@@ -11,8 +11,8 @@ import torch
 from benchmarks import speed
 from benchmarks.gpu_sides import SIZES, random_model, random_prompts
 from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.stage import WATCHED_ROWS
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import WATCHED
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_an_update_evaluates_what_a_bare_one_does_and_the_rows_that_are_watched(
     ours, bare = (rows_of(bench, side) for side in speed.update_sides(bench, policy))
     rows = 4 * len(speed.TRAINED)
     assert bare == speed.WATCHED_EVERY * 2 * rows
-    assert ours == bare + 2 * math.ceil(rows / WATCHED)
+    assert ours == bare + 2 * math.ceil(rows / WATCHED_ROWS)
 
 
 def test_the_ratio_is_that_of_the_turns(monkeypatch):

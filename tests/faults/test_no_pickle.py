@@ -296,7 +296,7 @@ def test_a_recipe_in_yaml(flag, tmp_path):
     file = tmp_path / "recipe.yaml"
     for tag in ("!!python/object/apply:pathlib.Path.touch", "!!python/name:os.system", "!!python/object/new:os.system"):
         file.write_text(f"name: {tag} ['{flag}']\n")
-        with pytest.raises(RecipeError, match="recipe.yaml is not valid YAML"):
+        with pytest.raises(RecipeError, match="recipe.yaml:1:7: not valid YAML"):
             load_recipe(file)
 
 
