@@ -144,7 +144,7 @@ class MarginsConfig(Strict):
 class GuardrailToleranceConfig(Strict):
     """How far the mean of a guardrail may fall below the champion's."""
 
-    default: float = Field(0.05, ge=0)
+    default: float = Field(0.1, ge=0)
     """Of every guardrail that is not named below, in standard deviations of the champion's prompts (Glass's delta)."""
     standard_deviations: dict[str, Tolerance] = {}
     """Of single guardrails by name, in the same unit."""
