@@ -1,9 +1,10 @@
 r"""The pull back to the base model, a choice of its own beside the algorithm.
 
 kl             mean((mu - mu_ref)^2) / (2 b^2)      b: the true standard deviation of the step, dt included
-kl_without_dt  mean((mu - mu_ref)^2) / (2 s^2)      s = b / sqrt|dt|: the scaling of Flow-GRPO's published code; under cps, whose
-                                                    published std has no dt, that code divides by 2 b^2, as kl
+kl_without_dt  mean((mu - mu_ref)^2) / (2 s^2)      s = b / sqrt|dt|: the scaling of Flow-GRPO's published code
 velocity       mean((v - v_ref)^2)             v_ref under classifier-free guidance, if the stage says so
+
+Under cps, whose published std has no dt, ``kl_without_dt`` divides by 2 b^2, as ``kl`` does.
 
 Its weight k is the same for all rows, or ``adaptive`` (CRD, 2603.14128): 1e-4 + (k - 1e-4) p with p = A / (2 c) + 1/2 in [0, 1]
 and c = ``advantages.clip``.
