@@ -10,8 +10,10 @@ import os
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -88,8 +90,13 @@ def store() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with _tracking_server(tmp_path_factory.mktemp("mlflow")) as uri:
+        yield uri
+
+
+@contextmanager
+def _tracking_server(folder: Path) -> Iterator[str]:
     """The URI of an MLflow server, which alone gets at its files."""
-    folder = tmp_path_factory.mktemp("mlflow")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -234,6 +241,27 @@ def test_everything_that_the_workflow_returns_is_in_the_store(cluster: Cluster, 
     candidate = msgpack.unpackb(outputs["candidate"].scalar.binary.value)
     assert cluster.store.exists(f"{candidate['policy']['folder']['path']}/COMMIT")
     assert not list(cluster.homes.iterdir())
+
+
+@pytest.mark.exhaustive
+def test_sixty_four_pods_share_the_work_of_a_stage(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
+    """A shard for each pod: every sample is generated, scored and trained on once, and nothing depends on a disk they share."""
+    homes, many, settings = tmp_path / "homes", tmp_path / "recipe.yaml", yaml.safe_load(recipe.read_text())
+    homes.mkdir()
+    stage = settings["stages"][1] | {"prompts": 64, "shards": 64, "group_size": 2, "batch_size": 32}
+    prompts = settings["prompts"] | {"count": 96}
+    many.write_text(yaml.safe_dump(settings | {"stages": [stage], "prompts": prompts, "output": f"{BUCKET}/many"}))
+    context, kind = FlyteContextManager.current_context(), TypeEngine.to_literal_type(Recipe)
+    given = {"recipe": TypeEngine.to_literal(context, load_recipe(many), Recipe, kind).to_flyte_idl()}
+    with _tracking_server(tmp_path) as uri:
+        own = replace(cluster, homes=homes, lost=(), pods=[], environment={**cluster.environment, "MLFLOW_TRACKING_URI": uri})
+        found = execute(own, decoded(package(tmp_path)), "workflows.post_training.post_train", given, "a6f2")
+    tasks = Counter(pod.split(" ")[1] for pod in own.pods)
+    assert tasks["tasks.generate_rollouts.generate_rollouts"] == tasks["tasks.score_rollouts.score_rollouts"] == 64
+    candidate = msgpack.unpackb(found["candidate"].scalar.binary.value)
+    assert own.store.exists(f"{candidate['policy']['folder']['path']}/COMMIT")
+    scored = own.store.glob(f"{BUCKET}/raw/a6f2/**/scores.parquet")
+    assert len(scored) == 64
 
 
 # -------------------------------------------------------------------------------------------------- the engine, without Flyte
