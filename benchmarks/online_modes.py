@@ -34,7 +34,7 @@ from ebbflow.training.update import PolicyUpdater
 
 RESULTS = Path(__file__).parent / "results" / "online_modes.json"
 MODES = {"sync": {}, "one_step_off": {}, "async": {"staleness": 2}}
-# As in workflows/recipes/glyph.yaml, which says why a small model needs these instead of the published ones.
+# As in workflows/recipes/glyph_lora.yaml, which says why a small model needs these instead of the published ones.
 SMALL: dict[str, Any] = {"sampler": {"steps": 6}, "optimizer": {"lr": 3e-4, "weight_decay": 0.0}, "updates_per_step": 2}
 MIX_GRPO: dict[str, Any] = SMALL | {
     "algorithm": {"name": "mix_grpo", "clip_range": 1e-3},
