@@ -65,7 +65,7 @@ def runs(seeds: list[int], only: list[str] | None = None) -> Iterator[dict[str, 
     for seed in seeds:
         for kind in ("planted", "honest"):
             for name in entries[kind]:
-                for algorithm in entries["algorithms"]:
+                for algorithm in entries[kind][name].get("run_by", entries["run_by"]):
                     if only is None or name in only:
                         independent = entries[kind][name].get("independent", "ocr")
                         yield {"name": name, "kind": kind, "algorithm": algorithm, "seed": seed, "independent": independent}

@@ -69,9 +69,17 @@ def judged(folder: Path, recipe_of: Callable[[Run], Recipe]) -> Run:
         "promoted": decision.promote,
         "refused": [reason.removeprefix(REFUSED) for reason in decision.reasons if reason.startswith(REFUSED)],
         "moved": {one.metric: [one.champion, one.candidate] for one in decision.statistics},
-        "drift": [step["velocity_drift"] for step in run["steps"]],
+        "drift": drifts(run["steps"]),
         "steps": step_shifts(folder / "rollouts.zip"),
     }
+
+
+def drifts(steps: Sequence[dict[str, float]]) -> list[float]:
+    """The velocity drift after each step; one whose samples all score alike has no update, and leaves it as it was."""
+    found = [0.0]
+    for step in steps:
+        found.append(step.get("velocity_drift", found[-1]))
+    return found[1:]
 
 
 def step_shifts(path: Path) -> dict[str, list[float]]:

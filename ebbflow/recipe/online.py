@@ -90,7 +90,7 @@ class OnlineConfig(Strict):
     validation: ValidationConfig | None = None
     dumps: DumpsConfig | None = None
     profile: ProfileConfig | None = None
-    statistics_alarm: float | None = Field(1.5, gt=0)
+    statistics_alarm: float | None = Field(2.0, gt=0)
     """An image statistic (entropy, edges, brightness ...) of a step's samples that differs from the first step's by more than so
     many of its standard deviations, beyond chance, is warned of and stands in the report; ``null``: none is."""
 

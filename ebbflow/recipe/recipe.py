@@ -119,8 +119,8 @@ class MarginsConfig(Strict):
     of the champion's mean. ``null``: it is measured and not tested.
     """
 
-    entropy: float | None = Field(1.5, gt=0)
-    """Of the grey levels; falls when images become flat, rises with grain."""
+    entropy: float | None = Field(2.5, gt=0)
+    """Of the grey levels; falls when images become flat or clear, rises with grain."""
     edge_density: float | None = Field(1.5, gt=0)
     """Share of the pixels that lie on an edge."""
     brightness: float | None = Field(1.5, gt=0)
@@ -133,11 +133,11 @@ class MarginsConfig(Strict):
     """Share of the image that looks like lines of text; only a rise is tested, and only where no trained reward reads."""
     diversity_across_prompts: float | None = Field(1.5, gt=0)
     """Distance of an image to the nearest one of another prompt, 0 for duplicates. Of a diversity only a fall is tested."""
-    diversity_latents: float | None = Field(0.8, gt=0, lt=1)
+    diversity_latents: float | None = Field(0.9, gt=0, lt=1)
     """Distance between the latents of a prompt's samples, as a share: where one picture is right, it falls as a policy learns."""
-    diversity_pixels: float | None = Field(0.8, gt=0, lt=1)
+    diversity_pixels: float | None = Field(0.9, gt=0, lt=1)
     """Distance between the thumbnails of a prompt's samples, as a share."""
-    diversity_features: float | None = Field(0.8, gt=0, lt=1)
+    diversity_features: float | None = Field(0.9, gt=0, lt=1)
     """Distance between the features of a prompt's samples, as a share, where a reward or guardrail has a network."""
 
 
