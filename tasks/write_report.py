@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flytekit import Deck, task
+from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import GateDecision, Registration, TrackedRun
@@ -41,6 +42,8 @@ def write_report(
     from ebbflow.tracking.parent_run import log_results
     from ebbflow.tracking.run_facts import run_facts
 
+    candidate = next(one for one in history if one.evaluation.label == decision.candidate)
+    folders = {"policy": _location(candidate.policy.folder), "base": _location(base.folder)}
     page, numbers = (node_output(run, "report", name) for name in ("report.html", "summary.json"))
     with node_run(run, "report"):
         shown = history if champion.version is None else [*history, champion.evaluated]
@@ -55,23 +58,22 @@ def write_report(
             base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,
             outages=deliver_saved(run),
             facts=run_facts(run),
-            policy=next(
-                str(one.policy.folder.remote_source or one.policy.folder.path)
-                for one in history
-                if one.evaluation.label == decision.candidate
-            ),
+            **folders,
         )
         report.write_report(page, inputs)
         report.write_summary(numbers, inputs)
     Deck("report", page.read_text())
     log_results(run, [page, numbers], finish=not inputs.awaits_approval)
     delete_checkpoints(run)
-    candidate = next(one for one in history if one.evaluation.label == decision.candidate)
-    policy = str(candidate.policy.folder.remote_source or candidate.policy.folder.path)
     example = example_prompt(fetch(candidate.samples))
-    outcome = describe_outcome(recipe, run, decision, registration, policy, example)
+    outcome = describe_outcome(recipe, run, decision, registration, **folders, example=example)
     print(f"\n{report.summary_table(inputs)}\n\n{outcome}", flush=True)
     return Report(
         FlyteFile(str(page), remote_path=f"{run.folder}/report.html"),
         FlyteFile(str(numbers), remote_path=f"{run.folder}/summary.json"),
     )
+
+
+def _location(folder: FlyteDirectory) -> str:
+    """Where a folder is for whoever is not in this pod: its URI, or on one machine its path."""
+    return str(folder.remote_source or folder.path)

@@ -9,6 +9,7 @@ from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.evaluation.gate import REFUSED
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.secrets import redact
+from ebbflow.tracking.serving import how_to_load
 from ebbflow.tracking.store import resolve_tracking_uri
 
 UI = "http://127.0.0.1:5000"
@@ -16,18 +17,21 @@ UI = "http://127.0.0.1:5000"
 
 
 def describe_outcome(
-    recipe: Recipe, run: TrackedRun, decision: GateDecision, registration: Registration, policy: str, example: str
+    recipe: Recipe, run: TrackedRun, decision: GateDecision, registration: Registration, *, policy: str, base: str, example: str
 ) -> str:
     """What a person reads last.
 
     Args:
         policy: path or URI of the candidate's policy folder.
+        base: the same of the run's base model.
         example: a prompt, or the text to draw, for the command that draws a picture.
     """
     places = {
         "report": f"{run.folder}/report.html",
         "policy": policy,
+        "base": base,
         "MLflow": _ui(run),
+        "load": how_to_load(run.tracking_uri, registration.model_name, registration.version),
         "draw": _draw(run, registration, example),
     }
     return "\n".join([*_verdict(recipe, decision, registration), "", *(f"{name:8}{place}" for name, place in places.items())])

@@ -57,6 +57,8 @@ class ReportInputs:
     """Wall times, machine, versions and commit (``ebbflow.tracking.run_facts``)."""
     policy: str | None = None
     """Path or URI of the candidate's policy folder."""
+    base: str | None = None
+    """Path or URI of the run's base-model folder."""
 
     def __post_init__(self) -> None:
         labels = [evaluation.label for evaluation, _ in self.evaluations]
@@ -117,6 +119,9 @@ def summary(inputs: ReportInputs) -> dict[str, Any]:
         "promoted": inputs.promoted,
         "mlflow_run_id": inputs.tracked.run_id,
         "model_version": inputs.registration.version if inputs.registration else None,
+        "policy": inputs.policy,
+        "base": inputs.base,
+        "load": _how_to_load(inputs),
     }
 
 
@@ -226,10 +231,10 @@ def _problems(inputs: ReportInputs) -> list[str]:
     return [*alarms, *inputs.outages]
 
 
-def _how_to_load(inputs: ReportInputs) -> str:
-    """Python that loads the registered version."""
+def _how_to_load(inputs: ReportInputs) -> str | None:
+    """Python that loads the registered version, if there is one."""
     if inputs.registration is None:
-        return ""
+        return None
     return how_to_load(inputs.tracked.tracking_uri, inputs.registration.model_name, inputs.registration.version)
 
 

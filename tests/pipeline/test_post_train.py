@@ -90,8 +90,10 @@ def test_a_person_reads_a_table_the_verdict_and_where_everything_is(first: dict[
     end = printed[printed.index(verdict) :]
     assert "95% interval [" in end
     assert f"report  {first['folder']}/report.html\n" in end
-    (policy,) = [line.removeprefix("policy  ") for line in end.splitlines() if line.startswith("policy  ")]
-    assert (Path(policy) / "COMMIT").is_file()
+    for name in ("policy", "base"):
+        assert f"{name:8}{first[name]}\n" in end
+        assert (Path(first[name]) / "COMMIT").is_file()
+    assert f"load    {first['load']}\n" in end
     assert "ebbflow draw ebbflow-tiny@" in end
     assert len(end) < 1500  # with the outputs of the workflow, which pyflyte prints
 

@@ -12,6 +12,7 @@ import pytest
 from ebbflow.data.records import Comparison, GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.tracking.outcome import describe_outcome, example_prompt
+from ebbflow.tracking.serving import how_to_load
 from ebbflow.tracking.store import resolve_tracking_uri
 
 TARGET = Comparison(metric="reward", champion=0.523, candidate=0.973, difference=0.45, low=0.41, high=0.49, prompts=96)
@@ -37,7 +38,9 @@ def outcome(champion: bool, promote: bool, uri: str | None = None, previous: str
         started_at=0.0,
     )
     registration = Registration(model_name="mine", version="7", champion=champion, previous=previous)
-    return describe_outcome(Recipe.model_validate(recipe), run, decision, registration, "runs/policy", "HI YOU").splitlines()
+    return describe_outcome(
+        Recipe.model_validate(recipe), run, decision, registration, policy="runs/policy", base="runs/base", example="HI YOU"
+    ).splitlines()
 
 
 def test_a_promotion_names_version_interval_and_places() -> None:
@@ -47,7 +50,9 @@ def test_a_promotion_names_version_interval_and_places() -> None:
         "",
         "report  runs/glyph-abc/report.html",
         "policy  runs/policy",
+        "base    runs/base",
         "MLflow  ebbflow ui, then http://127.0.0.1:5000/#/experiments/1/runs/abc",
+        f"load    {how_to_load(resolve_tracking_uri(Recipe()), 'mine', '7')}",
         "draw    ebbflow draw mine@champion 'HI YOU' --out pictures",
     ]
 
@@ -72,7 +77,7 @@ def test_a_server_has_an_address_and_the_command_names_it() -> None:
 def test_another_store_is_named(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/elsewhere/mlflow.db"
     said = outcome(champion=True, promote=True, uri=uri)
-    assert said[-2].startswith(f"MLflow  MLFLOW_TRACKING_URI={uri} ebbflow ui, then ")
+    assert said[-3].startswith(f"MLflow  MLFLOW_TRACKING_URI={uri} ebbflow ui, then ")
     assert said[-1].startswith(f"draw    MLFLOW_TRACKING_URI={uri} ebbflow draw")
 
 

@@ -33,6 +33,7 @@ from ebbflow.recipe.recipe import MarginsConfig
 from ebbflow.tracking.glossary import OWN, glossary
 from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report, write_summary
 from ebbflow.tracking.run_facts import RunFacts
+from ebbflow.tracking.serving import how_to_load
 
 METRICS = ["reward", "ocr", "exact_match", "tesseract", "similarity"]
 HOSTILE = "<script>alert('prompt')</script>"
@@ -312,7 +313,8 @@ def test_the_summary_has_the_promised_keys(inputs: ReportInputs, tmp_path: Path)
     write_summary(tmp_path / "summary.json", inputs)
     written = json.loads((tmp_path / "summary.json").read_text())
     assert set(written) == {
-        *("before", "after", "seconds", "candidate", "champion", "promoted", "mlflow_run_id", "model_version")
+        *("before", "after", "seconds", "candidate", "champion", "promoted", "mlflow_run_id", "model_version"),
+        *("policy", "base", "load"),
     }
     assert (written["candidate"], written["champion"]) == (inputs.decision.candidate, inputs.decision.champion)
     for side in ("before", "after"):
@@ -321,6 +323,13 @@ def test_the_summary_has_the_promised_keys(inputs: ReportInputs, tmp_path: Path)
     assert written["seconds"]["1.1 online"] == pytest.approx(32.9)
     assert written["seconds"]["total"] == pytest.approx(74.3 + 32.9 + 33.3 + 3 * 3.5)
     assert (written["promoted"], written["model_version"], written["mlflow_run_id"]) == (True, "1", inputs.tracked.run_id)
+
+
+def test_the_summary_names_the_folders_and_the_line_that_loads_them(inputs: ReportInputs) -> None:
+    numbers = summary(replace(inputs, policy="/runs/x/policy", base="/runs/flyte/base"))
+    assert (numbers["policy"], numbers["base"]) == ("/runs/x/policy", "/runs/flyte/base")
+    assert numbers["load"] == how_to_load(inputs.tracked.tracking_uri, "ebbflow-glyph", "1")
+    assert summary(replace(inputs, registration=None))["load"] is None
 
 
 def test_the_terminal_table_lines_up(inputs: ReportInputs) -> None:
@@ -469,10 +478,11 @@ def test_times_are_those_of_the_clock(inputs: ReportInputs, tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("no_charts")
 def test_the_page_says_how_to_load_the_version_and_where_the_policy_is(inputs: ReportInputs, tmp_path: Path) -> None:
-    page = html.unescape(written(replace(inputs, policy="/runs/x/policy"), tmp_path / "report.html"))
+    folders = {"policy": "/runs/x/policy", "base": "/runs/flyte/base"}
+    page = html.unescape(written(replace(inputs, **folders), tmp_path / "report.html"))
     assert f"mlflow.set_tracking_uri({inputs.tracked.tracking_uri!r})" in page
     assert "mlflow.pyfunc.load_model('models:/ebbflow-glyph/1')" in page
-    assert "/runs/x/policy" in page
+    assert all(folder in page for folder in folders.values())
 
 
 def test_every_name_of_the_page_is_explained() -> None:
