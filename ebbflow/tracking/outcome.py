@@ -7,10 +7,12 @@ from pathlib import Path
 
 from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.evaluation.gate import REFUSED
+from ebbflow.formatting import signed, significant
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.secrets import redact
 from ebbflow.tracking.serving import how_to_load
 from ebbflow.tracking.store import resolve_tracking_uri
+from ebbflow.tracking.ui import MODE
 
 UI = "http://127.0.0.1:5000"
 """Where ``ebbflow ui`` serves."""
@@ -47,17 +49,17 @@ def _verdict(recipe: Recipe, decision: GateDecision, registration: Registration)
         became = f"WAITS FOR APPROVAL: {model} is challenger"
     else:
         became = f"NOT PROMOTED: {model} is challenger"
-    confidence = f"{recipe.evaluation.confidence:.0%}"
     compared = (
-        f"reward {target.champion:.3f} -> {target.candidate:.3f}, {target.difference:+.3f} with {confidence} "
-        f"interval [{target.low:+.3f}, {target.high:+.3f}] over {target.prompts} prompts, against {decision.champion}"
+        f"reward {significant(target.champion)} -> {significant(target.candidate)}, {signed(target.difference)} "
+        f"with {recipe.evaluation.confidence:.0%} interval [{signed(target.low)}, {signed(target.high)}] "
+        f"over {target.prompts} prompts, against {decision.champion}"
     )
     return [became, compared, *(reason for reason in decision.reasons if reason.startswith(REFUSED))]
 
 
 def _ui(run: TrackedRun) -> str:
     """The address of the run; of a store without a server also the command that serves it."""
-    page = f"#/experiments/{run.experiment_id}/runs/{run.run_id}"
+    page = f"#/experiments/{run.experiment_id}/runs/{run.run_id}?{MODE}"
     if run.tracking_uri.startswith(("http://", "https://")):
         return redact(f"{run.tracking_uri.rstrip('/')}/{page}")
     return f"{_with_store(run)}ebbflow ui, then {UI}/{page}"

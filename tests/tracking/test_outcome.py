@@ -24,10 +24,12 @@ def _no_store_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.chdir(tmp_path)
 
 
-def outcome(champion: bool, promote: bool, uri: str | None = None, previous: str | None = None, **recipe: Any) -> list[str]:
+def outcome(
+    champion: bool, promote: bool, uri: str | None = None, previous: str | None = None, target: Comparison = TARGET, **recipe: Any
+) -> list[str]:
     reasons = ["Coverage is full.", *([] if promote else ["Refused: Guardrail ocr fell."])]
     decision = GateDecision(
-        promote=promote, candidate="1.2 offline", champion="before", target=TARGET, guardrails=[], coverage=1.0, reasons=reasons
+        promote=promote, candidate="1.2 offline", champion="before", target=target, guardrails=[], coverage=1.0, reasons=reasons
     )
     run = TrackedRun(
         run_id="abc",
@@ -51,10 +53,25 @@ def test_a_promotion_names_version_interval_and_places() -> None:
         "report  runs/glyph-abc/report.html",
         "policy  runs/policy",
         "base    runs/base",
-        "MLflow  ebbflow ui, then http://127.0.0.1:5000/#/experiments/1/runs/abc",
+        "MLflow  ebbflow ui, then http://127.0.0.1:5000/#/experiments/1/runs/abc?workflowType=machine_learning",
         f"load    {how_to_load(resolve_tracking_uri(Recipe()), 'mine', '7')}",
         "draw    ebbflow draw mine@champion 'HI YOU' --out pictures",
     ]
+
+
+SMALL = Comparison(metric="reward", champion=0.3689, candidate=0.365, difference=-0.0039, low=-0.007, high=-0.000377, prompts=12)
+LARGE = Comparison(metric="reward", champion=-21012.5, candidate=-20400.2, difference=612.3, low=600.4, high=700.0, prompts=12)
+
+
+@pytest.mark.parametrize(
+    ("target", "compared"),
+    [
+        (SMALL, "reward 0.369 -> 0.365, -0.00390 with 95% interval [-0.00700, -0.000377] over 12 prompts, against before"),
+        (LARGE, "reward -21,012 -> -20,400, +612 with 95% interval [+600, +700] over 12 prompts, against before"),
+    ],
+)
+def test_numbers_of_every_scale_can_be_read(target: Comparison, compared: str) -> None:
+    assert outcome(champion=True, promote=True, target=target)[1] == compared
 
 
 def test_a_refusal_says_why_and_draws_the_challenger() -> None:
@@ -70,7 +87,7 @@ def test_a_person_is_waited_for() -> None:
 
 def test_a_server_has_an_address_and_the_command_names_it() -> None:
     said = outcome(champion=True, promote=True, uri="http://tracking:5000/")
-    assert "MLflow  http://tracking:5000/#/experiments/1/runs/abc" in said
+    assert "MLflow  http://tracking:5000/#/experiments/1/runs/abc?workflowType=machine_learning" in said
     assert said[-1].startswith("draw    MLFLOW_TRACKING_URI=http://tracking:5000/ ebbflow draw mine@champion")
 
 
