@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 INTERVAL = 30.0
 """Seconds between two lines. Work that takes less has none."""
-LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} so far, {remaining} left{postfix}"
+LINE = "{desc}: {n_fmt} of {total_fmt} UNITS, {elapsed} so far, {remaining} left{postfix}"
 
 logger = logging.getLogger(__name__)
 tqdm.set_lock(threading.RLock())  # its own is also for other processes, for which it starts one
@@ -34,7 +34,11 @@ def progress(
     if sys.stderr.isatty():
         return tqdm(**common)
     lines: dict[str, Any] = {"delay": INTERVAL, "mininterval": INTERVAL, "maxinterval": INTERVAL, "miniters": 1}
-    return tqdm(**common, **lines, file=_LogLines(), bar_format=LINE)
+    return tqdm(**common, **lines, file=_LogLines(), bar_format=LINE.replace("UNITS", _plural(unit)))
+
+
+def _plural(unit: str) -> str:
+    return f"{unit}es" if unit.endswith("ch") else f"{unit}s"
 
 
 class _LogLines:

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from ebbflow.formatting import significant
 from ebbflow.storage.locks import LOCK, try_lock
 
 RESOLVED_RECIPE = "recipe.yaml"
@@ -37,7 +38,7 @@ class ListedRun:
 
     def cells(self) -> tuple[str, ...]:
         """As text, in the order of ``HEADER``."""
-        reward = "{:.3f} -> {:.3f}".format(*self.reward) if self.reward else "-"
+        reward = " -> ".join(map(significant, self.reward)) if self.reward else "-"
         started = datetime.fromtimestamp(self.started).strftime("%Y-%m-%d %H:%M")
         return self.name, self.recipe, self.seed, self.state, reward, self.verdict or "-", started
 

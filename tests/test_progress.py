@@ -37,6 +37,15 @@ def test_a_log_gets_a_line_at_every_interval_and_at_the_end(caplog: pytest.LogCa
     assert said[-1].startswith("1.1 online: 100 of 100 steps")
 
 
+def test_a_unit_has_its_plural(caplog: pytest.LogCaptureFixture, clock: list[float]) -> None:
+    caplog.set_level(logging.INFO)
+    for unit in ("step", "batch"):
+        with progress("work", unit, total=2) as monitored:
+            clock.append(clock[-1] + 2 * INTERVAL)
+            monitored.update(2)
+    assert [line.partition(",")[0] for line in lines(caplog)] == ["work: 2 of 2 steps", "work: 2 of 2 batches"]
+
+
 def test_short_work_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert list(progress("short", "step", range(1000))) == list(range(1000))

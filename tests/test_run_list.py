@@ -10,7 +10,7 @@ import yaml
 from click.testing import CliRunner
 
 from ebbflow.cli import main
-from ebbflow.run_list import RESOLVED_RECIPE, list_runs
+from ebbflow.run_list import RESOLVED_RECIPE, ListedRun, list_runs
 from ebbflow.storage.locks import LOCK, exclusive_lock
 
 
@@ -49,6 +49,11 @@ def test_every_run_has_its_state_and_verdict_the_newest_first(tmp_path: Path) ->
     assert found[0].cells()[4:6] == ("-", "-")
     with exclusive_lock(busy):
         pass  # looking at a run leaves it unlocked
+
+
+def test_a_reward_of_any_scale_can_be_read() -> None:
+    small, large = (ListedRun("a", "a", "0", "finished", 0.0, reward) for reward in ((0.00123, 0.00234), (-21012.5, -20400.2)))
+    assert (small.cells()[4], large.cells()[4]) == ("0.00123 -> 0.00234", "-21,012 -> -20,400")
 
 
 def test_a_run_without_its_recipe_is_listed_by_its_folder(tmp_path: Path) -> None:
