@@ -22,6 +22,7 @@ from ebbflow.data.images import decode_png
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import Evaluation, GateDecision
 from ebbflow.data.schema import KEY
+from ebbflow.evaluation.distribution import mean_over_prompts
 from ebbflow.evaluation.gate import decide
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import iter_leaves, sanitize
@@ -256,9 +257,9 @@ def _scores(side: str) -> Callable[[Registered], str]:
         detail = _file(stored.SCORES[side])(found)
         table, evaluation = found.scores(side), found.evaluation(side)
         for name, mean in evaluation.held_out.items():
-            values = _values(table, name)
-            if not math.isclose(float(np.nanmean(values)), mean, rel_tol=ROUNDING, abs_tol=ROUNDING):
-                raise _Failed(f"the mean of {name} is {np.nanmean(values):.6f}, the evaluation says {mean:.6f}")
+            stored_mean = float(np.mean(mean_over_prompts(table["prompt_id"].to_numpy(), _values(table, name))))
+            if not math.isclose(stored_mean, mean, rel_tol=ROUNDING, abs_tol=ROUNDING):
+                raise _Failed(f"the mean of {name} is {stored_mean:.6f}, the evaluation says {mean:.6f}")
         return f"{detail}, {table.num_rows} samples"
 
     return check

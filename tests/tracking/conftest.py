@@ -67,9 +67,12 @@ def prompts(make_prompts: Callable[..., list[Prompt]]) -> list[Prompt]:
 
 @pytest.fixture
 def make_version(gated_recipe: Recipe, name: str, prompts: list[Prompt], tmp_path: Path) -> Callable[..., Version]:
-    """``make_version(gain=0.2, promoted=True)``: registered with evidence, and promoted where the gate lets it through."""
+    """``make_version(gain=0.2, promoted=True)``: registered with evidence, and promoted where the gate lets it through.
 
-    def make(gain: float = 0.2, promoted: bool = True) -> Version:
+    ``repeated``: how many prompts have several samples.
+    """
+
+    def make(gain: float = 0.2, promoted: bool = True, repeated: int = 0) -> Version:
         folder = tmp_path / uuid.uuid4().hex
         base = committed(folder / "base", {"model_index.json": "{}", "weights.safetensors": "w" * 64})
         metadata = PolicyMetadata(
@@ -77,8 +80,8 @@ def make_version(gated_recipe: Recipe, name: str, prompts: list[Prompt], tmp_pat
         )
         policy = committed(folder / "policy", {"policy.json": metadata.model_dump_json(), "weights.safetensors": "p" * 64})
         sides = {
-            "candidate": evaluated(folder / "candidate.parquet", prompts, gain, "1.1 online"),
-            "champion": evaluated(folder / "champion.parquet", prompts, 0.0, "before"),
+            "candidate": evaluated(folder / "candidate.parquet", prompts, gain, "1.1 online", repeated),
+            "champion": evaluated(folder / "champion.parquet", prompts, 0.0, "before", repeated),
         }
         return registered(gated_recipe, name, base, policy, sides, prompt_table(folder / "prompts.parquet", prompts), promoted)
 

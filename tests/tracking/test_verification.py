@@ -35,6 +35,10 @@ def test_what_was_registered_verifies(version: Version) -> None:
     assert "12 held out" in checks["prompts"].detail
 
 
+def test_a_prompt_with_several_samples_counts_once(make_version: Callable[..., Version]) -> None:
+    assert make_version(repeated=5).failed() == set()
+
+
 def test_one_that_the_gate_refused_verifies_as_challenger(make_version: Callable[..., Version]) -> None:
     checks = make_version(gain=0.0).checks()
     assert {check.status for check in checks.values()} == {"ok"}

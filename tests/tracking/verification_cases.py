@@ -70,21 +70,27 @@ def prompt_table(path: Path, prompts: list[Prompt]) -> Path:
     return path
 
 
-def evaluated(path: Path, prompts: list[Prompt], gain: float, label: str) -> tuple[Evaluation, Path]:
-    """An evaluation with made-up scores; of the candidate they are higher by about ``gain``."""
-    shown = [prompt for prompt in prompts if prompt.split != "train"]
+def evaluated(path: Path, prompts: list[Prompt], gain: float, label: str, repeated: int = 0) -> tuple[Evaluation, Path]:
+    """An evaluation with made-up scores; of the candidate they are higher by about ``gain``.
+
+    Args:
+        repeated: how many prompts have three samples instead of one.
+    """
+    drawn = [prompt for prompt in prompts if prompt.split != "train"]
+    numbers = [0] * len(drawn) + [1] * repeated + [2] * repeated
+    shown = [*drawn, *drawn[:repeated], *drawn[:repeated]]
     scores = np.random.default_rng(len(label)).uniform(0.2, 0.4, len(shown)) + gain
     pictures = encode_png(np.arange(len(shown), dtype=np.uint8)[:, None, None, None].repeat(8, 1).repeat(8, 2).repeat(3, 3))
     keys = ("prompt_id", "prompt", "target", "split")
     rows = [
         {key: vars(prompt)[key] for key in keys}
-        | {"sample": 0, "image": picture, "reward": 2 * score, "similarity": score, "ocr": 0.5, "failure": None}
-        for prompt, picture, score in zip(shown, pictures, scores, strict=True)
+        | {"sample": number, "image": picture, "reward": 2 * score, "similarity": score, "ocr": 0.5, "failure": None}
+        for prompt, number, picture, score in zip(shown, numbers, pictures, scores, strict=True)
     ]
     table = pa.Table.from_pylist(rows, evaluation_schema(METRICS))
     write_table(path, table.schema, table.to_batches(), {})
-    held_out = [row for row in rows if row["split"] == "held_out"]
-    means = {metric: float(np.mean([row[metric] for row in held_out])) for metric in METRICS}
+    held_out = table.to_pandas().query("split == 'held_out'")
+    means = held_out.groupby("prompt_id")[METRICS].mean().mean().to_dict()
     record = Evaluation(
         label=label, policy_version=1, held_out=means, validation={}, coverage=1.0, velocity_drift=0.0, seconds={"sampling": 1.0}
     )
