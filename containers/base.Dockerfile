@@ -11,6 +11,7 @@ COPY pyproject.toml constraints.txt ./
 ARG TORCH_BACKEND="--torch-backend cpu"
 RUN uv pip install --system --no-cache $TORCH_BACKEND --constraints constraints.txt --requirements pyproject.toml
 COPY README.md LICENSE ./
+COPY datasets datasets
 COPY ebbflow ebbflow
 COPY tasks tasks
 COPY workflows workflows

@@ -17,6 +17,7 @@ RUN uv venv --python /usr/local/bin/python /opt/vllm-omni \
 COPY pyproject.toml constraints.txt ./
 RUN uv pip install --system --no-cache --constraints constraints.txt --requirements pyproject.toml
 COPY README.md LICENSE ./
+COPY datasets datasets
 COPY ebbflow ebbflow
 COPY tasks tasks
 COPY workflows workflows

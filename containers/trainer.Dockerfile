@@ -7,6 +7,7 @@ RUN pip install --no-cache-dir --requirement containers/uv.txt
 COPY pyproject.toml constraints.txt ./
 RUN uv pip install --system --no-cache --constraints constraints.txt --requirements pyproject.toml
 COPY README.md LICENSE ./
+COPY datasets datasets
 COPY ebbflow ebbflow
 COPY tasks tasks
 COPY workflows workflows

@@ -12,6 +12,7 @@ from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.paths import SHIPPED, local_path, shipped_files
 from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.rewards import CustomRewardConfig
 from ebbflow.recipe.stages import StageConfig
@@ -50,7 +51,7 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
         _check_shared(recipe.output, tracking_uri)
     if "://" not in recipe.output:
         _check_writable(Path(recipe.output))
-    prompts = _check_prompts(recipe)
+    prompts = _check_prompts(recipe, on_cluster)
     for index, stage in enumerate(recipe.stages):
         if stage.kind == "offline" and stage.pairs and "://" not in stage.pairs:
             _check_pairs(f"stages.{index}.pairs = {stage.pairs!r}", Path(stage.pairs), on_cluster)
@@ -67,15 +68,24 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
         _try_rewards(recipe, prompts)
 
 
-def _check_prompts(recipe: Recipe) -> list[Prompt]:
+def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
     """Read the prompts as the run will; returns some of them, none of a file behind a URI."""
     source = recipe.prompts.source
     if source and "://" in source:
         return []
-    if source and not Path(source).is_file():
-        raise RecipeError(f"prompts.source = {source!r}: no such file; {WHERE}. Remove it to generate prompts")
-    table, _ = prepare(recipe, Path(source) if source else None)
+    table, _ = prepare(recipe, _prompt_file(source, on_cluster) if source else None)
     return [Prompt(**row) for row in table.slice(0, TRIED_PROMPTS).to_pylist()]
+
+
+def _prompt_file(source: str, on_cluster: bool) -> Path:
+    path, key = local_path(source), f"prompts.source = {source!r}"
+    if path.is_file():
+        return path
+    if source.startswith(SHIPPED):
+        raise RecipeError(f"{key}: Ebbflow ships no such file; take {' or '.join(shipped_files())}")
+    if on_cluster:  # an own image may hold one
+        raise RecipeError(f"{key} {LOCAL_PATH}")
+    raise RecipeError(f"{key}: no such file; {WHERE}. Remove it to generate prompts")
 
 
 def _try_losses(recipe: Recipe) -> None:

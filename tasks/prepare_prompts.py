@@ -21,13 +21,15 @@ def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
     """The prompt table (schema ``PROMPTS``), logged as the run's dataset."""
     from ebbflow.data.prepare import prepare
     from ebbflow.data.prompts import write_prompts
+    from ebbflow.recipe.paths import local_path
     from ebbflow.tracking.child_run import node_run
 
     with node_run(run, "prompts") as run_logger:
-        source = fetch(FlyteFile(recipe.prompts.source)) if recipe.prompts.source else None
+        named = recipe.prompts.source
+        source = (fetch(FlyteFile(named)) if "://" in named else local_path(named)) if named else None
         table, report = prepare(recipe, source)
         logger.info("%s", report)
-        run_logger.log_dataset("prompts", table, context="training", source=recipe.prompts.source or "made up")
+        run_logger.log_dataset("prompts", table, context="training", source=named or "made up")
         path = node_output(run, "prompts", "prompts.parquet")
         write_prompts(table, path)
     return FlyteFile(str(path))

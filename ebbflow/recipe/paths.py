@@ -19,6 +19,9 @@ PATTERN, HTTP_PATTERN = re.compile(r"[*?[]"), re.compile(r"[*[]")
 PATH_KEYS = {"path", "source", "pairs", "teacher"}
 """Keys of a recipe that name files, folders or ``package.module:name``."""
 SQLITE = re.compile(r"sqlite(\+\w+)?:")
+SHIPPED = "ebbflow:datasets/"
+"""How the text of a path begins that names a file installed with Ebbflow: it means the same on every machine."""
+PACKAGE = Path(__file__).parents[1]
 
 
 def require_path(text: str) -> str:
@@ -69,6 +72,16 @@ def require_store_uri(uri: str) -> str:
     return uri
 
 
+def local_path(text: str) -> Path:
+    """Where the file at a path, or ``ebbflow:datasets/signs/prompts.txt``, is on this machine."""
+    return PACKAGE / text.removeprefix("ebbflow:") if text.startswith(SHIPPED) else Path(text)
+
+
+def shipped_files() -> list[str]:
+    """The prompt files that are installed with Ebbflow, as a recipe names them."""
+    return sorted(f"ebbflow:{path.relative_to(PACKAGE)}" for path in PACKAGE.glob("datasets/*/prompts.*"))
+
+
 def resolve_paths(data: Any, folder: Path) -> Any:
     """The data of a recipe in ``folder``, with its paths as the working directory sees them.
 
@@ -87,7 +100,9 @@ def resolve_paths(data: Any, folder: Path) -> Any:
 
 
 def _resolved(text: str, folder: Path) -> str:
-    if not text or "://" in text or os.path.isabs(text) or not os.path.exists(beside := os.path.join(folder, text)):
+    if not text or "://" in text or text.startswith(SHIPPED) or os.path.isabs(text):
+        return text
+    if not os.path.exists(beside := os.path.join(folder, text)):
         return text
     if os.path.exists(text):
         if os.path.samefile(text, beside):

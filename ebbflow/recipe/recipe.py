@@ -47,7 +47,8 @@ class PromptsConfig(Strict):
 
     source: PathText | None = None
     """A .txt, .jsonl, .csv or .parquet file; left out: random strings for the glyph model. A relative path, here as for every
-    input, is looked for beside the recipe, then in the working directory."""
+    input, is looked for beside the recipe, then in the working directory. ``ebbflow:datasets/signs/prompts.txt`` is
+    installed with Ebbflow, so that every pod has it."""
     count: int = Field(2048, ge=3)
     """How many strings to make up when there is no source."""
     validation: int = Field(64, ge=1)

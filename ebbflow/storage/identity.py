@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.paths import PATH_KEYS
+from ebbflow.recipe.paths import PATH_KEYS, local_path
 from ebbflow.storage.artifacts import COMMIT
 from ebbflow.storage.disk import sha256_of
 
@@ -76,7 +76,7 @@ def _local_names(value: Any, parent: str = "") -> Iterator[tuple[str, str]]:
 
 def state_of(name: str) -> Any:
     """What ``inputs_digest`` compares of a file, a folder or ``package.module:name``; None where there is none of this name."""
-    path = Path(name)
+    path = local_path(name)
     if os.path.isfile(path):  # unlike pathlib's, no error for a name that no file can have
         return sha256_of(path)
     if os.path.isdir(path):

@@ -134,12 +134,13 @@ class RunLogger:
 
         Args:
             context: its use: ``training``, ``evaluation`` ...
-            source: the path or the URI of the table.
+            source: the path or the URI of the table, or a file of Ebbflow's (``ebbflow:datasets/...``).
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Hint: Inferred schema")  # prompt ids are integers, on purpose
             warnings.filterwarnings("ignore", "The specified dataset source can be interpreted")  # in several ways, all right
-            dataset = from_pandas(_without_binary(table).to_pandas(), source=source, name=name).to_dict()
+            named = source.removeprefix("ebbflow:")  # which MLflow would take for the scheme of a URI, and refuse
+            dataset = from_pandas(_without_binary(table).to_pandas(), source=named, name=name).to_dict()
         self._add("dataset", dataset=dataset, context=context)
         self._add("dataset", on_parent=True, dataset=dataset, context=context)
 

@@ -503,7 +503,7 @@ def test_there_are_the_four_images() -> None:
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
 def test_what_a_dockerfile_copies_exists(file: Path) -> None:
     sources = _copied(file).values()
-    assert {"ebbflow", "tasks", "workflows", "pyproject.toml"} <= {str(source) for source in sources}
+    assert {"datasets", "ebbflow", "tasks", "workflows", "pyproject.toml"} <= {str(source) for source in sources}
     assert [source for source in sources if not (ROOT / source).exists()] == []
 
 
@@ -563,6 +563,7 @@ def test_flyte_builds_the_cpu_image_from_the_same_files(tmp_path: Path, monkeypa
     base = "\n".join(" ".join(instruction) for instruction in _instructions(ROOT / "containers" / "base.Dockerfile"))
     copied = _copied(ROOT / "containers" / "base.Dockerfile")
     assert all((tmp_path / path).exists() for path in copied if not path.startswith("containers/"))
+    assert (tmp_path / "ebbflow" / "datasets" / "signs" / "prompts.txt").is_file()
     assert (ROOT / "containers" / "uv.txt").read_text().strip() in (tmp_path / "requirements_uv.txt").read_text()
     assert all(" --torch-backend cpu --constraints constraints.txt " in text for text in (written, base))
     assert all("tesseract-ocr" in text and "wget" in text and "MLFLOW_DISABLE_TELEMETRY=true" in text for text in (written, base))

@@ -11,15 +11,18 @@ import yaml
 from ebbflow.data.prepare import prepare
 from ebbflow.data.prompt_files import QUOTED, read_prompt_file
 from ebbflow.flow.windows import plan
-from ebbflow.recipe import Recipe, load_recipe
+from ebbflow.preflight import check_recipe
+from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import EmaScheduleConfig, SigmaConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.paths import local_path
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "workflows" / "recipes").glob("*.yaml"))
 OWN = ("glyph", "glyph_lora", "glyph_ray", "tiny")
 SIGNS = ROOT / "datasets" / "signs" / "prompts.txt"
+SERVER = "https://mlflow.example"
 
 PUBLISHED = {
     "sd35_medium_ocr": {
@@ -219,12 +222,23 @@ def test_a_header_names_the_source_and_what_is_adapted(name):
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "qwen_image_edit"])
-def test_the_prompts_are_there_and_are_enough(name, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_prompts_are_there_and_are_enough(name):
     recipe = recipe_of(name)
-    assert recipe.prompts.source == "datasets/signs/prompts.txt"
-    table, _ = prepare(recipe, Path(recipe.prompts.source))
+    assert recipe.prompts.source == "ebbflow:datasets/signs/prompts.txt"
+    table, _ = prepare(recipe, local_path(recipe.prompts.source))
     assert table["split"].to_pylist().count("train") == 320 - 32 - 64
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_pod_accepts_every_recipe(path, tmp_path, monkeypatch):
+    """It has what is installed, another working directory, and no file of the one who started the run."""
+    settings = load_recipe(path).model_dump(mode="json") | {"output": "s3://bucket/runs"}
+    monkeypatch.chdir(tmp_path)
+    if path.stem == "qwen_image_edit":
+        with pytest.raises(RecipeError, match="'data/edits.jsonl' is a local path, which pods cannot see; .* give its URI"):
+            check_recipe(Recipe.model_validate(settings), SERVER, on_cluster=True)
+        settings["prompts"]["source"] = "s3://bucket/edits.parquet"
+    check_recipe(Recipe.model_validate(settings), SERVER, on_cluster=True)
 
 
 def test_signs_are_scenes_with_texts_of_their_own():

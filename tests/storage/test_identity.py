@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.recipe import Recipe
+from ebbflow.recipe import Recipe, paths
 from ebbflow.storage import identity
 from ebbflow.storage.identity import code_digest, inputs_digest
 
@@ -44,6 +44,17 @@ def test_inputs_in_a_folder(tmp_path: Path, committed: bool) -> None:
     before = inputs_digest(recipe)
     assert inputs_digest(recipe) == before
     (folder / ("COMMIT" if committed else "weights")).write_text("another")
+    assert inputs_digest(recipe) != before
+
+
+def test_inputs_that_ebbflow_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "datasets" / "mine" / "prompts.txt"
+    file.parent.mkdir(parents=True)
+    file.write_text("one")
+    monkeypatch.setattr(paths, "PACKAGE", tmp_path)
+    recipe = Recipe.model_validate({"prompts": {"source": "ebbflow:datasets/mine/prompts.txt"}})
+    before = inputs_digest(recipe)
+    file.write_text("another")
     assert inputs_digest(recipe) != before
 
 

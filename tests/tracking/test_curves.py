@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import uuid
 from pathlib import Path
@@ -103,10 +104,11 @@ def test_the_parent_has_the_dataset_once(tracked: TrackedRun, client: MlflowClie
     table = pa.table({"prompt_id": [1, 2], "prompt": ["AB", "CD"]})
     for _ in range(2):
         with node_run(tracked, "prompts") as run_logger:
-            run_logger.log_dataset("prompts", table, context="training", source="made up")
+            run_logger.log_dataset("prompts", table, context="training", source="ebbflow:datasets/signs/prompts.txt")
     parent, child = (client.get_run(run_id).inputs.dataset_inputs for run_id in (tracked.run_id, run_logger.run_id))
     assert [one.dataset.name for one in parent] == [one.dataset.name for one in child] == ["prompts"]
     assert parent[0].dataset.digest == child[0].dataset.digest
+    assert json.loads(parent[0].dataset.source) == {"uri": "datasets/signs/prompts.txt"}
     assert [(tag.key, tag.value) for tag in parent[0].tags] == [("mlflow.data.context", "training")]
 
 
