@@ -39,8 +39,9 @@ from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.stage import WATCHED_EVERY, WATCHED_FIRST
 from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, forward_batch, parts, trajectory_batch
+from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.policy import Policy
-from ebbflow.training.update import PolicyUpdater, make_optimizer
+from ebbflow.training.update import PolicyUpdater
 
 NOTES = (
     "An update is the mean of four, of which one measures the drift. What a rollout does beside its forward passes (noise, "

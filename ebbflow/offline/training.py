@@ -113,6 +113,7 @@ def train_epochs(
     config, ranks, clock = ctx.offline, Ranks.current(), Clock()
     shards = _large_enough(_trainable_shards(ctx, rollouts, advantages), updater, ranks)
     num_steps = config.epochs * sum(_num_batches(shard, config.batch_size, ranks) for shard in shards)
+    updater.num_updates = num_steps
     state = _resumed(checkpoints, updater, recorder, ranks, num_steps)
     gpus = float(ranks.world * torch.cuda.is_available())
     with closing(_parts(ctx, model, prompts, shards, ranks, state.step)) as parts, handle_sigterm():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -248,9 +249,73 @@ class CorrectionConfig(Strict):
         return self
 
 
+SCHEDULES = {
+    "constant": "stays at lr",
+    "linear": "falls evenly from lr to 'final' of it",
+    "cosine": "falls along half a cosine from lr to 'final' of it (1608.03983)",
+}
+
+
+class LearningRateScheduleConfig(Strict):
+    """The learning rate at each optimiser step of the stage: it rises over the warm-up, then follows ``kind``."""
+
+    kind: Literal["constant", "linear", "cosine"] = Field("constant", description=listed(SCHEDULES))
+    warmup: int = Field(0, ge=0)
+    """Optimiser steps of the warm-up: step n, from zero, has the share (n + 1) / (warmup + 1) of lr."""
+    updates: int | None = Field(None, ge=1)
+    """Optimiser steps, warm-up included, after which ``linear`` and ``cosine`` stay at ``final``; left out: all of the stage."""
+    final: float = Field(0.0, ge=0, le=1)
+    """Share of lr that ``linear`` and ``cosine`` end at."""
+
+    @property
+    def falls(self) -> bool:
+        """Whether it depends on the number of optimiser steps."""
+        return self.kind != "constant"
+
+    def share(self, update: int, updates: int | None) -> float:
+        """The share of lr at an optimiser step, from zero.
+
+        Args:
+            updates: optimiser steps of the stage; only of a schedule that falls, and that does not say when it ends.
+        """
+        if update < self.warmup:
+            return (update + 1) / (self.warmup + 1)
+        if not self.falls:
+            return 1.0
+        end = self.updates or updates
+        assert end is not None, "the updater says how many there are"
+        done = min((update - self.warmup) / max(end - self.warmup, 1), 1.0)
+        left = 1 - done if self.kind == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.final + (1 - self.final) * left
+
+    @model_validator(mode="after")
+    def _every_key_is_used(self) -> LearningRateScheduleConfig:
+        if not self.falls and (self.updates is not None or self.final):
+            raise ValueError("updates and final are for kind linear or cosine; leave them out, or take one of the two")
+        if self.updates is not None and self.updates <= self.warmup:
+            raise ValueError(f"updates = {self.updates} must be above warmup = {self.warmup}; lower warmup, or raise updates")
+        return self
+
+
+class LearningRateFactorConfig(Strict):
+    """A factor of the learning rate of some parameters."""
+
+    parameters: str = Field(min_length=1)
+    """Pattern of their names, ``*`` for anything: ``"*.lora_B.*"`` with factor 16 is LoRA+ (2402.12354)."""
+    factor: float = Field(ge=0)
+    """0 leaves them as they are."""
+
+
 class OptimizerConfig(Strict):
     """AdamW with gradient clipping."""
 
     lr: float = Field(3e-4, ge=0, le=1)
+    schedule: LearningRateScheduleConfig = LearningRateScheduleConfig()
+    lr_factors: list[LearningRateFactorConfig] = []
+    """Learning rates of some parameters, by their names; the first pattern that fits one counts."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Decay of AdamW's running means of the gradient and of its square."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second."""
     weight_decay: float = Field(1e-4, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)

@@ -122,6 +122,16 @@ class StageConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _a_schedule_ends(self) -> StageConfig:
+        schedule = self.optimizer.schedule
+        if getattr(self, "kind", "") == "custom" and schedule.falls and schedule.updates is None:
+            raise ValueError(
+                f"optimizer.schedule.kind = {schedule.kind!r}: nobody knows how many optimiser steps a custom stage takes; set "
+                "optimizer.schedule.updates"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _another_engine_has_a_gate(self) -> StageConfig:
         if self.engine == "diffusers" and self.parity != ParityConfig():
             raise ValueError("parity is the gate of another engine; set engine: vllm_omni, or leave 'parity' out")
@@ -263,6 +273,15 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
             raise ValueError(
                 f"validation.best goes back to a checkpoint, and validation.every = {self.validation.every} meets none of "
                 f"checkpoints.every = {every}; make the first a multiple of the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_warmup_is_over_in_time(self) -> OnlineStageConfig:
+        if (updates := self.steps * self.updates_per_step) <= (warmup := self.optimizer.schedule.warmup):
+            raise ValueError(
+                f"optimizer.schedule.warmup = {warmup} takes the whole stage of steps * updates_per_step = {updates} optimiser "
+                "steps; lower it"
             )
         return self
 

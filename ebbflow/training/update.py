@@ -19,21 +19,16 @@ from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.flow.training_sigmas import schedule_points
 from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import ForwardConfig
-from ebbflow.recipe.choices import OptimizerConfig
-from ebbflow.recipe.stages import StageConfig
+from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
 from ebbflow.stage import drift_stride
 from ebbflow.training.batches import ForwardInputs, RowBatch, parts
+from ebbflow.training.optimizer import make_optimizer, set_learning_rate
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata, Progress, progress_of
 
 
 class TrainingError(Exception):
     """Training that must not go on: names the sample, the step and the row, and what to change."""
-
-
-def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trained parameters, one fused kernel for each: on a CPU a fifth of the time of its single operations."""
-    return torch.optim.AdamW(policy.parameters.values(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
 
 
 FIRST_LOSS_SCALE = 2.0**16
@@ -45,6 +40,7 @@ class PolicyUpdater:
 
     Attributes:
         updates: optimiser steps of this stage.
+        num_updates: all that the stage will take, where that is known: offline stages count their batches.
         rollout_updates: of them, those before the samples that are trained on now were generated.
         steps: rollout steps of this stage.
         schedule: the sigmas of the stage's sampler, [steps + 1].
@@ -64,6 +60,7 @@ class PolicyUpdater:
 
         Raises:
             TrainingError: the sampler's schedule has no sigma that the algorithm may draw.
+            RecipeError: the optimiser cannot be made as the recipe has it.
         """
         self.policy = policy
         self.stage = stage
@@ -76,6 +73,7 @@ class PolicyUpdater:
         # Gradients of means over many latent elements are below what float16 can hold.
         self.loss_scale = FIRST_LOSS_SCALE if policy.model.precision == "float16" else 1.0
         self.updates = self.steps = 0
+        self.num_updates = stage.steps * stage.updates_per_step if isinstance(stage, OnlineStageConfig) else None
         self.drift = 0.0
         self.alarms: list[str] = []
         self.drifted = False
@@ -123,6 +121,7 @@ class PolicyUpdater:
         if not (torch.isfinite(norm) and all(math.isfinite(value) for value in means.values())):
             raise _non_finite_error(done, batch, means, norm, self.policy)
         torch.nn.utils.clip_grads_with_norm_(self.policy.parameters.values(), self.stage.optimizer.max_grad_norm, norm)
+        set_learning_rate(self.optimizer, self.stage.optimizer.schedule, self.updates, self.num_updates)
         self.optimizer.step()
         self.updates += 1
         self.drift = means.setdefault("velocity_drift", self.drift)

@@ -96,11 +96,15 @@ def kept(folder, name):
     return sorted(path.name for path in (folder / f"kept-{name}").glob("step-*"))
 
 
+LINEAR = {"kind": "linear", "warmup": 2}
 CASES = {
     "nft": ({}, {}),
     "average of lora": ({}, {"train": "lora", "rank": 2, "ema": {"slope": 0.5, "max_decay": 0.5}}),
     "groups": ({"algorithm": {"name": "dgpo"}, "reference": {"weight": 0.1}}, {}),
-    "adamw": ({"algorithm": {"name": "awm"}, "optimizer": {"weight_decay": 0.1}}, {"ema": {"slope": 0.5, "max_decay": 0.5}}),
+    "adamw": (
+        {"algorithm": {"name": "awm"}, "optimizer": {"weight_decay": 0.1, "schedule": LINEAR}},
+        {"ema": {"slope": 0.5, "max_decay": 0.5}},
+    ),
 }
 
 

@@ -21,6 +21,7 @@ from ebbflow.training.stop_conditions import Preempted
 
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
 CRD = {"name": "crd", "old": {"min_decay": 0.2, "slope": 0.1}, "sampling": {"slope": 0.3, "max_decay": 0.6}}
+OPTIMIZER = {"schedule": {"kind": "cosine", "warmup": 3}, "lr_factors": [{"parameters": "*.lora_B.*", "factor": 4}]}
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
 
 
@@ -64,7 +65,7 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
 
 CASES = {
     "sync": ({}, {}),
-    "one-step-off-lora": ({"mode": "one_step_off"}, {"train": "lora", "rank": 2}),
+    "one-step-off-lora": ({"mode": "one_step_off", "optimizer": OPTIMIZER}, {"train": "lora", "rank": 2}),
     "nft-average": ({**NFT, "mode": "one_step_off"}, {"ema": {"slope": 0.5, "max_decay": 0.5}}),
     "crd-lora": ({"algorithm": CRD, "sampler": {"name": "ode", "steps": 3}}, {"train": "lora", "rank": 2}),
     "async-running": ({"advantages": {"running": True}, "mode": "async", "staleness": 2}, {}),

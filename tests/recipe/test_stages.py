@@ -101,6 +101,10 @@ REFUSED = [
     (online(advantages={"running": True, "trim": 0.1}), "trim", "running", "take one of them"),
     (online("distillation", algorithm={"name": "distillation"}), "algorithm.distillation.teacher", "Field required"),
     (online(sampler={"steps": 4}), "start + size = 4", "sampler.steps = 4", "smaller window or more steps"),
+    (online(optimizer={"schedule": {"final": 0.1}}), "updates and final are for kind linear or cosine", "leave them out"),
+    (online(optimizer={"schedule": {"kind": "linear", "updates": 5, "warmup": 5}}), "updates = 5 must be above warmup = 5"),
+    (online(steps=3, updates_per_step=2, optimizer={"schedule": {"warmup": 6}}), "warmup = 6 takes the whole stage", "= 6 "),
+    ({"kind": "custom", "path": "a:b", "optimizer": {"schedule": {"kind": "cosine"}}}, "nobody knows how", "schedule.updates"),
 ]  # fmt: skip
 
 

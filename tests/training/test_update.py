@@ -34,7 +34,8 @@ from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.training.batches import ForwardBatch, ForwardInputs, forward_batch
-from ebbflow.training.update import PolicyUpdater, TrainingError, make_optimizer
+from ebbflow.training.optimizer import make_optimizer
+from ebbflow.training.update import PolicyUpdater, TrainingError
 from tests.parameters import move, moved, same, values
 
 NAN, INF = float("nan"), float("inf")
