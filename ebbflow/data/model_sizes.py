@@ -81,8 +81,10 @@ class Sample:
         return math.prod(self.latent_shape)
 
 
-def lora_parameters(linears: Mapping[str, Shape], targets: Sequence[str], rank: int) -> int:
+def lora_parameters(linears: Mapping[str, Shape], targets: Sequence[str], rank: int, dora: bool = False) -> int:
     """Parameters of LoRA adapters (2106.09685): rank (inputs + outputs) for each layer whose name is or ends in a target.
+
+    Of DoRA (2402.09353) as many as outputs more.
 
     Raises:
         SizeError: no layer has such a name.
@@ -90,4 +92,4 @@ def lora_parameters(linears: Mapping[str, Shape], targets: Sequence[str], rank: 
     adapted = [shape for name, shape in linears.items() if any(f".{name}".endswith(f".{target}") for target in targets)]
     if not adapted:
         raise SizeError(f"no layer of the transformer is called {' or '.join(targets)}; see policy.targets")
-    return rank * sum(inputs + outputs for inputs, outputs in adapted)
+    return sum(rank * (inputs + outputs) + dora * outputs for inputs, outputs in adapted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from ebbflow.data.model_sizes import Sample, Sizes, lora_parameters
 from ebbflow.estimate.memory import Memory, ProcessMemory, stage_memory
@@ -92,11 +93,16 @@ def estimate_of(recipe: Recipe, processes: int, sizes: Sizes, sample: Sample) ->
 
 
 def trained_parameters(recipe: Recipe, sizes: Sizes) -> int:
-    """Parameters that the recipe trains.
+    """Parameters that the recipe trains; of some layers alone, those of the linear ones.
 
     Raises:
         SizeError: no layer is called as ``policy.targets`` says.
     """
-    if recipe.policy.train == "full":
+    policy, linears = recipe.policy, sizes.linears
+    if policy.layers is not None:
+        linears = {name: shape for name, shape in linears.items() if any(fnmatchcase(name, layer) for layer in policy.layers)}
+    if policy.train == "lora":
+        return lora_parameters(linears, policy.targets or sizes.lora_targets, policy.rank, policy.dora)
+    if policy.layers is None:
         return sizes.parameters
-    return lora_parameters(sizes.linears, recipe.policy.targets or sizes.lora_targets, recipe.policy.rank)
+    return sum(inputs * outputs + outputs for inputs, outputs in linears.values())

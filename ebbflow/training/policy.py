@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class Policy:
         if config.train == "lora":
             _add_lora(model, config, seed)
         else:
-            model.transformer.requires_grad_(True)
+            for name, parameter in model.transformer.named_parameters():
+                parameter.requires_grad_(_chosen(name.rpartition(".")[0], config))
         for block in model.blocks() if shard else ():
             # Cast block by block: all of a large model in float32 would not fit beside what it was loaded as.
             fully_shard(block.float() if config.train == "full" else block, reshard_after_forward=True)
@@ -60,6 +62,8 @@ class Policy:
             # Without this the root keeps its gathered weights after a forward pass and would not see a copy swapped in.
             fully_shard(model.transformer, reshard_after_forward=True)
         self.parameters: dict[str, Tensor] = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise _no_such_layers(model, config)
         self.copies: dict[str, dict[str, Tensor]] = {}
         self.snapshot("reference")
 
@@ -126,12 +130,13 @@ class Policy:
         """Generate with the adapters added to the weights that they adapt, which saves their products in every pass.
 
         Predictions stay the same up to rounding, 1e-5 of the largest: not where training compares its own with them. It changes
-        nothing without adapters, where the policy is sharded, and below float32, whose rounding would lose most of an adapter.
+        nothing without adapters, where the policy is sharded, and below float32, whose rounding would lose most of an adapter;
+        nor for DoRA, which does not only add.
         """
         sharded = any(isinstance(p, DTensor) for p in self.parameters.values())
         exact = self.model.precision == (precision or self.model.precision) == "float32"
         layers = [layer for layer in self.model.transformer.modules() if isinstance(layer, LoraLayer)]
-        layers = layers if exact and not sharded else []
+        layers = layers if exact and not sharded and not self.config.dora else []
         weights = [layer.get_base_layer().weight for layer in layers]
         separate = [weight.data for weight in weights]
         try:
@@ -143,6 +148,12 @@ class Policy:
             for layer, weight, data in zip(layers, weights, separate, strict=True):
                 weight.data = data  # the same bytes as before, unlike a subtraction
                 layer.merged_adapters.clear()
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """The parameters that stay as they are, where ``layers`` leaves some out: full weights are written whole."""
+        if self.config.train == "lora":
+            return {}
+        return {name: p.detach() for name, p in self.model.transformer.named_parameters() if not p.requires_grad}
 
     @torch.no_grad()
     def assign(self, values: Mapping[str, Tensor]) -> None:
@@ -200,7 +211,7 @@ class Policy:
         from lie beside them. ``statistics`` are the rewards of each prompt so far, where the stage keeps them.
         """
         parameters = {key: p.detach() for key, p in self.parameters.items()}
-        served = self.copies["ema"] if self.config.ema else parameters
+        served = self._frozen() | (self.copies["ema"] if self.config.ema else parameters)
         kept = {name: parameters if name == ITERATE else self.copies[name] for name in metadata.copies}
         full = gathered(served, write)
         copies = {name: gathered(values, write) for name, values in kept.items()}
@@ -217,6 +228,20 @@ class Policy:
             (unfinished / METADATA).write_text(metadata.model_dump_json(indent=2))
 
 
+def _chosen(layer: str, config: PolicyConfig) -> bool:
+    """Whether a layer, by its name, is among those to train."""
+    return config.layers is None or any(fnmatchcase(layer, pattern) for pattern in config.layers)
+
+
+def _no_such_layers(model: Model, config: PolicyConfig) -> PolicyError:
+    layers = [name for name, layer in model.transformer.named_modules() if isinstance(layer, torch.nn.Linear)]
+    of = f" among the targets {', '.join(config.targets or model.lora_targets)}" if config.train == "lora" else ""
+    return PolicyError(
+        f"policy.layers = {config.layers}: no layer{of} has such a name. Layers are called {layers[0]} or {layers[-1]}; write "
+        "patterns such as 'transformer_blocks.1?.*' or '*.attn.*'"
+    )
+
+
 def _has_weights(folder: Path) -> bool:
     """Whether a whole policy folder has weights of its own; one of the untouched base model has none."""
     return (folder / "transformer").is_dir() or any(folder.glob("*.safetensors"))
@@ -231,6 +256,9 @@ def _add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
     for parameter in model.transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    for layer in model.transformer.modules() if config.dora else ():
+        if isinstance(layer, LoraLayer):  # in the precision in which peft divides by it: their ratio is 1 at the base model
+            layer.lora_magnitude_vector[ADAPTER].weight.data = layer.get_base_layer().weight.detach().float().norm(dim=1)
 
 
 def _round_weights(model: Model) -> None:
@@ -242,8 +270,28 @@ def _round_weights(model: Model) -> None:
 
 
 def _lora_config(model: Model, config: PolicyConfig) -> LoraConfig:
-    targets = config.targets or model.lora_targets
-    return LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, init_lora_weights="gaussian")
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=_targets(model, config),
+        init_lora_weights="gaussian" if config.init == "gaussian" else True,
+        use_rslora=config.rslora,
+        use_dora=config.dora,
+    )
+
+
+def _targets(model: Model, config: PolicyConfig) -> list[str]:
+    """The layers that LoRA adapts: ends of their names, or where ``layers`` chooses among them, whole names."""
+    ends = config.targets or model.lora_targets
+    if config.layers is None:
+        return ends
+    names = [
+        name.replace(".base_layer", "") for name, layer in model.transformer.named_modules() if isinstance(layer, torch.nn.Linear)
+    ]
+    chosen = [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends) and _chosen(name, config)]
+    if not chosen:
+        raise _no_such_layers(model, config)
+    return sorted(set(chosen))
 
 
 def like(full: Tensor, parameter: Tensor) -> Tensor:
@@ -265,7 +313,7 @@ def _write_parameters(folder: Path, model: Model, config: PolicyConfig, paramete
     if config.train == "lora":
         layers = get_peft_model_state_dict(model.transformer, state_dict=parameters, adapter_name=ADAPTER)
         # peft keeps the targets as a set, whose order differs between processes
-        metadata = _lora_config(model, config).to_dict() | {"target_modules": sorted(config.targets or model.lora_targets)}
+        metadata = _lora_config(model, config).to_dict() | {"target_modules": sorted(_targets(model, config))}
         model.pipeline_class.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
         for file in folder.glob("*.safetensors"):
             _sort_header(file)
@@ -304,9 +352,14 @@ def _read_parameters(folder: Path, model: Model, config: PolicyConfig, like: dic
             named = {}
             for shard in sorted((folder / "transformer").glob("*.safetensors")):
                 named |= load_file(shard)
-    stored = {key.replace(f".{ADAPTER}.", "."): key for key in like}
+    stored = {_stored_name(key): key for key in like}
     buffers = model.transformer.state_dict().keys() - like.keys()  # which full weights lie beside
     return _fitting(folder, {stored.get(name, name): value for name, value in named.items() if name not in buffers}, like)
+
+
+def _stored_name(key: str) -> str:
+    """How a LoRA file calls a parameter."""
+    return key.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector").replace(f".{ADAPTER}.", ".")
 
 
 def _read_copy(folder: Path, name: str, like: dict[str, Tensor]) -> dict[str, Tensor]:

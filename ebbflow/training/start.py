@@ -52,7 +52,7 @@ def lora_parameters(model: Model, config: PolicyConfig, own: dict[str, Tensor], 
     """Our adapters' parameters, by name, that compute what a published LoRA does.
 
     Of a rank below ours, the rows that it lacks keep their random values and meet zeros in the second factor; the ratio of the
-    scales, (alpha / rank) / (our alpha / our rank), goes into the second factor. Layers that it leaves alone stay at the base.
+    scales, alpha / rank against ours, goes into the second factor. Layers that it leaves alone stay at the base.
 
     Args:
         own: our parameters, ``<layer>.lora_A.<adapter>.weight`` and ``lora_B``.
@@ -62,9 +62,12 @@ def lora_parameters(model: Model, config: PolicyConfig, own: dict[str, Tensor], 
     """
     if config.train != "lora":
         raise PolicyError("policy.start names a LoRA and policy.train is 'full'; set policy.train to lora")
+    if config.dora:
+        raise PolicyError(
+            "policy.start names a LoRA, and policy.dora starts from a policy folder alone; set policy.dora to false"
+        )
     published = _published(model, source)
     found = dict(own)
-    scale = config.alpha / config.rank
     for layer, (first, second, its_scale) in published.items():
         names = [f"{layer}.lora_{factor}.{ADAPTER}.weight" for factor in "AB"]
         rank = len(first)
@@ -75,7 +78,7 @@ def lora_parameters(model: Model, config: PolicyConfig, own: dict[str, Tensor], 
         ours_first, ours_second = (own[name].detach().clone() for name in names)
         ours_first[:rank] = first
         ours_second.zero_()
-        ours_second[:, :rank] = second * (its_scale / scale)
+        ours_second[:, :rank] = second * (its_scale / config.scale)
         found |= dict(zip(names, (ours_first, ours_second), strict=True))
     return found
 
@@ -93,6 +96,10 @@ def _published(model: Model, source: Path) -> dict[str, tuple[Tensor, Tensor, fl
     except Exception as error:  # diffusers, peft and safetensors each have errors of their own
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise PolicyError(f"policy.start: {file} cannot be read as a LoRA of this model ({reason[:500]})") from error
+    if any("lora_magnitude_vector" in key for key in state):
+        raise PolicyError(
+            f"policy.start: {file} is a DoRA, whose magnitudes have no place in a LoRA; take a LoRA, or fuse it first"
+        )
     if others := sorted({key.split(".")[0] for key in state} - {"transformer"}):
         raise PolicyError(f"policy.start: {file} adapts {', '.join(others)} too, which training leaves alone; take one without")
     layers = {

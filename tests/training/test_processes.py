@@ -43,6 +43,8 @@ CASES = {
     "lora": (NFT, LORA, ALONE, 4, 2),
     "passes": (NFT, LORA, ALONE, 3, 3),
     "groups": ({"name": "dgpo"}, FULL, GROUPS, 5, 2),
+    "dora": (NFT, LORA.model_copy(update={"dora": True}), ALONE, 4, 2),
+    "some layers": (NFT, PolicyConfig(layers=["*.attn.*"]), ALONE, 4, 2),
 }
 """Algorithm, policy, groups, samples of the first process, and passes."""
 
@@ -67,8 +69,8 @@ def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[st
 
 
 def num_trained_shards(base: Path, config: PolicyConfig) -> int:
-    """Of those that FSDP2 reduces on their own: the blocks, and the rest of the network, which has no adapters."""
-    return len(load_model(base).blocks()) + (config.train == "full")
+    """Of those that FSDP2 reduces on their own: the blocks, and the rest of the network, if it is trained."""
+    return len(load_model(base).blocks()) + (config.train == "full" and config.layers is None)
 
 
 def refused_together(base: Path, ranks: Ranks) -> str:
