@@ -114,9 +114,7 @@ def compute_advantages(
     Raises:
         ValueError: ``config.running`` without a history.
     """
-    scored = (np.abs(np.stack([scores[name] for name in weights])) <= MAX_SCORE).all(axis=0)
-    rewards = {name: scores[name][scored] for name in weights}
-    total = np.sum([weight * rewards[name] for name, weight in weights.items()], axis=0)
+    scored, rewards, total = _scored(scores, weights)
     prompts, groups = np.unique(prompt_ids, return_inverse=True)
     group = groups[scored]
     if config.combine == "sum":
@@ -136,6 +134,27 @@ def compute_advantages(
     values[samples] = advantage[chosen] if config.clip is None else advantage[chosen].clip(-config.clip, config.clip)
     keep[samples] = True
     return AdvantageResult(values, keep, _metrics(total, len(groups), informative, values[keep]))
+
+
+def varied_prompts(
+    scores: Mapping[str, np.ndarray], weights: Mapping[str, float], prompt_ids: np.ndarray, config: AdvantagesConfig
+) -> list[int]:
+    """The prompts whose samples of this batch score differently, ascending. Arguments as of ``compute_advantages``."""
+    scored, rewards, total = _scored(scores, weights)
+    prompts, groups = np.unique(prompt_ids, return_inverse=True)
+    columns = [total] if config.combine == "sum" else list(rewards.values())
+    spread = [_moments(column, groups[scored], len(prompts)).std for column in columns]
+    varied: list[int] = prompts[np.max(spread, axis=0) > NO_SPREAD].tolist()
+    return varied
+
+
+def _scored(
+    scores: Mapping[str, np.ndarray], weights: Mapping[str, float]
+) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    """(which samples have all scores [N], those scores of each reward [n], their weighted sum [n])."""
+    scored = (np.abs(np.stack([scores[name] for name in weights])) <= MAX_SCORE).all(axis=0)
+    rewards = {name: scores[name][scored] for name in weights}
+    return scored, rewards, np.sum([weight * rewards[name] for name, weight in weights.items()], axis=0)
 
 
 def _normalise(

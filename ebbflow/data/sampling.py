@@ -31,3 +31,9 @@ def prompt_batch(prompts: Sequence[P], count: int, step: int, seed: int) -> list
     epoch, position = divmod(step, len(prompts) // count)
     order = generator(seed, prompt_id=0, sample=0, step=epoch, stream=Stream.PROMPTS).permutation(len(prompts))
     return [prompts[index] for index in order[position * count : (position + 1) * count]]
+
+
+def random_order(prompts: Sequence[P], step: int, seed: int) -> list[P]:
+    """All prompts in a random order of training step ``step``, which has nothing to do with ``prompt_batch``."""
+    order = generator(seed, prompt_id=0, sample=1, step=step, stream=Stream.PROMPTS).permutation(len(prompts))
+    return [prompts[index] for index in order]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ebbflow.algorithms.advantages import AdvantageResult, compute_advantages
+from ebbflow.algorithms.advantages import AdvantageResult, compute_advantages, varied_prompts
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
-from ebbflow.data.sampling import prompt_batch
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
 from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.messages import RolloutBatch, TrainingReport, build_training_batch
 from ebbflow.online.monitor import StageMonitor, validation_prompts
 from ebbflow.online.parity_gate import check_parity
+from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import RolloutQueue, max_steps_ahead
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.statistics_alarm import watch_statistics
@@ -129,8 +129,9 @@ class OnlineLoop:
         validation: Sequence[Prompt] = (),
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        self.ctx, self.config, self.workers, self.prompts, self.validation = ctx, ctx.online, workers, prompts, validation
+        self.ctx, self.config, self.workers, self.validation = ctx, ctx.online, workers, validation
         self.recorder, self.state, self.checkpoints = recorder, state or StageState(), checkpoints
+        self.sampler = PromptSampler(ctx, prompts)
 
     async def run(self) -> StageRecord:
         """Train for the stage's number of steps.
@@ -166,7 +167,7 @@ class OnlineLoop:
 
             await queue.start()
             batch = await queue.next_batch(step)
-            require_scored(batch.scores, self.ctx.recipe.max_failed_share)
+            batch = await self._refilled(batch)
             advantages = self._advantages(batch)
             report = await self._train_on(batch, advantages)
 
@@ -189,11 +190,11 @@ class OnlineLoop:
             await self.workers.load_checkpoint(folder)
             load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
         with clock.phase("encoding"):
-            embeddings = await self.workers.training.call_first("encode", list(_prompts_of_all_steps(ctx, self.prompts)))
+            embeddings = await self.workers.training.call_first("encode", self.sampler.all_steps())
             # Apart: prompts are padded to the longest of those encoded together, and validation must not change training.
             validation = await self.workers.training.call_first("encode", list(self.validation)) if self.validation else None
         self.seconds_before = _sum(self.state.seconds, clock.seconds)
-        self.queue = RolloutQueue(ctx, self.workers, self.prompts, embeddings, self.state.step)
+        self.queue = RolloutQueue(ctx, self.workers, self.sampler, embeddings, self.state.step)
         self.monitor = StageMonitor(ctx, self.queue, self.recorder, self.validation, validation)
         if newest:
             load_in_flight(newest[0], self.queue)
@@ -206,10 +207,24 @@ class OnlineLoop:
         self.queue.weights = await self.workers.publish(version)
         return {"push/bytes": self.queue.weights.size, "push/seconds": time.perf_counter() - start}
 
+    async def _refilled(self, batch: RolloutBatch) -> RolloutBatch:
+        """The rollouts of a step, with other prompts' in place of groups that say nothing, once enough of them are scored."""
+        require_scored(batch.scores, self.ctx.recipe.max_failed_share)
+        for _ in range(self.config.refill_rounds):
+            varied = varied_prompts(*self._rewards(batch), batch.prompt_ids, self.config.advantages)
+            if not (further := self.sampler.further(batch.step, batch.prompts, varied)):
+                break
+            batch = await self.queue.add_prompts(batch, further)
+            require_scored(batch.scores, self.ctx.recipe.max_failed_share)
+        return batch
+
     def _advantages(self, batch: RolloutBatch) -> AdvantageResult:
+        return compute_advantages(*self._rewards(batch), batch.prompt_ids, self.config.advantages, self.state.history)
+
+    def _rewards(self, batch: RolloutBatch) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """(scores of each trained reward, its weight)."""
         weights, scores = self.workers.reward_weights, batch.scores.metrics
-        rewards = {name: scores[name] for name in weights}
-        return compute_advantages(rewards, weights, batch.prompt_ids, self.ctx.config.advantages, self.state.history)
+        return {name: scores[name] for name in weights}, weights
 
     async def _train_on(self, batch: RolloutBatch, advantages: AdvantageResult) -> TrainingReport:
         """The updates of a step, on all ranks, while other rollouts and rewards continue; rank 0's report, with all spans."""
@@ -227,6 +242,8 @@ class OnlineLoop:
         """Scores, speed and utilisation of a step that began at ``start``; also what the monitor shows of it."""
         end, replaced = time.time(), self.workers.rollout.num_replaced + self.workers.reward.num_replaced
         metrics = score_means(batch.scores) | {"workers/replaced": replaced}
+        if self.config.refill_rounds:
+            metrics["group/refilled"] = len(batch.prompts) - self.config.prompts_per_step
         metrics |= watch_statistics(self.ctx, self.state, batch.statistics)
         metrics |= _speed([*batch.spans, *report.spans], len(advantages.values), end - start)
         self.queue.spans += report.spans
@@ -275,11 +292,6 @@ def _num_gpus(ctx: StageContext) -> float:
 def _sum(*seconds: Mapping[str, float]) -> dict[str, float]:
     names = dict.fromkeys(name for part in seconds for name in part)
     return {name: sum(part.get(name, 0.0) for part in seconds) for name in names}
-
-
-def _prompts_of_all_steps(ctx: StageContext, prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    for step in range(ctx.online.steps):
-        yield from prompt_batch(prompts, ctx.online.prompts_per_step, step, ctx.seed)
 
 
 def _freshness(batch: RolloutBatch, version: int) -> dict[str, float]:

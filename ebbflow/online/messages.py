@@ -127,6 +127,11 @@ class RolloutBatch:
         return [span for part in self.parts for span in part.spans]
 
     @property
+    def prompts(self) -> list[Prompt]:
+        """Every prompt once."""
+        return list({prompt.prompt_id: prompt for part in self.parts for prompt in part.request.prompts}.values())
+
+    @property
     def prompt_ids(self) -> np.ndarray:
         """integer [N]."""
         return np.array([prompt.prompt_id for part in self.parts for prompt in part.request.prompts])

@@ -21,16 +21,16 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.data.sampling import prompt_batch
 from ebbflow.evaluation.image_statistics import no_statistics
 from ebbflow.flow.windows import Plan, plan
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import RewardReport, RolloutBatch, RolloutReport, RolloutRequest, ScoredRollouts
+from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.tracing import TraceSpan
 from ebbflow.online.workers import CallFailed, StageError, StageWorkers
 from ebbflow.recipe.stages import OnlineStageConfig
@@ -65,7 +65,7 @@ class RolloutQueue:
     """The steps whose rollouts are in flight.
 
     Args:
-        prompts: the training split.
+        sampler: the prompts of each step.
         first_step: the step that the stage starts or resumes with.
 
     Attributes:
@@ -74,9 +74,9 @@ class RolloutQueue:
     """
 
     def __init__(
-        self, ctx: StageContext, workers: StageWorkers, prompts: Sequence[Prompt], embeddings: Embeddings, first_step: int = 0
+        self, ctx: StageContext, workers: StageWorkers, sampler: PromptSampler, embeddings: Embeddings, first_step: int = 0
     ) -> None:
-        self.ctx, self.workers, self.prompts, self.embeddings = ctx, workers, prompts, embeddings
+        self.ctx, self.workers, self.sampler, self.embeddings = ctx, workers, sampler, embeddings
         self.max_steps_ahead = max_steps_ahead(ctx.online)
         self.weights = WeightsVersion(0)
         self.spans: list[TraceSpan] = []
@@ -116,6 +116,14 @@ class RolloutQueue:
             for task in done:
                 task.result()  # one that failed ends the stage now, not when the rest of its step is there
 
+    async def add_prompts(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
+        """A batch with the groups of further prompts, generated with the newest weights and waited for."""
+        further = StepInFlight(batch.step, [self._roll_out(request) for request in self.requests(batch.step, prompts=prompts)])
+        self.in_flight.append(further)  # so that they are given up with the others if one of them fails
+        await asyncio.gather(*further.tasks)
+        self.in_flight.remove(further)
+        return replace(batch, parts=[*batch.parts, *further.batch().parts])
+
     async def wait_until_done(self) -> None:
         """Wait for all rollouts in flight."""
         await asyncio.gather(*[task for step in self.in_flight for task in step.tasks])
@@ -127,22 +135,23 @@ class RolloutQueue:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def requests(self, step: int, chosen: Plan | None = None) -> list[RolloutRequest]:
+    def requests(self, step: int, chosen: Plan | None = None, prompts: Sequence[Prompt] | None = None) -> list[RolloutRequest]:
         """The rollouts of a step as requests of whole groups, about a micro-batch each, whoever generates them.
 
         Args:
             chosen: which denoising steps are trained; left out, the window of the step.
+            prompts: left out, those of the step.
         """
         config, size = self.ctx.online, self.ctx.config.group_size
         chosen = chosen or self._window(step)
-        batch = prompt_batch(self.prompts, config.prompts_per_step, step, self.ctx.seed)
+        batch = self.sampler.batch(step) if prompts is None else list(prompts)
         at_once, profiled = max(1, config.micro_batch // size), config.traces("rollout", step)
         requests = []
         for start in range(0, len(batch), at_once):
-            prompts = batch[start : start + at_once]
-            repeated, keys = self.ctx.groups(prompts, step)
-            sample_index = np.repeat(np.arange(len(prompts)), size)
-            conditioning = self.embeddings(prompts)
+            some = batch[start : start + at_once]
+            repeated, keys = self.ctx.groups(some, step)
+            sample_index = np.repeat(np.arange(len(some)), size)
+            conditioning = self.embeddings(some)
             requests.append(
                 RolloutRequest(step, repeated, conditioning, sample_index, keys, config.sampler, chosen, profiled=profiled)
             )

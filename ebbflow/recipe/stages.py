@@ -261,6 +261,9 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
     steps: int = Field(40, ge=1)
     """Rollout-and-update steps."""
     prompts_per_step: int = Field(8, ge=1)
+    refill_rounds: int = Field(0, ge=0)
+    """Times that a step draws other prompts in place of those whose samples all score alike, as dynamic sampling of DAPO does
+    (2503.14476); generated with the newest weights, and waited for."""
     updates_per_step: int = Field(2, ge=1)
     """Optimiser steps per rollout batch: its samples are split into that many parts."""
 

@@ -16,6 +16,7 @@ from ebbflow.online import loop
 from ebbflow.online.local_workers import local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.messages import build_training_batch
+from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.registry import ALGORITHMS
@@ -55,8 +56,8 @@ def collect(ctx, updater, scorer, prompts, step):
     """(the batch of a step, its rollouts)."""
 
     async def run():
-        workers = local_workers(ctx, updater, scorer)
-        queue = RolloutQueue(ctx, workers, prompts, await workers.training.call_first("encode", prompts), step)
+        workers, sampler = local_workers(ctx, updater, scorer), PromptSampler(ctx, prompts)
+        queue = RolloutQueue(ctx, workers, sampler, await workers.training.call_first("encode", prompts), step)
         await queue.start()
         return await queue.next_batch(step)
 

@@ -13,16 +13,27 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.online import loop, monitor
 from ebbflow.online.loop import train_online_folder
 from ebbflow.online.rollout_queue import RolloutQueue
+from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.policy_metadata import write_base_policy
 from ebbflow.training.stop_conditions import Preempted
+from tests.conftest import Darkness
 
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
 CRD = {"name": "crd", "old": {"min_decay": 0.2, "slope": 0.1}, "sampling": {"slope": 0.3, "max_decay": 0.6}}
 OPTIMIZER = {"schedule": {"kind": "cosine", "warmup": 3}, "lr_factors": [{"parameters": "*.lora_B.*", "factor": 4}]}
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
+
+
+class Flat(Darkness):
+    """As ``Darkness``, but all samples of two prompts in three score the same."""
+
+    def __call__(self, images, prompts):
+        result = super().__call__(images, prompts)
+        result.values[[prompt.prompt_id % 3 > 0 for prompt in prompts]] = 0.5
+        return result
 
 
 class Killed(Exception):
@@ -92,6 +103,16 @@ def test_a_stage_that_is_preempted_saves_after_the_step(attempt, online, policy)
         with pytest.raises(Preempted, match=said):
             attempt(name, preempted=preempted, policy=policy, **online)
         assert attempt(name, policy=policy, **online)[:2] == whole[:2], name
+
+
+def test_a_stage_that_refills_ends_with_the_same_bytes(attempt, monkeypatch):
+    monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: Scorer(((Flat(), 1.0),)))
+    online = {"mode": "one_step_off", "refill_rounds": 2}
+    whole = attempt("whole", **online)
+    assert sum(row["group/refilled"] for row in whole[1]) > 0
+    with pytest.raises(Killed):
+        attempt("killed", kill=3, **online)
+    assert attempt("killed", **online) == whole
 
 
 def test_a_spent_budget_ends_it_with_what_was_learnt(attempt):
