@@ -148,6 +148,18 @@ def varied_prompts(
     return varied
 
 
+def reward_moments(reward: np.ndarray, prompt_ids: np.ndarray) -> tuple[np.ndarray, Moments]:
+    """(the prompts with a scored sample, integer [G] ascending, moments of their rewards).
+
+    Args:
+        reward: float64 [N]; NaN where scoring failed.
+        prompt_ids: integer [N].
+    """
+    scored = np.abs(reward) <= MAX_SCORE
+    prompts, group = np.unique(prompt_ids[scored], return_inverse=True)
+    return prompts, _moments(reward[scored], group, len(prompts))
+
+
 def _scored(
     scores: Mapping[str, np.ndarray], weights: Mapping[str, float]
 ) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from ebbflow.seeding import Stream, generator
 
 P = TypeVar("P")
@@ -33,7 +35,17 @@ def prompt_batch(prompts: Sequence[P], count: int, step: int, seed: int) -> list
     return [prompts[index] for index in order[position * count : (position + 1) * count]]
 
 
-def random_order(prompts: Sequence[P], step: int, seed: int) -> list[P]:
-    """All prompts in a random order of training step ``step``, which has nothing to do with ``prompt_batch``."""
-    order = generator(seed, prompt_id=0, sample=1, step=step, stream=Stream.PROMPTS).permutation(len(prompts))
+def random_order(prompts: Sequence[P], step: int, seed: int, weights: np.ndarray | None = None) -> list[P]:
+    """All prompts in a random order of training step ``step``, which has nothing to do with ``prompt_batch``.
+
+    Args:
+        weights: positive [N]: each place goes to one of the prompts that are left, with a probability in proportion to its weight
+            (Efraimidis and Spirakis 2006); left out, all are alike.
+    """
+    draws = generator(seed, prompt_id=0, sample=1, step=step, stream=Stream.PROMPTS)
+    order = (
+        draws.permutation(len(prompts))
+        if weights is None
+        else np.argsort(draws.exponential(size=len(prompts)) / weights, kind="stable")
+    )
     return [prompts[index] for index in order]

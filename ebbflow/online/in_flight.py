@@ -37,7 +37,8 @@ async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
             tensors |= {f"{batch.step}/{index}/{name}": value for name, value in (await _tensors(queue, part)).items()}
             report = {"version": part.report.version, "receive_seconds": part.report.receive_seconds}
             parts.append({"report": report, "failures": part.scores.failures})
-        steps.append({"step": batch.step, "num_dropped": batch.num_dropped, "parts": parts})
+        prompts = [prompt.prompt_id for prompt in batch.prompts]
+        steps.append({"step": batch.step, "prompts": prompts, "num_dropped": batch.num_dropped, "parts": parts})
     header = {"steps": steps, "next": queue.pending[0] if queue.pending else None}
     save_file(tensors, folder / FILE, {HEADER: json.dumps(header)})  # one entry: the library writes several in any order
 
@@ -49,7 +50,7 @@ def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
     for saved in header["steps"]:
         step, tasks = saved["step"], []
-        for index, request in enumerate(queue.requests(step)):
+        for index, request in enumerate(queue.requests(step, prompts=queue.sampler.with_ids(saved["prompts"]))):
             done: asyncio.Future[ScoredRollouts] = asyncio.get_running_loop().create_future()
             done.set_result(_scored_rollouts(queue, request, _below(f"{step}/{index}/", tensors), saved["parts"][index]))
             tasks.append(done)

@@ -7,6 +7,7 @@ this process, threads, or Ray actors, and ``RolloutQueue`` keeps rollouts in fli
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing, closing
@@ -18,12 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ebbflow.algorithms.advantages import AdvantageResult, compute_advantages, varied_prompts
+from ebbflow.algorithms.advantages import AdvantageResult, compute_advantages, reward_moments, varied_prompts
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
 from ebbflow.online.local_workers import LocalWorkers
-from ebbflow.online.messages import RolloutBatch, TrainingReport, build_training_batch
+from ebbflow.online.messages import RolloutBatch, RolloutRequest, TrainingReport, build_training_batch
 from ebbflow.online.monitor import StageMonitor, validation_prompts
 from ebbflow.online.parity_gate import check_parity
 from ebbflow.online.prompt_sampler import PromptSampler
@@ -47,6 +48,8 @@ from ebbflow.training.update import PolicyUpdater
 
 if TYPE_CHECKING:
     from ebbflow.online.ray_actor import Folders
+
+logger = logging.getLogger(__name__)
 
 
 def train_online_folder(
@@ -131,7 +134,7 @@ class OnlineLoop:
     ) -> None:
         self.ctx, self.config, self.workers, self.validation = ctx, ctx.online, workers, validation
         self.recorder, self.state, self.checkpoints = recorder, state or StageState(), checkpoints
-        self.sampler = PromptSampler(ctx, prompts)
+        self.sampler = PromptSampler(ctx, prompts, self.state)
 
     async def run(self) -> StageRecord:
         """Train for the stage's number of steps.
@@ -143,6 +146,7 @@ class OnlineLoop:
             await self._open()
             async with aclosing(self.queue):
                 with closing(self.monitor):
+                    await self._filter_prompts()
                     await self._train()
         if self.checkpoints and self.config.validation and self.config.validation.best:
             await self._restore_best(self.checkpoints)
@@ -168,6 +172,7 @@ class OnlineLoop:
             await queue.start()
             batch = await queue.next_batch(step)
             batch = await self._refilled(batch)
+            self.sampler.learn(*reward_moments(batch.scores.reward, batch.prompt_ids))
             advantages = self._advantages(batch)
             report = await self._train_on(batch, advantages)
 
@@ -200,6 +205,28 @@ class OnlineLoop:
             load_in_flight(newest[0], self.queue)
         ahead = max_steps_ahead(self.config)
         self.loop = StageLoop(ctx, self.state, self.recorder, self.checkpoints, self.config.steps, _num_gpus(ctx), ahead)
+
+    async def _filter_prompts(self) -> None:
+        """The first pass of ``prompt_filter``, unless a checkpoint says what it left."""
+        config = self.config.prompt_filter
+        if config is None or self.state.kept_prompts is not None:
+            return
+        await self._publish(0)
+        requests, found = self.queue.first_pass(self.sampler.prompts, config.samples), []
+        at_once = self.config.resources.rollout.count + self.config.resources.reward.count
+        for start in range(0, len(requests), at_once):  # their images are in memory together
+            found += await asyncio.gather(*map(self._first_scores, requests[start : start + at_once]))
+        rewards, prompt_ids = (np.concatenate(column) for column in zip(*found, strict=True))
+        self.sampler.keep(*reward_moments(rewards, prompt_ids))
+        kept = len(self.sampler.left)
+        logger.info("%s: prompt_filter keeps %d of %d prompts", self.ctx.label, kept, len(self.sampler.prompts))
+        self.recorder.log_metrics({"prompts/kept": kept}, 0)
+
+    async def _first_scores(self, request: RolloutRequest) -> tuple[np.ndarray, np.ndarray]:
+        """(rewards, prompt ids) of the samples of a request."""
+        weights = self.queue.weights
+        scored = await self.queue.generate_and_score(request, lambda: weights)
+        return scored.scores.reward, np.array(request.keys.prompt_ids)
 
     async def _publish(self, version: int) -> dict[str, float]:
         """Have new rollouts generated with the weights as they are; what that took."""

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
+from ebbflow.algorithms.advantages import Moments
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.sampling import prompt_batch, random_order
+from ebbflow.online.workers import StageError
+from ebbflow.recipe.online import CurriculumConfig
+from ebbflow.seeding import derive_seed
 from ebbflow.stage import StageContext
+from ebbflow.training.stage_loop import StageState
 
 
 class PromptSampler:
-    """The prompts of every step: a function of the seed and the step.
+    """The prompts of every step: a function of the seed, the step and the stage's state, which checkpoints hold.
 
     Args:
         prompts: the training split.
+        state: of the stage; a filter and a curriculum keep what they know there.
     """
 
-    def __init__(self, ctx: StageContext, prompts: Sequence[Prompt]) -> None:
-        self.ctx, self.config, self.prompts = ctx, ctx.online, prompts
+    def __init__(self, ctx: StageContext, prompts: Sequence[Prompt], state: StageState | None = None) -> None:
+        self.ctx, self.config, self.state = ctx, ctx.online, state or StageState()
+        self.prompts = _tried(ctx, prompts)
+
+    @property
+    def left(self) -> list[Prompt]:
+        """The prompts that a step may take."""
+        if self.state.kept_prompts is None:
+            return self.prompts
+        kept = set(self.state.kept_prompts)
+        return [prompt for prompt in self.prompts if prompt.prompt_id in kept]
 
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of a step, all different.
@@ -25,7 +42,9 @@ class PromptSampler:
         Raises:
             SamplingError: there are too few.
         """
-        return prompt_batch(self.prompts, self.config.prompts_per_step, step, self.ctx.seed)
+        if self.config.curriculum:
+            return self._order(step)[: self.config.prompts_per_step]
+        return prompt_batch(self.left, self.config.prompts_per_step, step, self.ctx.seed)
 
     def further(self, step: int, taken: Sequence[Prompt], varied: Collection[int]) -> list[Prompt]:
         """Prompts for a step in place of those whose samples all score alike, as far as there are any left.
@@ -35,11 +54,70 @@ class PromptSampler:
             varied: ids of those of them whose samples score differently.
         """
         used = {prompt.prompt_id for prompt in taken}
-        left = [prompt for prompt in random_order(self.prompts, step, self.ctx.seed) if prompt.prompt_id not in used]
-        return left[: max(self.config.prompts_per_step - len(varied), 0)]
+        unused = [prompt for prompt in self._order(step) if prompt.prompt_id not in used]
+        return unused[: max(self.config.prompts_per_step - len(varied), 0)]
 
     def all_steps(self) -> list[Prompt]:
-        """Every prompt that some step may take, those of the first steps first."""
-        if self.config.refill_rounds:
-            return list(self.prompts)
+        """Every prompt that some step may take."""
+        if self.config.refill_rounds or self.config.curriculum or self.config.prompt_filter:
+            return self.prompts
         return [prompt for step in range(self.config.steps) for prompt in self.batch(step)]
+
+    def with_ids(self, ids: Sequence[int]) -> list[Prompt]:
+        """Prompts by their ids, in this order."""
+        by_id = {prompt.prompt_id: prompt for prompt in self.prompts}
+        return [by_id[prompt_id] for prompt_id in ids]
+
+    def keep(self, prompt_ids: np.ndarray, moments: Moments) -> None:
+        """Leave out what ``prompt_filter`` does, given the rewards of its first pass.
+
+        Raises:
+            StageError: too few are left.
+        """
+        config = self.config.prompt_filter
+        assert config is not None
+        low = -np.inf if config.min_reward is None else config.min_reward
+        high = np.inf if config.max_reward is None else config.max_reward
+        fits = (moments.count > 1) & (low <= moments.mean) & (moments.mean <= high) & (moments.std >= config.min_std)
+        if fits.sum() < self.config.prompts_per_step:
+            found = f"{fits.sum()} of {len(self.prompts)} prompts, and a step takes {self.config.prompts_per_step}"
+            seen = f"means from {moments.mean.min():.4g} to {moments.mean.max():.4g}" if len(fits) else "no scores"
+            raise StageError(
+                f"prompt_filter leaves {found}. The first pass found {seen} and standard deviations of at most "
+                f"{moments.std.max(initial=0):.4g}; widen min_reward, max_reward or min_std"
+            )
+        self.state.kept_prompts = prompt_ids[fits].tolist()
+        self.learn(prompt_ids, moments)
+
+    def learn(self, prompt_ids: np.ndarray, moments: Moments) -> None:
+        """Follow the rewards of some groups, where there is a ``curriculum``."""
+        if not (config := self.config.curriculum):
+            return
+        for prompt, mean, std in zip(prompt_ids.tolist(), moments.mean.tolist(), moments.std.tolist(), strict=True):
+            before = self.state.prompt_rewards.get(prompt, (mean, std))
+            running = [old + config.rate * (new - old) for old, new in zip(before, (mean, std), strict=True)]
+            self.state.prompt_rewards[prompt] = (running[0], running[1])
+
+    def _order(self, step: int) -> list[Prompt]:
+        left, curriculum = self.left, self.config.curriculum
+        weights = curriculum_weights(curriculum, [prompt.prompt_id for prompt in left], self.state) if curriculum else None
+        return random_order(left, step, self.ctx.seed, weights)
+
+
+def curriculum_weights(config: CurriculumConfig, prompt_ids: Sequence[int], state: StageState) -> np.ndarray:
+    """How much each prompt counts when those of a step are drawn, float64 [N] in [floor, 1]."""
+    best = max((mean for mean, _ in state.prompt_rewards.values()), default=0.0)
+    known = {prompt: std if config.weight == "spread" else best - mean for prompt, (mean, std) in state.prompt_rewards.items()}
+    largest = max((known[prompt] for prompt in prompt_ids if prompt in known), default=0.0)
+    if largest == 0:
+        return np.ones(len(prompt_ids))
+    return np.array([known.get(prompt, largest) / largest for prompt in prompt_ids]).clip(min=config.floor)
+
+
+def _tried(ctx: StageContext, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The training prompts, or those of them that the first pass of ``prompt_filter`` tries, by their ids."""
+    config = ctx.online.prompt_filter
+    if config is None or config.prompts is None:
+        return list(prompts)
+    chosen = random_order(prompts, 0, derive_seed(ctx.seed, "prompt_filter"))[: config.prompts]
+    return sorted(chosen, key=lambda prompt: prompt.prompt_id)

@@ -27,6 +27,7 @@ import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.evaluation.image_statistics import no_statistics
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan, plan
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import RewardReport, RolloutBatch, RolloutReport, RolloutRequest, ScoredRollouts
@@ -142,20 +143,41 @@ class RolloutQueue:
             chosen: which denoising steps are trained; left out, the window of the step.
             prompts: left out, those of the step.
         """
-        config, size = self.ctx.online, self.ctx.config.group_size
-        chosen = chosen or self._window(step)
-        batch = self.sampler.batch(step) if prompts is None else list(prompts)
-        at_once, profiled = max(1, config.micro_batch // size), config.traces("rollout", step)
+        wanted = self.sampler.batch(step) if prompts is None else prompts
+        profiled = self.ctx.online.traces("rollout", step)
+        return [
+            self._request(step, some, *self.ctx.groups(some, step), chosen or self._window(step), profiled)
+            for some in self._micro_batches(wanted, self.ctx.config.group_size)
+        ]
+
+    def first_pass(self, prompts: Sequence[Prompt], samples: int) -> list[RolloutRequest]:
+        """Some samples of each prompt, made as in step 0; their numbers come after those of all steps."""
+        start = self.ctx.online.steps * self.ctx.config.group_size
         requests = []
-        for start in range(0, len(batch), at_once):
-            some = batch[start : start + at_once]
-            repeated, keys = self.ctx.groups(some, step)
-            sample_index = np.repeat(np.arange(len(some)), size)
-            conditioning = self.embeddings(some)
-            requests.append(
-                RolloutRequest(step, repeated, conditioning, sample_index, keys, config.sampler, chosen, profiled=profiled)
-            )
+        for some in self._micro_batches(prompts, samples):
+            repeated = [prompt for prompt in some for _ in range(samples)]
+            numbers = [start + member for _ in some for member in range(samples)]
+            keys = SampleKeys(self.ctx.seed, [prompt.prompt_id for prompt in repeated], numbers)
+            requests.append(self._request(0, some, repeated, keys, self._window(0)))
         return requests
+
+    def _micro_batches(self, prompts: Sequence[Prompt], samples: int) -> list[list[Prompt]]:
+        at_once = max(1, self.ctx.config.micro_batch // samples)
+        return [list(prompts[start : start + at_once]) for start in range(0, len(prompts), at_once)]
+
+    def _request(
+        self,
+        step: int,
+        prompts: list[Prompt],
+        repeated: list[Prompt],
+        keys: SampleKeys,
+        chosen: Plan | None,
+        profiled: bool = False,
+    ) -> RolloutRequest:
+        """The request of some prompts with as many samples of each; ``repeated`` has the prompt of every sample."""
+        sample_index = np.repeat(np.arange(len(prompts)), len(repeated) // len(prompts))
+        conditioning, sampler = self.embeddings(prompts), self.ctx.online.sampler
+        return RolloutRequest(step, repeated, conditioning, sample_index, keys, sampler, chosen, profiled=profiled)
 
     async def generate_and_score(
         self, request: RolloutRequest, weights: Callable[[], WeightsVersion], with_guards: bool = False

@@ -75,6 +75,46 @@ class ProfileConfig(Strict):
     roles: list[Role] = Field(["training", "rollout"], min_length=1)
 
 
+class PromptFilterConfig(Strict):
+    """Training prompts that the stage leaves out, after a first pass with the policy that it starts from."""
+
+    prompts: int | None = Field(None, ge=1)
+    """How many the first pass tries, a random choice; the stage trains on what is left of them. Left out: all."""
+    samples: int = Field(4, ge=2)
+    """Of each prompt, made and scored as in training."""
+    min_reward: float | None = None
+    max_reward: float | None = None
+    """A prompt stays whose mean reward, the weighted sum, is neither below the one nor above the other."""
+    min_std: float = Field(0.0, ge=0)
+    """A prompt stays whose samples have at least this standard deviation of rewards."""
+
+    @model_validator(mode="after")
+    def _something_is_left_out(self) -> PromptFilterConfig:
+        if self.min_reward is None and self.max_reward is None and not self.min_std:
+            raise ValueError("it leaves nothing out; give min_reward, max_reward or min_std, or leave prompt_filter out")
+        if self.min_reward is not None and self.max_reward is not None and self.min_reward > self.max_reward:
+            raise ValueError(f"min_reward = {self.min_reward:g} is above max_reward = {self.max_reward:g}; raise the second")
+        return self
+
+
+CURRICULA = {
+    "spread": "the standard deviation of its samples' rewards, which is what advantages come from (2408.15099)",
+    "low_reward": "how far its mean reward is below the best mean so far (Kimi k1.5, 2501.12599)",
+}
+
+
+class CurriculumConfig(Strict):
+    """Prompts are drawn by what their rewards say so far, instead of in turn; those not yet seen count as much as the best."""
+
+    weight: Literal["spread", "low_reward"] = Field(
+        "spread", description="; ".join(f"{name}: {text}" for name, text in CURRICULA.items()) + "."
+    )
+    floor: float = Field(0.1, gt=0, le=1)
+    """Smallest weight, as a share of the largest: every prompt comes back."""
+    rate: float = Field(0.5, gt=0, le=1)
+    """Share of the newest group in the running mean and standard deviation of a prompt."""
+
+
 class OnlineConfig(Strict):
     """Keys of an online stage, apart from what it learns and how."""
 
@@ -84,6 +124,8 @@ class OnlineConfig(Strict):
     placement: Literal["in_process", "ray"] = "in_process"
     """Everything in one process; or workers of their own for training, rollouts and rewards, as Ray actors."""
     resources: ResourcesConfig = ResourcesConfig()
+    prompt_filter: PromptFilterConfig | None = None
+    curriculum: CurriculumConfig | None = None
     rollout_timeout: float = Field(3600, gt=0)
     """With ``placement: ray``: seconds for the rollouts of one part of a step; then the worker is replaced."""
     scoring: ScoringConfig = ScoringConfig()

@@ -280,6 +280,14 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
         return self
 
     @model_validator(mode="after")
+    def _a_step_can_be_filled(self) -> OnlineStageConfig:
+        if (tried := self.prompt_filter and self.prompt_filter.prompts) and tried < self.prompts_per_step:
+            raise ValueError(
+                f"prompt_filter.prompts = {tried} are fewer than prompts_per_step = {self.prompts_per_step}; raise the first"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _the_warmup_is_over_in_time(self) -> OnlineStageConfig:
         if (updates := self.steps * self.updates_per_step) <= (warmup := self.optimizer.schedule.warmup):
             raise ValueError(

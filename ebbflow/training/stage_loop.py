@@ -32,6 +32,8 @@ class StageState:
         training_alarms: raised by the training group.
         first_statistics: of each image statistic in the first step of an online stage, [mean, standard deviation, samples].
         statistic_alarms: the statistics whose alarm rang.
+        kept_prompts: ids of the prompts that ``prompt_filter`` left; None without one, or before its first pass.
+        prompt_rewards: running (mean, standard deviation) of each prompt's rewards, by id, where a ``curriculum`` wants them.
     """
 
     history: PromptStatistics = field(default_factory=PromptStatistics)
@@ -44,12 +46,16 @@ class StageState:
     training_alarms: list[str] = field(default_factory=list)
     first_statistics: dict[str, list[float]] = field(default_factory=dict)
     statistic_alarms: list[str] = field(default_factory=list)
+    kept_prompts: list[int] | None = None
+    prompt_rewards: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "history": self.history.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {"history": PromptStatistics.from_state(state["history"])})
+        rewards = {int(prompt): (mean, std) for prompt, (mean, std) in state["prompt_rewards"].items()}  # JSON has texts as keys
+        history = PromptStatistics.from_state(state["history"])
+        vars(self).update(state | {"history": history, "prompt_rewards": rewards})
 
 
 class StageLoop:

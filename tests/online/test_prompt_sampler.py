@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 
-from ebbflow.algorithms.advantages import compute_advantages, varied_prompts
+from ebbflow.algorithms.advantages import compute_advantages, reward_moments, varied_prompts
 from ebbflow.data.sampling import prompt_batch
 from ebbflow.models import load_model
 from ebbflow.online.local_workers import local_workers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.prompt_sampler import PromptSampler
+from ebbflow.online.prompt_sampler import PromptSampler, curriculum_weights
+from ebbflow.online.workers import StageError
+from ebbflow.recipe import RecipeError
 from ebbflow.recipe.choices import AdvantagesConfig
+from ebbflow.recipe.online import CurriculumConfig
 from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
+from ebbflow.training.stage_loop import StageState
 from ebbflow.training.update import PolicyUpdater
 from tests.conftest import Darkness
 
@@ -87,6 +94,101 @@ def run(make_recipe, make_prompts, base_folder):
         return recorder.metrics
 
     return stage
+
+
+def moments_of(rewards):
+    """(prompts, moments) of the rewards of each prompt."""
+    prompt_ids = np.repeat(list(rewards), [len(found) for found in rewards.values()])
+    return reward_moments(np.concatenate([np.array(found, float) for found in rewards.values()]), prompt_ids)
+
+
+def test_a_first_pass_leaves_out_what_is_outside_the_range(sampler_of):
+    found = {0: [0.0, 0.2], 1: [0.4, 0.6], 2: [0.5, 0.5], 3: [1.0, 1.0], 4: [0.3, np.nan], 5: [0.6, 0.8]}
+    keys = {"min_reward": 0.1, "max_reward": 0.7}
+    for config, kept in (
+        (keys, [0, 1, 2, 5]),
+        (keys | {"min_std": 0.1}, [0, 1, 5]),
+        ({"max_reward": 0.5}, [0, 1, 2]),
+        ({"min_reward": 0.6}, [3, 5]),
+    ):
+        sampler = sampler_of(6, prompt_filter=config)
+        sampler.keep(*moments_of(found))
+        assert (sampler.state.kept_prompts, ids(sampler.left)) == (kept, kept)
+        assert {prompt for step in range(6) for prompt in ids(sampler.batch(step))} == set(kept)
+        assert set(ids(sampler.further(0, sampler.batch(0), []))) <= set(kept)
+        assert sampler.state.prompt_rewards == {}
+    with pytest.raises(
+        StageError, match=r"leaves 1 of 6 prompts, .* means from 0.1 to 1 and standard deviations of at most 0.14"
+    ):
+        sampler_of(6, prompt_filter={"min_reward": 0.9}).keep(*moments_of(found))
+
+
+def test_a_first_pass_tries_a_choice_of_the_prompts(sampler_of):
+    some = sampler_of(40, prompt_filter={"prompts": 9, "max_reward": 1})
+    assert len(set(ids(some.prompts))) == 9
+    assert ids(some.prompts) == sorted(ids(some.prompts)) != list(range(9))
+    assert some.all_steps() == some.prompts == some.left
+
+
+def test_running_rewards_follow_the_groups_and_survive_a_checkpoint(sampler_of):
+    sampler = sampler_of(4, curriculum={"rate": 0.25})
+    sampler.learn(*moments_of({1: [0.0, 1.0], 3: [1.0, 1.0]}))
+    sampler.learn(*moments_of({1: [1.0, 1.0]}))
+    deviation = 0.5**0.5
+    assert sampler.state.prompt_rewards == {1: (0.625, pytest.approx(0.75 * deviation)), 3: (1.0, 0.0)}
+    resumed = StageState()
+    resumed.load_state_dict(json.loads(json.dumps(sampler.state.state_dict())))
+    assert resumed == dataclasses.replace(sampler.state, history=resumed.history)
+
+
+@pytest.mark.parametrize(("weight", "expected"), [("spread", [1, 0.5, 0.1, 1]), ("low_reward", [0.1, 0.5, 1, 1])])
+def test_weights_of_a_curriculum(weight, expected):
+    """Prompt 7 is new, and counts as much as the best."""
+    state = StageState(prompt_rewards={4: (1.0, 0.4), 5: (0.5, 0.2), 6: (0.0, 0.0)})
+    assert curriculum_weights(CurriculumConfig(weight=weight), [4, 5, 6, 7], state) == pytest.approx(expected)
+    assert curriculum_weights(CurriculumConfig(weight=weight), [4, 5], StageState()) == pytest.approx([1, 1])
+
+
+def test_prompts_are_drawn_in_proportion_to_their_weights(sampler_of):
+    """The first of many draws: weights of 1, .5, .1 and 1 of 2.6; and one that nothing is known of."""
+    sampler = sampler_of(4, prompts_per_step=1, curriculum={})
+    sampler.state.prompt_rewards |= {0: (1.0, 0.4), 1: (0.5, 0.2), 2: (0.0, 0.0)}
+    drawn = np.bincount([sampler.batch(step)[0].prompt_id for step in range(4000)], minlength=4) / 4000
+    assert drawn == pytest.approx(np.array([1, 0.5, 0.1, 1]) / 2.6, abs=0.03)
+    assert sampler.batch(7) == sampler.batch(7)
+    two = sampler_of(4, prompts_per_step=2, curriculum={})
+    assert all(len(set(ids(two.batch(step)))) == 2 for step in range(20))
+
+
+def test_a_curriculum_comes_back_to_what_varies(run):
+    """One prompt of eight varies. Once all were seen it is in every step; in turn it would be in every fourth."""
+    judge = Judge({5})
+    rows = run(judge, steps=14, curriculum={"floor": 0.001})
+    taught = [row["group/zero_std_share"] < 1 for row in rows]
+    assert sum(taught) > 8
+    assert all(taught[-5:])
+
+
+def test_a_filtered_stage_trains_on_what_is_left_alone(run):
+    judge = Judge({1, 2, 6})
+    rows = run(judge, steps=3, prompt_filter={"samples": 2, "min_std": 1e-6})
+    assert rows[0]["prompts/kept"] == 3
+    assert {prompt for seen in judge.seen[1:] for prompt in seen} == {1, 2, 6}
+    assert judge.seen[0] == list(range(8))
+    assert [row["group/zero_std_share"] for row in rows] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"prompt_filter": {"samples": 4}}, "it leaves nothing out; give min_reward"),
+        ({"prompt_filter": {"min_reward": 1, "max_reward": 0.5}}, "min_reward = 1 is above max_reward = 0.5"),
+        ({"prompt_filter": {"prompts": 1, "max_reward": 1}}, "prompt_filter.prompts = 1 are fewer than prompts_per_step = 2"),
+    ],
+)
+def test_what_cannot_be_is_explained(make_recipe, keys, message):
+    with pytest.raises(RecipeError, match=message):
+        make_recipe(online=keys)
 
 
 def test_a_step_is_refilled_until_enough_groups_vary_or_the_rounds_are_over(run):

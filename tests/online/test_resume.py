@@ -105,11 +105,13 @@ def test_a_stage_that_is_preempted_saves_after_the_step(attempt, online, policy)
         assert attempt(name, policy=policy, **online)[:2] == whole[:2], name
 
 
-def test_a_stage_that_refills_ends_with_the_same_bytes(attempt, monkeypatch):
+def test_a_stage_that_chooses_its_prompts_ends_with_the_same_bytes(attempt, monkeypatch):
     monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: Scorer(((Flat(), 1.0),)))
-    online = {"mode": "one_step_off", "refill_rounds": 2}
+    online = {"mode": "one_step_off", "refill_rounds": 2, "curriculum": {"weight": "low_reward"}}
+    online["prompt_filter"] = {"prompts": 8, "samples": 2, "min_reward": 0.1}
     whole = attempt("whole", **online)
     assert sum(row["group/refilled"] for row in whole[1]) > 0
+    assert 2 < whole[1][0]["prompts/kept"] <= 8
     with pytest.raises(Killed):
         attempt("killed", kill=3, **online)
     assert attempt("killed", **online) == whole
