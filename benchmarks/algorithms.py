@@ -217,7 +217,7 @@ def prepared(recipe: Recipe) -> tuple[Path, Path, Path]:
         write_base_policy(policy, verify(base), "", recipe.policy)
     prompts = WORK / "prompts.parquet"
     if not prompts.exists():
-        table, _ = prepare(recipe.model_copy(update={"seed": 0}), None)
+        table, _ = prepare(recipe.model_copy(update={"seed": 0}))
         write_table(prompts, PROMPTS, table.to_batches(), {})
     return base, policy, prompts
 

@@ -69,23 +69,24 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
 
 
 def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
-    """Read the prompts as the run will; returns some of them, none of a file behind a URI."""
-    source = recipe.prompts.source
-    if source and "://" in source:
+    """Read the prompts as the run will; returns some of them, none of files of which one is behind a URI."""
+    key = "prompts.mixture" if recipe.prompts.mixture else "prompts.source"
+    files = [_prompt_file(key, source, on_cluster) for source in recipe.prompts.sources if "://" not in source]
+    if len(files) < len(recipe.prompts.sources):
         return []
-    table, _ = prepare(recipe, _prompt_file(source, on_cluster) if source else None)
+    table, _ = prepare(recipe, *files)
     return [Prompt(**row) for row in table.slice(0, TRIED_PROMPTS).to_pylist()]
 
 
-def _prompt_file(source: str, on_cluster: bool) -> Path:
-    path, key = local_path(source), f"prompts.source = {source!r}"
+def _prompt_file(key: str, source: str, on_cluster: bool) -> Path:
+    path, given = local_path(source), f"{key} = {source!r}"
     if path.is_file():
         return path
     if source.startswith(SHIPPED):
-        raise RecipeError(f"{key}: Ebbflow ships no such file; take {' or '.join(shipped_files())}")
+        raise RecipeError(f"{given}: Ebbflow ships no such file; take {' or '.join(shipped_files())}")
     if on_cluster:  # an own image may hold one
-        raise RecipeError(f"{key} {LOCAL_PATH}")
-    raise RecipeError(f"{key}: no such file; {WHERE}. Remove it to generate prompts")
+        raise RecipeError(f"{given} {LOCAL_PATH}")
+    raise RecipeError(f"{given}: no such file; {WHERE}. Remove it to generate prompts")
 
 
 def _try_losses(recipe: Recipe) -> None:

@@ -25,11 +25,10 @@ def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
     from ebbflow.tracking.child_run import node_run
 
     with node_run(run, "prompts") as run_logger:
-        named = recipe.prompts.source
-        source = (fetch(FlyteFile(named)) if "://" in named else local_path(named)) if named else None
-        table, report = prepare(recipe, source)
+        sources = recipe.prompts.sources
+        table, report = prepare(recipe, *(fetch(FlyteFile(named)) if "://" in named else local_path(named) for named in sources))
         logger.info("%s", report)
-        run_logger.log_dataset("prompts", table, context="training", source=named or "made up")
+        run_logger.log_dataset("prompts", table, context="training", source=", ".join(sources) or "made up")
         path = node_output(run, "prompts", "prompts.parquet")
         write_prompts(table, path)
     return FlyteFile(str(path))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import PromptError, PromptRow, make_glyph_prompts, require_targets, split_prompts
@@ -15,23 +19,23 @@ from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 
 
-def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
+def prepare(recipe: Recipe, *files: Path) -> tuple[pa.Table, str]:
     """The prompt table (schema ``PROMPTS``) and a sentence about it.
 
     Args:
-        source: the prompt file; None makes random strings for the glyph model.
+        files: of ``prompts.source``, or of ``prompts.mixture`` in its order; none makes random strings for the glyph model.
 
     Raises:
-        PromptError: the file cannot be used, has too few prompts, or a prompt lacks the text that a reward reads or the image
+        PromptError: a file cannot be used, has too few prompts, or a prompt lacks the text that a reward reads or the image
             that the model edits.
     """
-    config = recipe.prompts
-    if source is None:
+    config, source = recipe.prompts, None
+    if not files:
         rows = make_glyph_prompts(config.count, recipe.model.training.letters, recipe.seed)
         report = f"{len(rows)} random strings"
     else:
-        rows, imported = read_prompt_file(source)
-        report = str(imported)
+        rows, report = _read_mixture(recipe, files) if config.mixture else _read_file(files[0])
+        source = files[0].parent if config.mixture else files[0]  # as messages name it
         if any(reward.reads for reward in recipe.rewards):
             require_targets(rows, source)
         if recipe.model.family == "glyph" and recipe.model.path is None:
@@ -42,7 +46,42 @@ def prepare(recipe: Recipe, source: Path | None) -> tuple[pa.Table, str]:
     table = split_prompts(rows, config.validation, config.held_out, seed=0 if source else recipe.seed)
     trained = table.num_rows - config.validation - config.held_out
     _require_enough(recipe, trained)
+    _require_enough_of_each_set(recipe, table)
     return table, f"{report}; {trained} to train, {config.validation} to validate, {config.held_out} held out"
+
+
+def _read_file(path: Path) -> tuple[list[PromptRow], str]:
+    rows, report = read_prompt_file(path)
+    return rows, str(report)
+
+
+def _read_mixture(recipe: Recipe, files: Sequence[Path]) -> tuple[list[PromptRow], str]:
+    """The prompts of all files; of those that several have, the first: one of them could be trained on and the other held out."""
+    found: dict[tuple[str, str, str | None, bytes | None], PromptRow] = {}
+    reports, repeated = [], 0
+    for part, file in zip(recipe.prompts.mixture, files, strict=True):
+        rows, report = _read_file(file)
+        reports.append(report)
+        for row in rows:
+            key = (row.prompt, row.negative_prompt, row.target, row.image)
+            repeated += key in found
+            found.setdefault(key, replace(row, source=part.name))
+    return list(found.values()), "; ".join(
+        [*reports, *([f"{repeated} in several files, taken from the first"] if repeated else [])]
+    )
+
+
+def _require_enough_of_each_set(recipe: Recipe, table: pa.Table) -> None:
+    trained = Counter(table.filter(pc.equal(table["split"], "train"))["source"].to_pylist())
+    for index, stage in enumerate(recipe.stages):
+        if stage.kind == "custom" or (stage.kind == "offline" and stage.pairs):
+            continue
+        for name, count in recipe.prompts.counts(stage.prompts_per_step if stage.kind == "online" else stage.prompts).items():
+            if count > trained[name]:
+                raise PromptError(
+                    f"stages.{index} needs {count} different prompts of {name} per step and {trained[name]} are left for "
+                    "training; lower its weight in prompts.mixture, or add prompts"
+                )
 
 
 def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> None:

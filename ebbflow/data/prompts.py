@@ -125,6 +125,17 @@ def read_prompt_ids(path: str | Path, split: str | None = None) -> list[int]:
     return sorted(_read_split(path, split, ["prompt_id", "split"])["prompt_id"].to_pylist())
 
 
+def read_prompt_sources(path: str | Path, split: str | None = None) -> list[str]:
+    """The sources of ``read_prompts``, in its order.
+
+    Raises:
+        PromptError: as of ``read_prompts``.
+    """
+    table = _read_split(path, split, ["prompt_id", "split", "source"])
+    sources: list[str] = table.sort_by("prompt_id")["source"].to_pylist()
+    return sources
+
+
 def _read_split(path: str | Path, split: str | None, columns: Sequence[str] | None = None) -> pa.Table:
     if split is not None and split not in SPLITS:
         raise PromptError(f"there is no split {split!r}; use one of {', '.join(SPLITS)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -33,6 +33,19 @@ def prompt_batch(prompts: Sequence[P], count: int, step: int, seed: int) -> list
     epoch, position = divmod(step, len(prompts) // count)
     order = generator(seed, prompt_id=0, sample=0, step=epoch, stream=Stream.PROMPTS).permutation(len(prompts))
     return [prompts[index] for index in order[position * count : (position + 1) * count]]
+
+
+def mixed_batch(prompts: Sequence[P], sources: Sequence[str], counts: Mapping[str, int], step: int, seed: int) -> list[P]:
+    """``prompt_batch`` of every prompt set, one after another.
+
+    Args:
+        sources: of each prompt its set.
+        counts: prompts of each set in a step (``PromptsConfig.counts``).
+    """
+    sets = [
+        ([prompt for prompt, source in zip(prompts, sources, strict=True) if source == name], counts[name]) for name in counts
+    ]
+    return [prompt for part, count in sets for prompt in prompt_batch(part, count, step, seed)]
 
 
 def random_order(prompts: Sequence[P], step: int, seed: int, weights: np.ndarray | None = None) -> list[P]:

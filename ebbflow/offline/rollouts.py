@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from ebbflow.data.images import encode_png
-from ebbflow.data.prompts import Prompt, read_prompt_ids, read_prompts
-from ebbflow.data.sampling import prompt_batch
+from ebbflow.data.prompts import Prompt, read_prompt_ids, read_prompt_sources, read_prompts
+from ebbflow.data.sampling import mixed_batch, prompt_batch
 from ebbflow.data.schema import rollout_schema
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model
@@ -53,21 +53,29 @@ def generate_shard(
     Raises:
         ParityError: another engine generates other samples than the policy would.
     """
-    write_shard(ctx, model, policy, version, prompts_of_shard(ctx, prompts, shard), shard, path, engine)
+    chosen = prompts_of_shard(ctx, prompts, shard, [prompt.source for prompt in prompts])
+    write_shard(ctx, model, policy, version, chosen, shard, path, engine)
 
 
 def generate_shard_from_folders(ctx: StageContext, base: Path, folder: Path, prompts: Path, shard: int, path: Path) -> None:
     """``generate_shard`` with the policy of a folder. Of the prompt table only the shard's own rows become prompts."""
     policy, metadata = load_policy(ctx, base, folder)
-    ids = prompts_of_shard(ctx, read_prompt_ids(prompts, "train"), shard)
+    ids = prompts_of_shard(ctx, read_prompt_ids(prompts, "train"), shard, read_prompt_sources(prompts, "train"))
     by_id = {prompt.prompt_id: prompt for prompt in read_prompts(prompts, "train", ids)}
     with closing(_open_engine(ctx, base, policy)) as engine:
         write_shard(ctx, policy.model, policy, metadata.version, [by_id[i] for i in ids], shard, path, engine)
 
 
-def prompts_of_shard(ctx: StageContext, prompts: Sequence[P], shard: int) -> list[P]:
-    """Which prompts, or ids of prompts, of the training split a shard generates."""
-    return prompt_batch(prompts, ctx.offline.prompts, step=0, seed=ctx.seed)[shard :: ctx.offline.shards]
+def prompts_of_shard(ctx: StageContext, prompts: Sequence[P], shard: int, sources: Sequence[str] = ()) -> list[P]:
+    """Which prompts, or ids of prompts, of the training split a shard generates.
+
+    Args:
+        sources: of each prompt, for ``prompts.mixture``.
+    """
+    count, step, seed = ctx.offline.prompts, 0, ctx.seed
+    counts = ctx.recipe.prompts.counts(count)
+    chosen = mixed_batch(prompts, sources, counts, step, seed) if counts else prompt_batch(prompts, count, step, seed)
+    return chosen[shard :: ctx.offline.shards]
 
 
 def write_shard(

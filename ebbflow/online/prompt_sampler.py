@@ -43,8 +43,8 @@ class PromptSampler:
             SamplingError: there are too few.
         """
         if self.config.curriculum:
-            return self._order(step)[: self.config.prompts_per_step]
-        return prompt_batch(self.left, self.config.prompts_per_step, step, self.ctx.seed)
+            return [prompt for part, count in self._sets() for prompt in self._order(part, step)[:count]]
+        return [prompt for part, count in self._sets() for prompt in prompt_batch(part, count, step, self.ctx.seed)]
 
     def further(self, step: int, taken: Sequence[Prompt], varied: Collection[int]) -> list[Prompt]:
         """Prompts for a step in place of those whose samples all score alike, as far as there are any left.
@@ -53,9 +53,12 @@ class PromptSampler:
             taken: all prompts of the step so far.
             varied: ids of those of them whose samples score differently.
         """
-        used = {prompt.prompt_id for prompt in taken}
-        unused = [prompt for prompt in self._order(step) if prompt.prompt_id not in used]
-        return unused[: max(self.config.prompts_per_step - len(varied), 0)]
+        used, found = {prompt.prompt_id for prompt in taken}, []
+        for part, count in self._sets():
+            missing = count - sum(prompt.prompt_id in varied for prompt in part)
+            unused = [prompt for prompt in self._order(part, step) if prompt.prompt_id not in used]
+            found += unused[: max(missing, 0)]
+        return found
 
     def all_steps(self) -> list[Prompt]:
         """Every prompt that some step may take."""
@@ -79,14 +82,14 @@ class PromptSampler:
         low = -np.inf if config.min_reward is None else config.min_reward
         high = np.inf if config.max_reward is None else config.max_reward
         fits = (moments.count > 1) & (low <= moments.mean) & (moments.mean <= high) & (moments.std >= config.min_std)
-        if fits.sum() < self.config.prompts_per_step:
-            found = f"{fits.sum()} of {len(self.prompts)} prompts, and a step takes {self.config.prompts_per_step}"
+        self.state.kept_prompts = prompt_ids[fits].tolist()
+        if few := [(len(part), count) for part, count in self._sets() if len(part) < count]:
+            found = f"{few[0][0]} of {len(self.prompts)} prompts, and a step takes {few[0][1]}"
             seen = f"means from {moments.mean.min():.4g} to {moments.mean.max():.4g}" if len(fits) else "no scores"
             raise StageError(
                 f"prompt_filter leaves {found}. The first pass found {seen} and standard deviations of at most "
                 f"{moments.std.max(initial=0):.4g}; widen min_reward, max_reward or min_std"
             )
-        self.state.kept_prompts = prompt_ids[fits].tolist()
         self.learn(prompt_ids, moments)
 
     def learn(self, prompt_ids: np.ndarray, moments: Moments) -> None:
@@ -98,10 +101,17 @@ class PromptSampler:
             running = [old + config.rate * (new - old) for old, new in zip(before, (mean, std), strict=True)]
             self.state.prompt_rewards[prompt] = (running[0], running[1])
 
-    def _order(self, step: int) -> list[Prompt]:
-        left, curriculum = self.left, self.config.curriculum
-        weights = curriculum_weights(curriculum, [prompt.prompt_id for prompt in left], self.state) if curriculum else None
-        return random_order(left, step, self.ctx.seed, weights)
+    def _sets(self) -> list[tuple[list[Prompt], int]]:
+        """(prompts, how many of them are in a step) of every set of ``prompts.mixture``; without one, of all prompts."""
+        left, counts = self.left, self.ctx.recipe.prompts.counts(self.config.prompts_per_step)
+        if not counts:
+            return [(left, self.config.prompts_per_step)]
+        return [([prompt for prompt in left if prompt.source == name], count) for name, count in counts.items()]
+
+    def _order(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
+        curriculum, ids = self.config.curriculum, [prompt.prompt_id for prompt in prompts]
+        weights = curriculum_weights(curriculum, ids, self.state) if curriculum else None
+        return random_order(prompts, step, self.ctx.seed, weights)
 
 
 def curriculum_weights(config: CurriculumConfig, prompt_ids: Sequence[int], state: StageState) -> np.ndarray:

@@ -43,6 +43,20 @@ SHIPPED = "workflows/recipes"
 Tolerance = Annotated[float, Field(ge=0)]
 
 
+class PromptSetConfig(Strict):
+    """One file of a mixture."""
+
+    source: PathText
+    """As ``prompts.source``."""
+    weight: float = Field(1.0, gt=0)
+    """Its share of the prompts of every step, in proportion to the others'."""
+
+    @property
+    def name(self) -> str:
+        """What the prompt table calls it: the name of the file."""
+        return Path(self.source).name
+
+
 class PromptsConfig(Strict):
     """Where prompts come from and how they are split by id."""
 
@@ -50,6 +64,8 @@ class PromptsConfig(Strict):
     """A .txt, .jsonl, .csv or .parquet file; left out: random strings for the glyph model. A relative path, here as for every
     input, is looked for beside the recipe, then in the working directory. ``ebbflow:datasets/signs/prompts.txt`` is
     installed with Ebbflow, so that every pod has it."""
+    mixture: list[PromptSetConfig] = []
+    """Several files instead of ``source``: every step takes prompts of all of them, in proportion to their weights."""
     count: int = Field(2048, ge=3)
     """How many strings to make up when there is no source."""
     validation: int = Field(64, ge=1)
@@ -57,9 +73,33 @@ class PromptsConfig(Strict):
     held_out: int = Field(128, ge=2)
     """Prompts that only the report and the promotion gate see."""
 
+    @property
+    def sources(self) -> list[str]:
+        """The files that prompts come from; none where they are made up."""
+        return [self.source] if self.source else [part.source for part in self.mixture]
+
+    def counts(self, prompts: int) -> dict[str, int]:
+        """How many of so many prompts each set of the mixture has, by name: whole numbers by the largest remainders."""
+        weights = [part.weight for part in self.mixture]
+        exact = [prompts * weight / sum(weights) for weight in weights]
+        counts = [math.floor(share) for share in exact]
+        by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
+        for index in by_remainder[: prompts - sum(counts)]:
+            counts[index] += 1
+        return {part.name: count for part, count in zip(self.mixture, counts, strict=True)}
+
+    @model_validator(mode="after")
+    def _one_or_several_files(self) -> PromptsConfig:
+        if self.source and self.mixture:
+            raise ValueError("source and mixture both name files; add the first to the second, or leave one out")
+        names = [part.name for part in self.mixture]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"mixture has {twice[0]} twice, and a set is known by the name of its file; rename one")
+        return self
+
     @model_validator(mode="after")
     def _some_left_to_train(self) -> PromptsConfig:
-        if self.source is None and self.validation + self.held_out >= self.count:
+        if not self.sources and self.validation + self.held_out >= self.count:
             raise ValueError(
                 f"validation + held_out = {self.validation + self.held_out} leaves nothing of count = {self.count} to train on"
             )
@@ -271,6 +311,19 @@ class Recipe(Strict):
                     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
                     key = dotted(("promotion", "guardrail_tolerance", unit, name))
                     raise RecipeError(f"{key}: no such guardrail; {hint}It has {', '.join(known) or 'none'}")
+        return self
+
+    @model_validator(mode="after")
+    def _every_prompt_set_has_its_share(self) -> Recipe:
+        for index, stage in enumerate(self.stages):
+            key = {"online": "prompts_per_step", "offline": "prompts"}.get(stage.kind)
+            wanted = getattr(stage, key) if key else 0
+            counts = self.prompts.counts(wanted) if wanted else {}
+            if empty := [name for name, count in counts.items() if not count]:
+                raise ValueError(
+                    f"stages.{index}.{key} = {wanted} gives the prompt set {empty[0]} less than one prompt; raise it, or "
+                    "the set's weight in prompts.mixture"
+                )
         return self
 
     @model_validator(mode="after")

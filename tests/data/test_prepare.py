@@ -18,7 +18,7 @@ def recipe(**prompts: object) -> Recipe:
 
 
 def test_made_up_strings_have_all_splits() -> None:
-    table, report = prepare(recipe(count=70), None)
+    table, report = prepare(recipe(count=70))
     splits = table["split"].to_pylist()
     assert {name: splits.count(name) for name in ("train", "validation", "held_out")} == {
         "train": 65,
@@ -43,9 +43,37 @@ def test_what_the_glyph_model_cannot_draw_is_said_at_once(tmp_path: Path, line: 
         prepare(recipe(source=str(file)), file)
 
 
+def mixture(tmp_path: Path, stages: dict[str, int], **files: list[str]) -> tuple[Recipe, list[Path]]:
+    paths = [tmp_path / f"{name}.txt" for name in files]
+    for path, lines in zip(paths, files.values(), strict=True):
+        path.write_text("".join(f'"{line}"\n' for line in lines))
+    sets = [{"source": str(path), "weight": weight} for path, weight in zip(paths, (3, 1), strict=True)]
+    stage = {"kind": "online", "prompts_per_step": 4} | stages
+    return Recipe.model_validate({"prompts": {"mixture": sets, "validation": 1, "held_out": 2}, "stages": [stage]}), paths
+
+
+def test_a_mixture_has_the_prompts_of_all_files_once(tmp_path: Path) -> None:
+    recipe, files = mixture(tmp_path, {}, one=["AA", "AB", "AC", "AD", "AE", "AF"], two=["BA", "AB", "BC", "BD", "BE"])
+    table, report = prepare(recipe, *files)
+    assert table["target"].to_pylist() == ["AA", "AB", "AC", "AD", "AE", "AF", "BA", "BC", "BD", "BE"]
+    assert table["source"].to_pylist() == ["one.txt"] * 6 + ["two.txt"] * 4
+    assert "1 in several files, taken from the first; 7 to train" in report
+
+
+def test_a_set_with_too_few_prompts_is_said_at_once(tmp_path: Path) -> None:
+    recipe, files = mixture(tmp_path, {"prompts_per_step": 12}, one=["AA", "AB"], two=["BA", "BB", "BC", "BD", "BE", "BF"] * 9)
+    with pytest.raises(PromptError, match=r"stages.0 needs"):
+        prepare(recipe, *files)
+    recipe, files = mixture(tmp_path, {}, one=["AA", "AB"], two=[f"{a}{b}" for a in "CDE" for b in "FGHIJ"])
+    with pytest.raises(
+        PromptError, match=r"stages.0 needs 3 different prompts of one.txt per step and [012] are left for training"
+    ):
+        prepare(recipe, *files)
+
+
 def test_too_few_prompts_for_a_stage_is_said_at_once() -> None:
     with pytest.raises(PromptError, match=r"stages.1 needs 64 different prompts per step and 45 are left"):
-        prepare(recipe(count=50), None)
+        prepare(recipe(count=50))
 
 
 def test_a_files_split_does_not_follow_the_seed() -> None:

@@ -11,6 +11,7 @@ import pytest
 from ebbflow.algorithms.advantages import compute_advantages, reward_moments, varied_prompts
 from ebbflow.data.sampling import prompt_batch
 from ebbflow.models import load_model
+from ebbflow.offline.rollouts import prompts_of_shard
 from ebbflow.online.local_workers import local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.prompt_sampler import PromptSampler, curriculum_weights
@@ -94,6 +95,54 @@ def run(make_recipe, make_prompts, base_folder):
         return recorder.metrics
 
     return stage
+
+
+@pytest.fixture
+def mixed(make_recipe, make_prompts):
+    """``mixed(**online)``: (a stage on 3 prompts of a.txt to 1 of b.txt, which have 6 and 3, those prompts)."""
+
+    def make(**online):
+        sets = [{"source": "a.txt", "weight": 3}, {"source": "b.txt", "weight": 1}]
+        recipe = make_recipe(online={"prompts_per_step": 4, **online}, prompts={"mixture": sets})
+        prompts = [dataclasses.replace(p, source="b.txt" if p.prompt_id % 3 == 0 else "a.txt") for p in make_prompts(9)]
+        return StageContext(recipe, 0, 0), prompts
+
+    return make
+
+
+def of_b(prompts):
+    return sum(prompt.source == "b.txt" for prompt in prompts)
+
+
+@pytest.mark.parametrize("keys", [{}, {"curriculum": {}}], ids=["in turn", "curriculum"])
+def test_every_step_has_the_shares_of_the_mixture(mixed, keys):
+    ctx, prompts = mixed(steps=6, refill_rounds=1, **keys)
+    sampler = PromptSampler(ctx, prompts)
+    for step in range(6):
+        batch = sampler.batch(step)
+        assert (len(set(ids(batch))), of_b(batch)) == (4, 1)
+        varied = [prompt.prompt_id for prompt in batch if prompt.source == "a.txt"][:2]
+        further = sampler.further(step, batch, varied)
+        assert (len(further), of_b(further)) == (2, 1)
+    if not keys:
+        assert sorted(ids([p for step in range(2) for p in sampler.batch(step) if p.source == "a.txt"])) == [1, 2, 4, 5, 7, 8]
+
+
+def test_a_shard_of_an_offline_stage_has_the_shares_too(mixed):
+    ctx, prompts = mixed()
+    ctx = StageContext(ctx.recipe, 0, 1)
+    chosen = [prompt for shard in range(2) for prompt in prompts_of_shard(ctx, prompts, shard, [p.source for p in prompts])]
+    assert (len(set(ids(chosen))), of_b(chosen)) == (4, 1)
+    by_id = [i for shard in range(2) for i in prompts_of_shard(ctx, ids(prompts), shard, [p.source for p in prompts])]
+    assert by_id == ids(chosen)
+
+
+def test_a_stage_trains_on_a_mixture(mixed, base_folder):
+    ctx, prompts = mixed(group_size=2, micro_batch=8, updates_per_step=1)
+    judge, updater = Judge(set(range(9))), PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
+    run_online_stage(ctx, local_workers(ctx, updater, Scorer(((judge, 1.0),))), prompts, MetricsRecorder())
+    assert [sum(prompt % 3 == 0 for prompt in seen) for seen in judge.seen] == [1, 1]
+    assert updater.updates == 2
 
 
 def moments_of(rewards):

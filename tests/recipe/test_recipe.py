@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.base import Strict, field_docs
-from ebbflow.recipe.recipe import GuardrailToleranceConfig
+from ebbflow.recipe.recipe import GuardrailToleranceConfig, PromptsConfig
 from tests.nested import paths, replaced
 
 SHIPPED = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
@@ -332,3 +332,30 @@ def test_docstrings_of_fields_are_in_the_schema_also_where_a_class_inherits_or_r
     assert field_docs(Derived) == {"kept": "What it is for.", "changed": "Redefined\nbelow."}
     described = {name: about.get("description") for name, about in Derived.model_json_schema()["properties"].items()}
     assert described == {"kept": "What it is for.", "changed": "Redefined\nbelow.", "own": None}
+
+
+@pytest.mark.parametrize(
+    ("weights", "prompts", "counts"),
+    [([1], 5, [5]), ([3, 1], 8, [6, 2]), ([1, 1, 1], 8, [3, 3, 2]), ([0.5, 0.3, 0.2], 7, [4, 2, 1]), ([9, 1], 4, [4, 0])],
+)
+def test_prompt_sets_have_whole_shares(weights, prompts, counts):
+    """3.5, 2.1 and 1.4 of 7: the largest remainder is the first's."""
+    sets = [{"source": f"{index}.txt", "weight": weight} for index, weight in enumerate(weights)]
+    assert list(PromptsConfig(mixture=sets).counts(prompts).values()) == counts
+    assert PromptsConfig().counts(prompts) == {}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ({"source": "a.txt", "mixture": [{"source": "b.txt"}]}, "source and mixture both name files"),
+        ({"mixture": [{"source": "x/a.txt"}, {"source": "y/a.txt"}]}, "mixture has a.txt twice"),
+        (
+            {"mixture": [{"source": "a.txt", "weight": 99}, {"source": "b.txt"}]},
+            "stages.0.prompts_per_step = 8 gives the prompt set b",
+        ),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_explained(prompts, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe.model_validate({"prompts": prompts})
