@@ -1,7 +1,8 @@
 """The deployment: image, machine and retries of each kind of task, from one YAML file that is read when you register.
 
 ``EBBFLOW_DEPLOYMENT`` names the file; without it everything runs on CPUs in one image. ``EBBFLOW_TRAIN_PROCESSES`` overrides the
-file's ``train_processes``, the only key that affects local runs. containers/deployment.example.yaml shows every key.
+file's ``train_processes``, and ``EBBFLOW_TRAIN_NODES`` its ``train_nodes``; no other key affects local runs, where all processes
+are on this machine. containers/deployment.example.yaml shows every key.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from ebbflow.recipe.base import Strict, explain, nowhere
 from ebbflow.recipe.yaml_text import YamlText, describe_yaml_error, read_yaml
 
-FILE, TRAIN_PROCESSES = "EBBFLOW_DEPLOYMENT", "EBBFLOW_TRAIN_PROCESSES"
+FILE = "EBBFLOW_DEPLOYMENT"
+OVERRIDES = {"EBBFLOW_TRAIN_PROCESSES": "train_processes", "EBBFLOW_TRAIN_NODES": "train_nodes"}
+"""Environment variables, and the keys of the file that they override."""
 
 
 class DeploymentError(Exception):
@@ -121,12 +124,12 @@ class AcceleratedConfig(PodConfig):
 
 
 class TrainingGroupConfig(PodConfig):
-    """The ``train_processes`` processes of an offline stage, on one node."""
+    """The ``train_processes`` processes of an offline stage on each of ``train_nodes`` nodes, a pod each."""
 
     cpu: AtLeastOne = 1
     """Cores of each process."""
     mem: Size = "8Gi"
-    """Memory of all processes together."""
+    """Memory of all processes of a node together."""
     gpus: Annotated[int, Field(ge=0, le=1)] = 0
     """GPUs of each process."""
     shared_memory: Size | None = "2Gi"
@@ -226,7 +229,11 @@ class DeploymentConfig(Strict):
     """All settings of a deployment."""
 
     train_processes: AtLeastOne = 2
-    """Training processes of an offline stage, all on one node."""
+    """Training processes of an offline stage, on each node."""
+    train_nodes: AtLeastOne = 1
+    """Nodes of an offline stage's training. More than one are a PyTorchJob of the Kubeflow training operator."""
+    train_sharding: Literal["full", "hybrid"] = "full"
+    """full: FSDP2 shards the model over all processes; hybrid: inside each node, and replicates it over the nodes (HSDP)."""
     image_registry: str | None = None
     """Registry of the CPU image (tasks/images.py), which Flyte then builds when you register; default: no image is built."""
     hub_secret: HubSecretConfig | None = None
@@ -257,11 +264,10 @@ def read_deployment(environment: Mapping[str, str]) -> DeploymentConfig:
     Raises:
         DeploymentError: the file does not exist or is not a valid deployment.
     """
-    given = {name: environment[name] for name in (FILE, TRAIN_PROCESSES) if environment.get(name)}
+    given = {name: environment[name] for name in (FILE, *OVERRIDES) if environment.get(name)}
     read = _read(given[FILE]) if FILE in given else None
     settings: dict[str, Any] = read.data if read else {}
-    if TRAIN_PROCESSES in given:
-        settings |= {"train_processes": given[TRAIN_PROCESSES]}
+    settings |= {key: given[name] for name, key in OVERRIDES.items() if name in given}
     try:
         return DeploymentConfig.model_validate(settings)
     except ValidationError as error:

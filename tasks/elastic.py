@@ -1,11 +1,12 @@
-"""The training group of an offline stage: torch's elastic launcher on one node, which saves on SIGTERM and starts at once.
+"""The training group of an offline stage: torch's elastic launcher on each node, which saves on SIGTERM and starts at once.
 
 Without CUDA, ranks are forked from a server that has imported what they need, so that they start at once. The server is
 ``multiprocessing``'s, and itself a fork of the launcher, made before the launcher computes anything: a process that has started
 threads or opened a database must not be forked. With CUDA, which does not survive a fork, ranks are spawned.
 
-Nothing listens on a network. torch's own rendezvous (c10d) opens a port on every interface, asks nobody for a password, and
-unpickles what it reads there. One node needs none: ranks meet in a file of this user, and talk over the loopback interface.
+On one node nothing listens on a network. torch's own rendezvous (c10d) opens a port on every interface, asks nobody for a
+password, and unpickles what it reads there. One node needs none: ranks meet in a file of this user, and talk over the loopback
+interface. Several nodes, the pods of a PyTorchJob, do meet by c10d (docs/nodes.md); outside such a job all ranks are on one node.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from flytekit import PythonFunctionTask
-from flytekit.exceptions.user import FlyteRecoverableException
-from flytekit.extend import TaskPlugins
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
+from flytekit.extend import IgnoreOutputs, TaskPlugins
 from flytekitplugins.kfpytorch import Elastic
 from flytekitplugins.kfpytorch import task as plugin
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 SPAWN_HELPER = plugin.spawn_helper
 RENDEZVOUS = "one-node"
 """The name of ``_one_node`` among torch's rendezvous."""
+IN_JOB = "PET_NNODES"
+"""Environment variable of the pods of a PyTorchJob, which the training operator sets."""
 PRELOADED = ("tasks.train_offline", "ebbflow.offline.training", "ebbflow.tracking.nodes")
 
 
@@ -58,18 +61,18 @@ class GracefulElastic(Elastic):
 class GracefulElasticTask(PytorchElasticFunctionTask):
     """Passes SIGTERM on to the processes, which agree on a step, save and raise together.
 
-    All of them are on one node. The task function takes the recipe as ``recipe``.
+    When a node of several is gone, the task is retried. The task function takes the recipe as ``recipe``.
     """
 
     terminated = False
 
     def __init__(self, task_config: GracefulElastic, task_function: Callable[..., Any], **kwargs: Any) -> None:
         # Not the plugin's own, which imports torch to read ``nnodes``: registering and light pods do without torch.
-        PythonFunctionTask.__init__(
-            self, task_config, task_function, task_type=self._ELASTIC_TASK_TYPE_STANDALONE, task_type_version=1, **kwargs
-        )
-        self.min_nodes = self.max_nodes = 1
-        self.rdzv_backend = RENDEZVOUS
+        several = task_config.nnodes > 1
+        task_type = self._ELASTIC_TASK_TYPE if several else self._ELASTIC_TASK_TYPE_STANDALONE
+        PythonFunctionTask.__init__(self, task_config, task_function, task_type=task_type, task_type_version=1, **kwargs)
+        self.min_nodes = self.max_nodes = task_config.nnodes
+        self.rdzv_backend = "c10d" if several else RENDEZVOUS
 
     def execute(self, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -77,7 +80,7 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
         before = signal.signal(signal.SIGTERM, self._pass_on)
         try:
             return self._launch(**kwargs)
-        except FlyteRecoverableException:
+        except (FlyteRecoverableException, IgnoreOutputs):
             raise
         except Exception as error:
             if self.terminated:  # while they were loading, before they could save
@@ -87,9 +90,33 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
             signal.signal(signal.SIGTERM, before)
 
     def _launch(self, **kwargs: Any) -> Any:
-        logger.info("starting %d processes for %s", self.task_config.nproc_per_node, self.name.rpartition(".")[2])
-        with _meeting_place(), _launcher(kwargs["recipe"]):
+        if self.task_config.nnodes > 1 and IN_JOB in os.environ:
+            return self._launch_node(**kwargs)
+        processes = self.task_config.nproc_per_node * self.task_config.nnodes
+        here = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": processes, "rdzv_backend": RENDEZVOUS}
+        logger.info("starting %d processes for %s", processes, self._short_name)
+        with _meeting_place(), _launcher(kwargs["recipe"], here):
             return super().execute(**kwargs)
+
+    def _launch_node(self, **kwargs: Any) -> Any:
+        """The processes of this node, which meet those of the others.
+
+        Raises:
+            FlyteRecoverableException: another node is gone or did not come, or a process of this one was killed.
+        """
+        processes, nodes = self.task_config.nproc_per_node, self.task_config.nnodes
+        logger.info("starting %d processes for %s, on one of %d nodes", processes, self._short_name, nodes)
+        with _launched_now(), _launcher(kwargs["recipe"], {}):
+            try:
+                return super().execute(**kwargs)
+            except Exception as error:
+                if lost := _lost(error):
+                    raise FlyteRecoverableException(f"{self._short_name}: {lost}") from error
+                raise
+
+    @property
+    def _short_name(self) -> str:
+        return str(self.name).rpartition(".")[2]
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.terminated = True
@@ -147,15 +174,34 @@ def _close_other_end(pipe: int) -> None:
                 os.close(int(name))
 
 
+def _lost(error: Exception) -> str | None:
+    """What another attempt may not meet: a connection to another node that broke, or a process that was killed.
+
+    NCCL ends its process by a signal when a connection breaks.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from ebbflow.training.distributed import is_connection_error
+
+    if isinstance(error, RendezvousError) or is_connection_error(error):
+        return f"another node is gone, or did not come ({type(error).__name__}: {error})"
+    cause = error.value if isinstance(error, FlyteUserRuntimeException) else error
+    if isinstance(cause, ChildFailedError) and (failure := cause.get_first_failure()[1]).exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        return f"process {failure.local_rank} of this node ended by {name}; another node may be gone, or its memory used up"
+    return None
+
+
 @contextmanager
-def _launcher(recipe: Recipe) -> Iterator[None]:
+def _launcher(recipe: Recipe, given: dict[str, Any]) -> Iterator[None]:
     """The launcher's settings that Flyte's plugin has no options for: the signals that it handles, and a start by forking.
 
-    It leaves SIGTERM to ``GracefulElasticTask``, and SIGINT to Flyte (``start_run``).
+    It leaves SIGTERM to ``GracefulElasticTask``, and SIGINT to Flyte (``start_run``). ``given`` are further settings.
     """
     from torch.distributed.launcher import api
 
-    settings, config = {"signals_to_handle": "SIGHUP,SIGQUIT"}, api.LaunchConfig
+    settings, config = {"signals_to_handle": "SIGHUP,SIGQUIT", **given}, api.LaunchConfig
     if preload(recipe):
         settings["start_method"] = "forkserver"
         rank = partial(_as_spawned, os.getcwd(), dict(os.environ))
@@ -173,15 +219,26 @@ def _meeting_place() -> Iterator[None]:
     """A file through which ranks find each other, and torch configured for one node (``_one_node``)."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    from ebbflow.training.distributed import LAUNCHED, STORE
+    from ebbflow.training.distributed import STORE
 
     rendezvous_handler_registry.register(RENDEZVOUS, _one_node)
-    with tempfile.TemporaryDirectory(prefix="ebbflow-ranks-") as folder:
-        os.environ |= {STORE: os.path.join(folder, "store"), LAUNCHED: str(time.time())}
+    with tempfile.TemporaryDirectory(prefix="ebbflow-ranks-") as folder, _launched_now():
+        os.environ[STORE] = os.path.join(folder, "store")
         try:
             yield
         finally:
-            del os.environ[STORE], os.environ[LAUNCHED]
+            del os.environ[STORE]
+
+
+@contextmanager
+def _launched_now() -> Iterator[None]:
+    from ebbflow.training.distributed import LAUNCHED
+
+    os.environ[LAUNCHED] = str(time.time())
+    try:
+        yield
+    finally:
+        del os.environ[LAUNCHED]
 
 
 def _one_node(parameters: RendezvousParameters) -> RendezvousHandler:

@@ -89,17 +89,18 @@ def fetch_once_per_machine(uri: str, is_folder: bool = True) -> Path:
     return shared
 
 
-def open_checkpoints(run: TrackedRun, ctx: StageContext, first: bool = True) -> Checkpoints:
+def open_checkpoints(run: TrackedRun, ctx: StageContext, rank: int = 0, local_rank: int = 0) -> Checkpoints:
     """The checkpoints of a stage, in the run's folder, where the next attempt finds them; those of other stages are deleted.
 
     Args:
-        first: whether this is the process of the machine that downloads them; the others must wait until it has.
+        rank: of a training process; rank 0 deletes.
+        local_rank: on its machine, for which 0 downloads them; the others must wait until it has.
     """
     from ebbflow.training.checkpoint import Checkpoints
 
     access, stages, own = FlyteContextManager.current_context().file_access, f"{run.folder}/checkpoints", _folder_name(ctx.label)
     store = access.get_filesystem_for_path(stages)
-    for stage in _names(store, stages) if first else ():
+    for stage in _names(store, stages) if rank == 0 else ():
         if stage != own:
             store.rm(f"{stages}/{stage}", recursive=True)
     home = f"{stages}/{own}"
@@ -112,7 +113,7 @@ def open_checkpoints(run: TrackedRun, ctx: StageContext, first: bool = True) -> 
         for name in _names(store, home) - {path.name for path in folder.iterdir()}:
             store.rm(f"{home}/{name}", recursive=True)
 
-    if first:
+    if local_rank == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt on this machine
         if store.exists(home):
             access.get_data(home, str(folder), is_multipart=True)

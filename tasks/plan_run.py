@@ -33,9 +33,10 @@ def plan_run(recipe: Recipe) -> str:
     from tasks.fit import compare
 
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-    made = estimate(recipe, DEPLOYMENT.train_processes)
+    given = {key: getattr(DEPLOYMENT, key) for key in ("train_processes", "train_nodes", "train_sharding")}
+    made = estimate(recipe, DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes, DEPLOYMENT.train_sharding == "hybrid")
     lines, misfits = compare(made, DEPLOYMENT)
-    if misfits and DeploymentConfig(train_processes=DEPLOYMENT.train_processes) != DEPLOYMENT:
+    if misfits and DeploymentConfig(**given) != DEPLOYMENT:
         raise DeploymentError("this run does not fit into its machines:\n" + "\n".join(misfits))
     fit = "\n".join(["what each process needs, of its machine's memory", *lines, *misfits])
     return f"{resolved}# digest {recipe.digest}\n\n{_machines()}\n\n{describe(made)}\n\n{fit}"
@@ -45,8 +46,10 @@ def _machines() -> str:
     lines = ["machines per kind of task, as registered"]
     for kind, purpose in KINDS.items():
         pod: PodConfig = getattr(DEPLOYMENT, kind)
-        processes = DEPLOYMENT.train_processes if kind == "training_group" else 1
+        group = kind == "training_group"
+        processes, nodes = (DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes) if group else (1, 1)
         gpus = f"{pod.gpus * processes} x {pod.accelerator or 'GPU'}" if pod.gpus else "no GPU"
+        purpose += f", {nodes} nodes" if nodes > 1 else ""
         lines.append(f"  {kind} ({purpose}): processes {processes}, cores {pod.cpu * processes}, {pod.mem}, {gpus}")
     for group in DEPLOYMENT.ray_cluster.workers:
         gpus = f"{group.gpus} x {DEPLOYMENT.ray_cluster.accelerator or 'GPU'}" if group.gpus else "no GPU"

@@ -17,6 +17,8 @@ from tasks.elastic import GracefulElastic
 from tasks.images import cpu_image
 
 DEPLOYMENT = read_deployment(os.environ)
+JOIN_SECONDS = 900
+"""How long the nodes of a training group wait for each other: one may have to be started, and to pull the image."""
 
 
 def light() -> dict[str, Any]:
@@ -44,7 +46,7 @@ def accelerated() -> dict[str, Any]:
 
 
 def training_group() -> dict[str, Any]:
-    """``train_processes`` processes on one node under torch's elastic launcher.
+    """``train_processes`` processes on each of ``train_nodes`` nodes, under torch's elastic launcher.
 
     Spawned where there is CUDA, forked elsewhere (``tasks.elastic``). Without restarts inside the task, because one would start
     from the checkpoint of the attempt's beginning. Elastic must not add shared memory: it would change the pod template and leave
@@ -52,11 +54,12 @@ def training_group() -> dict[str, Any]:
     """
     processes = DEPLOYMENT.train_processes
     config = GracefulElastic(
-        nnodes=1,
+        nnodes=DEPLOYMENT.train_nodes,
         nproc_per_node=processes,
         start_method="spawn",
         monitor_interval=0.1,
         max_restarts=0,
+        rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), JOIN_SECONDS),
         increase_shared_mem=False,
     )
     return {"task_config": config} | _task(DEPLOYMENT.training_group, processes)

@@ -1,4 +1,4 @@
-"""Train an offline stage on its rollouts or pairs, in a group of FSDP2 processes."""
+"""Train an offline stage on its rollouts or pairs, in a group of FSDP2 processes on one node or several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch_shared, node_output, open_checkpoints
 from tasks.preemption import retry_on
-from tasks.resources import training_group
+from tasks.resources import DEPLOYMENT, training_group
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 
@@ -36,22 +36,22 @@ def train_offline(
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.curves import rollout_curves
     from ebbflow.tracking.nodes import log_stage
-    from ebbflow.training.distributed import process_group, seconds_since_launch
+    from ebbflow.training.distributed import PeerLost, process_group, seconds_since_launch
     from ebbflow.training.stop_conditions import Preempted
 
     set_up_process(recipe)  # before NCCL starts
     ctx = StageContext(recipe, round, stage)
     trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
     with (
-        retry_on(Preempted),
+        retry_on(Preempted, PeerLost),
         process_group() as ranks,
         node_run(run, ctx.label, policy.global_step) if ranks.rank == 0 else nullcontext() as run_logger,
     ):
         recorder, shards = MetricsRecorder(run_logger), [fetch_shared(shard) for shard in rollouts]
         if run_logger:
             run_logger.log_curves(rollout_curves(fetch_shared(advantages)), policy.global_step)
-        checkpoints = open_checkpoints(run, ctx, first=ranks.rank == 0)
-        ranks.barrier()  # rank 0 has downloaded them
+        checkpoints = open_checkpoints(run, ctx, ranks.rank, ranks.local_rank)
+        ranks.barrier()  # the first rank of each machine has downloaded them
         starting = seconds_since_launch()
         record = train_offline_folder(
             ctx,
@@ -63,6 +63,7 @@ def train_offline(
             trained,
             recorder,
             checkpoints,
+            replicas=ranks.nodes if DEPLOYMENT.train_sharding == "hybrid" else 1,
         )
         record = record.model_copy(update={"seconds": {"process_start": starting, **record.seconds}})
         if run_logger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -104,6 +105,18 @@ def test_processes_share_weights_and_optimiser_and_hold_one_block(tiny_recipe):
     assert (four.optimizer, four.copies) == (alone.optimizer // 4, alone.copies // 4)
     assert four.samples == alone.samples // 4
     assert (alone.loading, four.loading) == (0, alone.weights)
+
+
+def test_nodes_share_the_model_or_have_a_replica_each(make_recipe):
+    recipe = make_recipe()
+    four, two = (estimate(recipe, count).memory["1.2 offline training"] for count in (4, 2))
+    on_two_nodes = estimate(recipe, 2, nodes=2)
+    assert on_two_nodes.memory["1.2 offline training"] == four
+    replicas = estimate(recipe, 2, nodes=2, hybrid=True)
+    assert replicas.memory["1.2 offline training"] == dataclasses.replace(two, samples=four.samples)
+    assert "stage: 2 on each of 2 nodes, with a replica of the model each" in describe(replicas)
+    alone = hours(estimate(recipe, 2), 100)["1.2 offline"]
+    assert hours(on_two_nodes, 100)["1.2 offline"].wall < alone.wall
 
 
 def test_what_is_loaded_before_it_is_shared_counts():

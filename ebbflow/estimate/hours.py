@@ -86,7 +86,7 @@ def _stage(made: Estimate, ctx: StageContext, work: Work, forward: float) -> Hou
     generating = work.denoising * forward
     training = (work.training * (4 if made.recipe.model.gradient_checkpointing else 3) + work.comparing) * forward
     if not isinstance(ctx.config, OnlineStageConfig):
-        return Hours(generating / ctx.offline.shards + training / made.processes, generating + training)
+        return Hours(generating / ctx.offline.shards + training / made.processes / made.nodes, generating + training)
     if ctx.config.placement == "in_process":
         return Hours(generating + training, generating + training)
     resources = ctx.config.resources

@@ -19,9 +19,9 @@ samples        4 D for each latent, and the encoded prompts; of a trajectory thr
 others         text encoders, VAE or reward networks that are loaded at the same time
 =============  =================================================================================================
 
-In offline stages FSDP2 shards the first three over the processes; a block is gathered while it computes, and every process loads
-all weights first. The activations are an estimate: in small models of all families autograd saved .7 to 1.8 times as much
-(``tests/test_estimate.py``). CUDA's context and fragmentation are not counted: leave a tenth.
+In offline stages FSDP2 shards the first three over the processes, or over those of a node (HSDP); a block is gathered while it
+computes, and every process loads all weights first. The activations are an estimate: in small models of all families autograd
+saved .7 to 1.8 times as much (``tests/test_estimate.py``). CUDA's context and fragmentation are not counted: leave a tenth.
 """
 
 from __future__ import annotations
@@ -94,8 +94,10 @@ def inference_bytes(width: int, tokens: int, precision: Precision) -> int:
     return INFERENCE_NUMBERS * tokens * width * BYTES[precision]
 
 
-def stage_memory(memory: ProcessMemory, contexts: Sequence[StageContext], processes: int) -> dict[str, Memory]:
-    """The memory of every process of every stage."""
+def stage_memory(
+    memory: ProcessMemory, contexts: Sequence[StageContext], processes: int, shards: int | None = None
+) -> dict[str, Memory]:
+    """The memory of every process of every stage; ``shards``: processes that an offline stage's model is sharded over (all)."""
     found: dict[str, Memory] = {}
     for ctx in contexts:
         if ctx.config.kind == "online":
@@ -103,7 +105,7 @@ def stage_memory(memory: ProcessMemory, contexts: Sequence[StageContext], proces
             continue
         if not ctx.offline.pairs:
             found[f"{ctx.label} rollout"] = memory.rollout(ctx)
-        found[f"{ctx.label} training"] = memory.offline(ctx, processes)
+        found[f"{ctx.label} training"] = memory.offline(ctx, processes, shards or processes)
     return found
 
 
@@ -214,14 +216,14 @@ class ProcessMemory:
             loading=self.weights("float32") if ranks > 1 else 0,
         )
 
-    def offline(self, ctx: StageContext, processes: int) -> Memory:
+    def offline(self, ctx: StageContext, processes: int, shards: int) -> Memory:
         precision, config = self.recipe.model.precision, ctx.offline
         weights, copies = self.weights(precision), self.copies(ctx)
         whole = 0 if processes == 1 else weights // self.sizes.blocks
         return Memory(
-            weights=weights // processes + whole,
-            optimizer=12 * self.trained // processes,
-            copies=copies // processes,
+            weights=weights // shards + whole,
+            optimizer=12 * self.trained // shards,
+            copies=copies // shards,
             activations=self._training(ctx),
             samples=self._update(ctx, math.ceil(config.batch_size / processes)),
             loading=0 if processes == 1 else self.weights("float32"),

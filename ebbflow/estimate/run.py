@@ -19,7 +19,9 @@ class Estimate:
 
     Attributes:
         trained: parameters.
-        processes: of the training of an offline stage.
+        processes: of the training of an offline stage, on each node.
+        nodes: of that training.
+        hybrid: whether each node has a replica of the model (HSDP), instead of a share of it.
         memory: of one process, by what it does.
         work: of each stage, by its label in the first round.
         evaluations: of policies in a run, at most.
@@ -41,10 +43,12 @@ class Estimate:
     stored: dict[str, int]
     main_memory: int
     prompt: int
+    nodes: int = 1
+    hybrid: bool = False
 
 
-def estimate(recipe: Recipe, processes: int = 2) -> Estimate:
-    """What a recipe needs, with ``processes`` in the training of an offline stage.
+def estimate(recipe: Recipe, processes: int = 2, nodes: int = 1, hybrid: bool = False) -> Estimate:
+    """What a recipe needs, with ``processes`` in the training of an offline stage on each of ``nodes``.
 
     Raises:
         SizeError: the base model's sizes are not known.
@@ -55,10 +59,10 @@ def estimate(recipe: Recipe, processes: int = 2) -> Estimate:
         raise ValueError(f"processes = {processes}: an offline stage trains with at least one")
     from ebbflow.models.sizes import measure  # imports torch
 
-    return estimate_of(recipe, processes, *measure(recipe.model))
+    return estimate_of(recipe, processes, *measure(recipe.model), nodes, hybrid)
 
 
-def estimate_of(recipe: Recipe, processes: int, sizes: Sizes, sample: Sample) -> Estimate:
+def estimate_of(recipe: Recipe, processes: int, sizes: Sizes, sample: Sample, nodes: int = 1, hybrid: bool = False) -> Estimate:
     """What a recipe needs of a model of these sizes.
 
     Raises:
@@ -77,7 +81,8 @@ def estimate_of(recipe: Recipe, processes: int, sizes: Sizes, sample: Sample) ->
         sample=sample,
         trained=trained,
         processes=processes,
-        memory={"text encoding": of.encoding(), "evaluation": of.evaluation()} | stage_memory(of, contexts, processes),
+        memory={"text encoding": of.encoding(), "evaluation": of.evaluation()}
+        | stage_memory(of, contexts, processes * nodes, processes if hybrid else None),
         work=work,
         evaluations=evaluations,
         evaluation=sample.passes * (judged * recipe.evaluation.steps + compared * 2 * len(DRIFT_SIGMAS)),
@@ -89,6 +94,8 @@ def estimate_of(recipe: Recipe, processes: int, sizes: Sizes, sample: Sample) ->
         },
         main_memory=BYTES[recipe.model.precision] * sizes.text_encoders + 4 * sizes.vae,
         prompt=of.prompt_bytes,
+        nodes=nodes,
+        hybrid=hybrid,
     )
 
 

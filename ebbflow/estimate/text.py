@@ -15,16 +15,18 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
     share = f"a LoRA of rank {recipe.policy.rank}" if recipe.policy.train == "lora" else "all"
     text = f"{sample.text_tokens} of text" + (", which are among them" if sample.joint else "")
     kept = sum(made.stored.values())
+    replicas = ", with a replica of the model each" if made.hybrid else ""
+    nodes = f" on each of {made.nodes} nodes{replicas}" if made.nodes > 1 else ""
     lines = [
         f"{recipe.name}: {recipe.model.path or 'the glyph model'} ({recipe.model.family})",
         f"  transformer: {sizes.parameters:,} parameters in {sizes.blocks} blocks of width {sizes.width}",
         f"  trained: {made.trained:,} ({share})",
         f"  a sample: latents {' x '.join(map(str, sample.latent_shape))}, {sample.tokens} tokens, {text}",
         f"  evaluations of the network for a denoising step: {sample.passes}",
-        f"  processes in the training of an offline stage: {made.processes}",
+        f"  processes in the training of an offline stage: {made.processes}{nodes}",
         "",
         "GiB of a process, at most",
-        *_table(
+        *table(
             ["", "weights", "optimiser", "copies", "activations", "samples", "others", "total"],
             [[name, *_gib(memory)] for name, memory in made.memory.items()],
         ),
@@ -32,7 +34,7 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
         f"{made.prompt / 2**20:.2f} MiB for each different prompt.",
         "",
         f"evaluations of the network for one sample each, at most, in every one of rounds: {recipe.rounds}",
-        *_table(
+        *table(
             ["", "samples", "denoising", "training", "comparing"],
             [
                 [label, *(f"{value:,}" for value in (done.samples, done.denoising, done.training, done.comparing))]
@@ -44,7 +46,7 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
         *["  Stages of your own kinds are not counted."] * any(stage.kind == "custom" for stage in recipe.stages),
         "",
         f"GiB that a whole run keeps, at most: {kept / GIB:.3g}",
-        *_table(["", "GiB"], [[kind, f"{size / GIB:.3g}"] for kind, size in made.stored.items()]),
+        *table(["", "GiB"], [[kind, f"{size / GIB:.3g}"] for kind, size in made.stored.items()]),
         *(_hours(made, tflops) if tflops else ["", "For the hours, say what a GPU sustains: --tflops"]),
     ]
     return "\n".join(lines)
@@ -56,7 +58,7 @@ def _hours(made: Estimate, tflops: float) -> list[str]:
     return [
         "",
         f"hours of the network at {tflops:g} TFLOP/s for each GPU, in all rounds",
-        *_table(["", "hours", "GPU-hours"], [[name, f"{part.wall:.2g}", f"{part.gpu:.2g}"] for name, part in parts.items()]),
+        *table(["", "hours", "GPU-hours"], [[name, f"{part.wall:.2g}", f"{part.gpu:.2g}"] for name, part in parts.items()]),
         "  Text encoders, VAE, rewards, downloads and the start of pods are not counted.",
     ]
 
@@ -66,7 +68,7 @@ def _gib(memory: Memory) -> list[str]:
     return [f"{part / GIB:.2f}" for part in parts]
 
 
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
     """Aligned lines: names to the left, numbers to the right."""
     wide = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []

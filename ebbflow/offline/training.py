@@ -34,8 +34,8 @@ from ebbflow.storage.disk import DiskFullError, raise_if_disk_full, scratch_fold
 from ebbflow.storage.tables import read_columns, read_table, read_table_metadata, row_count
 from ebbflow.timing import Clock
 from ebbflow.training.batches import SampleGroups, forward_batch, num_micro_batches, shard_for_rank, split_evenly
-from ebbflow.training.checkpoint import Checkpoints, restore, step_of, write_part
-from ebbflow.training.distributed import Ranks, first
+from ebbflow.training.checkpoint import Checkpoints, collect_parts, restore, step_of, write_part
+from ebbflow.training.distributed import Ranks, first, first_of_node
 from ebbflow.training.policy_io import load_policy, save_policy
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
 from ebbflow.training.stop_conditions import handle_sigterm
@@ -164,11 +164,16 @@ def train_offline_folder(
     trained: Path,
     recorder: MetricsRecorder,
     checkpoints: Checkpoints | None = None,
+    replicas: int = 1,
 ) -> StageRecord:
-    """``train_epochs`` from a policy folder to a new one; shards the model over the process group where there is one."""
+    """``train_epochs`` from a policy folder to a new one; shards the model over the process group where there is one.
+
+    Args:
+        replicas: of the sharded model, as of ``Policy``; no more than one where there is no process group.
+    """
     with handle_sigterm():
         ranks = Ranks.current()
-        policy, metadata = load_policy(ctx, base, folder, shard=ranks.world > 1)
+        policy, metadata = load_policy(ctx, base, folder, shard=ranks.world > 1, replicas=replicas)
         updater = PolicyUpdater(policy, ctx.offline, metadata)
         trained_on = read_prompts(prompts, "train")
         known = {prompt.prompt_id for prompt in trained_on}
@@ -188,10 +193,15 @@ def _resumed(
     """Bring the updater to the newest checkpoint, if there is one; where the stage stands there.
 
     Rank 0 chooses: it reads all of a checkpoint to see that it is whole, and the others must not see something else.
+
+    Raises:
+        CheckpointError, ArtifactError: another machine has not what rank 0 has.
     """
     newest = checkpoints.newest() if checkpoints and ranks.rank == 0 else None
     step, state = first(step_of(newest[0]) if newest else 0), StageState()
     if checkpoints and step:
+        if ranks.local_rank == 0 and ranks.node > 0:
+            checkpoints.require(step)
         folder, saved = checkpoints.at(step)
         load_stage_state(folder, saved, state, recorder, num_steps)
         restore(folder, updater)
@@ -199,15 +209,16 @@ def _resumed(
 
 
 def _save_checkpoint(checkpoints: Checkpoints, updater: PolicyUpdater, ranks: Ranks, loop: StageLoop) -> None:
-    """A checkpoint of all processes of this machine; none continues, or ends, before it is whole."""
-    parts = checkpoints.folder / ".parts"
-    if ranks.rank == 0:
+    """A checkpoint of all processes; none continues, or ends, before it is whole. Each machine has a folder for its parts."""
+    parts = checkpoints.folder / f".parts-{ranks.node}"
+    if ranks.local_rank == 0:
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
     ranks.barrier()
     try:
         with raise_if_disk_full(parts):
             write_part(parts, updater)
+            collect_parts(parts, updater)
     except DiskFullError:
         shutil.rmtree(parts, ignore_errors=True)
         raise
@@ -215,6 +226,8 @@ def _save_checkpoint(checkpoints: Checkpoints, updater: PolicyUpdater, ranks: Ra
     if ranks.rank == 0:
         with checkpoints.saving(loop.state.step, loop.checkpoint_state()) as folder:
             _move(parts, folder)
+    elif ranks.local_rank == 0:
+        shutil.rmtree(parts)
     ranks.barrier()
 
 
@@ -314,15 +327,15 @@ def _parts(
 
 
 def _encode_together(ctx: StageContext, model: Model, prompts: list[Prompt], ranks: Ranks) -> Encode:
-    """Encode every prompt once on this machine, each process a share of them; all read the same files."""
+    """Encode every prompt once on each machine, each of its processes a share of them; all of these read the same files."""
     with ExitStack() as stack:
-        process = first(os.getpid())
-        folder = stack.enter_context(scratch_folder(EMBEDDINGS)) if ranks.rank == 0 else scratch_path(EMBEDDINGS, process)
-        ranks.barrier()  # rank 0 has made the folder
-        prompts = write_embeddings(model, prompts, folder, ctx.config.reference.guided, ranks.rank, ranks.world)
+        process, here = first_of_node(os.getpid()), ranks.local_rank == 0
+        folder = stack.enter_context(scratch_folder(EMBEDDINGS)) if here else scratch_path(EMBEDDINGS, process)
+        ranks.barrier()  # the first process of each machine has made the folder
+        prompts = write_embeddings(model, prompts, folder, ctx.config.reference.guided, ranks.local_rank, ranks.per_node)
         ranks.barrier()
         embeddings, device = open_embeddings(folder, prompts), device_of(model)
-        ranks.barrier()  # all have opened the files, and rank 0 removes their names
+        ranks.barrier()  # all have opened the files, and the first process removes their names
     return lambda wanted: embeddings(wanted).to(device)
 
 

@@ -5,7 +5,8 @@ whatever the stage adds. Training that resumes from a checkpoint ends with the s
 another number of processes it ends with the same up to rounding.
 
 Every process writes its own part of each tensor (``parameters-00000-of-00002.safetensors``, ``optimizer-...``, the copies
-likewise), so nothing is gathered; then come ``manifest.json`` and COMMIT (``ebbflow.storage.artifacts``).
+likewise), so no tensor is gathered; of several replicas of the model, the first writes. Other machines send their files to that
+of rank 0. Then come ``manifest.json`` and COMMIT (``ebbflow.storage.artifacts``).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ebbflow.algorithms.base import FOLLOWING
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, new_folder, verify
-from ebbflow.training.distributed import Ranks
+from ebbflow.training.distributed import Ranks, receive_file, send_file
 from ebbflow.training.policy import like
 from ebbflow.training.update import PolicyUpdater
 
@@ -51,12 +52,38 @@ class CheckpointError(Exception):
 
 def write_part(folder: Path, updater: PolicyUpdater) -> None:
     """Write this process's part of where the updater stands into a folder that is not committed yet; every rank calls it."""
-    ranks = Ranks.current()
+    rank, num_parts = Ranks.current().rank, _num_parts(updater)
+    if rank >= num_parts:
+        return  # the parts of another replica are the same
     for kind, values in _moving(updater).items():
-        own = {name: _local(value) for name, value in values.items() if ranks.rank == 0 or isinstance(value, DTensor)}
-        save_file(own, folder / f"{kind}-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors")
-    if ranks.rank == 0:
+        own = {name: _local(value) for name, value in values.items() if rank == 0 or isinstance(value, DTensor)}
+        save_file(own, folder / _part_name(kind, rank, num_parts))
+    if rank == 0:
         (folder / COUNTERS).write_text(json.dumps({name: getattr(updater, name) for name in COUNTED}))
+
+
+def collect_parts(folder: Path, updater: PolicyUpdater) -> None:
+    """Bring what ``write_part`` wrote on other machines into the folder of rank 0; all ranks call it, each with its own folder.
+
+    One file after another, so that rank 0 has room for what arrives.
+    """
+    ranks, num_parts = Ranks.current(), _num_parts(updater)
+    for sender in range(ranks.per_node, num_parts):
+        for kind in sorted(_moving(updater)):
+            path = folder / _part_name(kind, sender, num_parts)
+            if ranks.rank == sender:
+                send_file(path, receiver=0)
+            elif ranks.rank == 0:
+                receive_file(path, sender)
+
+
+def _num_parts(updater: PolicyUpdater) -> int:
+    """Ranks over which a replica of the model is sharded."""
+    return Ranks.current().world // updater.policy.replicas
+
+
+def _part_name(kind: str, rank: int, num_parts: int) -> str:
+    return f"{kind}-{rank:05d}-of-{num_parts:05d}.safetensors"
 
 
 def part_files(folder: Path) -> list[Path]:
@@ -97,7 +124,7 @@ def _moving(updater: PolicyUpdater) -> dict[str, dict[str, Tensor]]:
 def _local(value: Tensor) -> Tensor:
     """This process's rows of a tensor."""
     if isinstance(value, DTensor):
-        assert tuple(value.placements) == (Shard(0),), "FSDP2 deals out rows"
+        assert value.placements[-1] == Shard(0), "FSDP2 deals out rows"
         value = value.to_local()
     return value.detach().contiguous()
 
@@ -200,6 +227,20 @@ class Checkpoints:
         """As ``newest``, for the checkpoint of a step that is known to be whole."""
         path = self._at(step)
         return path, self.state(path)
+
+    def require(self, step: int) -> None:
+        """Check that this machine has the whole checkpoint of a step that another machine has.
+
+        Raises:
+            CheckpointError: it is not there.
+            ArtifactError: it is damaged.
+        """
+        if not self._at(step).is_dir():
+            raise CheckpointError(
+                f"{self._at(step)} is on the machine of rank 0 and not on this one: with several machines the recipe's output "
+                "must be a URI, or a folder that all of them share"
+            )
+        verify(self._at(step))
 
     def best(self) -> Best | None:
         """The whole one with the highest score, the first of several; None where no score is known."""

@@ -1,4 +1,9 @@
-"""The process group of a training task."""
+"""The process group of a training task, on one machine or several.
+
+An elastic launcher numbers the ranks of a machine one after another. Where there are several machines, a rank that another one
+leaves alone raises ``PeerLost``: the stage can start again from its last checkpoint. A rank that fails with an error of its own
+writes it into the store of the group first, so that the others say that error instead.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,16 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 STORE = "EBBFLOW_RANKS_STORE"
 """Environment variable: the file through which the ranks of one machine find each other, instead of through a port."""
@@ -21,6 +29,16 @@ LAUNCHED = "EBBFLOW_RANKS_LAUNCHED"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 TIMEOUT = timedelta(hours=1)
 """A rank that hangs ends the others after this long; they also wait for the one that brings and stores large checkpoints."""
+CHUNK = 64 * 2**20
+"""Bytes of a file that are sent at a time."""
+FAILED = "ebbflow/failed"
+"""Key of the group's store: the error of the first rank that failed by itself."""
+GLOO = "/gloo/transport/"
+"""What gloo's errors about a connection name; they have no type of their own."""
+
+
+class PeerLost(RuntimeError):
+    """A rank on another machine is gone, and left no error of its own: another attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,24 @@ class Ranks:
     def current() -> Ranks:
         return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
 
+    @property
+    def per_node(self) -> int:
+        """Ranks on each machine, as the launcher says; all of them where it says nothing."""
+        return min(self.world, int(os.environ.get("LOCAL_WORLD_SIZE", self.world)))
+
+    @property
+    def nodes(self) -> int:
+        return self.world // self.per_node
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.per_node
+
+    @property
+    def local_rank(self) -> int:
+        """Its number among those of its machine."""
+        return self.rank % self.per_node
+
     def barrier(self) -> None:
         """Wait for all of them."""
         if self.world > 1:
@@ -46,6 +82,10 @@ def process_group() -> Iterator[Ranks]:
 
     Where the launcher names a file (``STORE``), all ranks are on this machine, and nothing listens on other interfaces than
     loopback. Otherwise they meet as ``torchrun`` says, at ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    Raises:
+        PeerLost: a rank on another machine is gone.
+        RuntimeError: a rank on another machine failed; its error is named.
     """
     if "RANK" not in os.environ:
         yield Ranks(0, 1)
@@ -56,14 +96,51 @@ def process_group() -> Iterator[Ranks]:
     if path := os.environ.get(STORE):
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = dist.FileStore(path, world)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        store: Store = dist.FileStore(path, world)  # type: ignore[attr-defined]
+        named: AbstractContextManager[None] = nullcontext()  # the launcher sees how each of them ends
     else:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        with _name_lost_peers():
+            store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        named = _name_lost_peers(store, rank)
+    with named:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        try:
+            yield Ranks.current()
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _name_lost_peers(store: Store | None = None, rank: int = 0) -> Iterator[None]:
+    """Say why a connection broke, and tell the others of an error of this rank."""
     try:
-        yield Ranks.current()
-    finally:
-        dist.destroy_process_group()
+        yield
+    except Exception as error:
+        failed = _failed(store)
+        if not is_connection_error(error):
+            if store and not failed:
+                with suppress(RuntimeError):
+                    store.set(FAILED, f"rank {rank} failed: {type(error).__name__}: {error}")
+            raise
+        if failed:
+            raise RuntimeError(failed) from error
+        raise PeerLost(
+            "a rank on another machine is gone, or cannot be reached; the stage starts again from its last checkpoint "
+            f"({str(error).partition('. ')[0]})"
+        ) from error
+
+
+def _failed(store: Store | None) -> str | None:
+    """What the first rank said that failed by itself, if the machine that holds the store is still there."""
+    with suppress(RuntimeError):
+        if store and store.check([FAILED]):
+            return str(store.get(FAILED), "utf-8")
+    return None
+
+
+def is_connection_error(error: Exception) -> bool:
+    """Whether this is an error of torch about its connections to other processes."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and GLOO in str(error))
 
 
 def seconds_since_launch() -> float:
@@ -87,5 +164,53 @@ def first(own: int) -> int:
     return int(value)
 
 
+def first_of_node(own: int) -> int:
+    """What the first rank of this machine has; all processes ask."""
+    if not dist.is_initialized():
+        return own
+    ranks, value = Ranks.current(), _shared(own)
+    everyone = [torch.empty_like(value) for _ in range(ranks.world)]
+    dist.all_gather(everyone, value)
+    return int(everyone[ranks.rank - ranks.local_rank])
+
+
+def replica_mesh(replicas: int) -> DeviceMesh | None:
+    """The mesh of HSDP: so many replicas of the model, each sharded over ranks that follow each other. None: one replica.
+
+    Raises:
+        ValueError: the ranks cannot be divided into so many replicas.
+    """
+    if replicas == 1:
+        return None
+    world = Ranks.current().world
+    if world % replicas:
+        raise ValueError(f"{world} ranks cannot be {replicas} replicas of the model; give each machine as many processes")
+    return init_device_mesh(_device(), (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def send_file(path: Path, receiver: int) -> None:
+    """Send a file to the rank that calls ``receive_file``."""
+    dist.send(_shared(path.stat().st_size), receiver)
+    with path.open("rb") as file:
+        while chunk := bytearray(file.read(CHUNK)):
+            dist.send(torch.frombuffer(chunk, dtype=torch.uint8).to(_device()), receiver)
+
+
+def receive_file(path: Path, sender: int) -> None:
+    """Write the file that a rank sends."""
+    size = _shared(0)
+    dist.recv(size, sender)
+    with path.open("wb") as file:
+        for start in range(0, int(size), CHUNK):
+            chunk = torch.empty(min(CHUNK, int(size) - start), dtype=torch.uint8, device=_device())
+            dist.recv(chunk, sender)
+            file.write(chunk.cpu().numpy().data)
+
+
 def _shared(own: int) -> Tensor:
-    return torch.tensor(own, device="cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+    return torch.tensor(own, device=_device())
+
+
+def _device() -> str:
+    """Where tensors lie that ranks exchange."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"

@@ -29,6 +29,7 @@ from ebbflow.recipe.base import sanitize
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import new_folder
+from ebbflow.training.distributed import replica_mesh
 from ebbflow.training.policy_metadata import (
     AGAIN,
     ITERATE,
@@ -43,11 +44,18 @@ ADAPTER = "default"
 
 
 class Policy:
-    """The trained parameters of ``model.transformer`` and their copies; ``reference`` is always there."""
+    """The trained parameters of ``model.transformer`` and their copies; ``reference`` is always there.
 
-    def __init__(self, model: Model, config: PolicyConfig, seed: int, shard: bool = False) -> None:
+    Args:
+        shard: over the ranks of the process group (FSDP2), on all of them together.
+        replicas: of the sharded model, each over as many ranks that follow each other (HSDP).
+    """
+
+    def __init__(self, model: Model, config: PolicyConfig, seed: int, shard: bool = False, replicas: int = 1) -> None:
         self.model = model
         self.config = config
+        self.replicas = replicas
+        mesh = replica_mesh(replicas) if shard else None
         if config.train == "lora":
             _add_lora(model, config, seed)
         else:
@@ -55,12 +63,12 @@ class Policy:
                 parameter.requires_grad_(_chosen(name.rpartition(".")[0], config))
         for block in model.blocks() if shard else ():
             # Cast block by block: all of a large model in float32 would not fit beside what it was loaded as.
-            fully_shard(block.float() if config.train == "full" else block, reshard_after_forward=True)
+            fully_shard(block.float() if config.train == "full" else block, mesh=mesh, reshard_after_forward=True)
         if config.train == "full":
             model.transformer.float()
         if shard:
             # Without this the root keeps its gathered weights after a forward pass and would not see a copy swapped in.
-            fully_shard(model.transformer, reshard_after_forward=True)
+            fully_shard(model.transformer, mesh=mesh, reshard_after_forward=True)
         self.parameters: dict[str, Tensor] = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise _no_such_layers(model, config)

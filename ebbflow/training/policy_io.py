@@ -41,13 +41,16 @@ def open_model(recipe: Recipe, base: Path) -> Model:
 
 
 def open_policy(
-    ctx: StageContext, model: Model, folder: Path, teacher: Path | None = None, shard: bool = False
+    ctx: StageContext, model: Model, folder: Path, teacher: Path | None = None, shard: bool = False, replicas: int = 1
 ) -> tuple[Policy, PolicyMetadata]:
     """The policy of a folder, ready for a stage, with every copy that the stage needs.
 
     Copies that the folder brought along are kept; the others start at its parameters.
+
+    Args:
+        shard, replicas: as of ``Policy``.
     """
-    policy = Policy(model, ctx.recipe.policy, ctx.recipe.seed, shard)
+    policy = Policy(model, ctx.recipe.policy, ctx.recipe.seed, shard, replicas)
     metadata = policy.load(folder, to_train=True)
     if metadata.progress.algorithm != ctx.config.algorithm_name:
         for name in FOLLOWING:
@@ -63,7 +66,7 @@ def open_policy(
 
 
 def load_policy(
-    ctx: StageContext, base: Path, folder: Path, teacher: Path | None = None, shard: bool = False
+    ctx: StageContext, base: Path, folder: Path, teacher: Path | None = None, shard: bool = False, replicas: int = 1
 ) -> tuple[Policy, PolicyMetadata]:
     """``open_policy`` on the base model in a folder, once that is the one that the policy was trained from.
 
@@ -72,7 +75,7 @@ def load_policy(
         PolicyError: the policy was trained from another base model.
     """
     require_base(read_policy_metadata(folder), base, folder)
-    return open_policy(ctx, open_model(ctx.recipe, base), folder, teacher, shard)
+    return open_policy(ctx, open_model(ctx.recipe, base), folder, teacher, shard, replicas)
 
 
 def _require_same_base(metadata: PolicyMetadata, other: PolicyMetadata, folder: Path) -> None:

@@ -10,16 +10,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from safetensors.torch import load_file
 
-from ebbflow.data.prompts import read_prompts, write_prompts
-from ebbflow.data.schema import PROMPTS
-from ebbflow.models import load_model
-from ebbflow.offline.advantages import write_advantages
-from ebbflow.offline.rollouts import generate_shard
-from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -27,10 +20,10 @@ from ebbflow.storage.artifacts import verify
 from ebbflow.storage.disk import DiskFullError
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.distributed import process_group
-from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import read_policy_metadata, write_base_policy
+from ebbflow.training.policy_metadata import read_policy_metadata
 from ebbflow.training.stop_conditions import Preempted
 from ebbflow.training.update import PolicyUpdater
+from tests.offline_stage import write_offline_stage
 from tests.two_processes import as_two_ranks
 
 TIMED = ("seconds", "ms_per")
@@ -48,17 +41,7 @@ def world(make_prompts, make_recipe, base_folder, scorer, tmp_path):
     def prepared(offline=None, policy=None):
         stage = {"prompts": 8, "epochs": 2, "batch_size": 8, "checkpoints": {"every": 2}}
         recipe = make_recipe(offline=stage | (offline or {}), policy=policy or {})
-        ctx, table, start = StageContext(recipe, 0, 1), tmp_path / "prompts.parquet", tmp_path / "start"
-        write_prompts(pa.Table.from_pylist([vars(p) for p in make_prompts(8)], PROMPTS), table)
-        write_base_policy(start, verify(base_folder), recipe.digest, recipe.policy)
-        model = load_model(base_folder)
-        untouched, prompts, scores = Policy(model, recipe.policy, 0), read_prompts(table, "train"), []
-        untouched.ensure("old")
-        for shard in range(2):
-            generate_shard(ctx, model, untouched, 0, prompts, shard, tmp_path / f"rollouts-{shard}.parquet")
-            scores.append(tmp_path / f"scores-{shard}.parquet")
-            score_shard(ctx, scorer, prompts, tmp_path / f"rollouts-{shard}.parquet", scores[-1])
-        write_advantages(ctx, scores, tmp_path / "advantages.parquet")
+        write_offline_stage(tmp_path, recipe, base_folder, make_prompts(8), scorer)
         return tmp_path, recipe.model_dump(mode="json"), base_folder
 
     return prepared
@@ -153,7 +136,7 @@ def test_a_full_disk_is_named_and_no_part_stays(world, monkeypatch):
 
     monkeypatch.setattr("ebbflow.offline.training.write_part", full)
     stage = world()
-    with pytest.raises(DiskFullError, match=r"\.parts could not be written: the disk is full"):
+    with pytest.raises(DiskFullError, match=r"\.parts-0 could not be written: the disk is full"):
         train(stage, "full")
     assert list(stage[0].rglob("begun")) == []
 

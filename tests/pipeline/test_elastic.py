@@ -13,8 +13,13 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.configuration import ImageConfig, SerializationSettings
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
+from tasks.elastic import GracefulElastic, GracefulElasticTask, _lost
 from tasks.train_offline import train_offline
 
 CASES = Path(__file__).with_name("elastic_cases.py")
@@ -71,3 +76,38 @@ def test_without_processes_nobody_would_save_and_flyte_starts_it_again(monkeypat
     monkeypatch.setattr("tasks.elastic.multiprocessing.active_children", list)
     with pytest.raises(FlyteRecoverableException, match="train_offline was terminated before it had processes"):
         train_offline._pass_on(signal.SIGTERM, None)
+
+
+def a_task(recipe: str) -> None:
+    """What a task's function looks like."""
+
+
+@pytest.mark.parametrize(("nodes", "kind"), [(1, "python-task"), (4, "pytorch")])
+def test_several_nodes_are_a_pytorch_job(nodes: int, kind: str) -> None:
+    made = GracefulElasticTask(GracefulElastic(nnodes=nodes, nproc_per_node=8), a_task)
+    assert made.task_type == kind
+    custom = made.get_custom(SerializationSettings(ImageConfig.auto_default_image()))
+    group = {"rdzvBackend": "c10d", "minReplicas": 4, "maxReplicas": 4, "nprocPerNode": 8}
+    assert (custom or {}) == ({} if nodes == 1 else {"workerReplicas": {"replicas": 4}, "elasticConfig": group})
+
+
+def failed(exitcode: int) -> FlyteUserRuntimeException:
+    failure = ProcessFailure(local_rank=3, pid=1, exitcode=exitcode, error_file="/none")
+    return FlyteUserRuntimeException(ChildFailedError("train", {3: failure}))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RendezvousTimeoutError(), "did not come"),
+        (DistNetworkError("The client socket has timed out"), "another node is gone"),
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error"), "another node is gone"),
+        (failed(-signal.SIGABRT), "process 3 of this node ended by SIGABRT"),
+        (failed(-signal.SIGKILL), "SIGKILL; another node may be gone, or its memory used up"),
+        (failed(1), None),
+        (ValueError("a bug"), None),
+    ],
+)
+def test_what_another_attempt_may_not_meet(error: Exception, words: str | None) -> None:
+    lost = _lost(error)
+    assert words in lost if words and lost else lost is words

@@ -76,7 +76,7 @@ def test_a_half_uploaded_checkpoint_is_passed_over(run, ctx, local, caplog):
 
 def test_another_process_of_the_machine_finds_what_the_first_one_brought(run, ctx):
     save(open_checkpoints(run, ctx), 2)
-    first, second = open_checkpoints(run, ctx), open_checkpoints(run, ctx, first=False)
+    first, second = open_checkpoints(run, ctx), open_checkpoints(run, ctx, 1, 1)
     assert first.folder == second.folder
     assert first.newest() == second.newest()
 

@@ -427,6 +427,13 @@ def test_a_missing_file_points_to_the_example() -> None:
         read_deployment({"EBBFLOW_DEPLOYMENT": "not/there.yaml"})
 
 
+def test_the_environment_overrides_the_size_of_a_training_group(tmp_path: Path) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text("train_nodes: 4\ntrain_processes: 8\ntrain_sharding: hybrid")
+    read = read_deployment({"EBBFLOW_DEPLOYMENT": str(file), "EBBFLOW_TRAIN_NODES": "2"})
+    assert (read.train_nodes, read.train_processes, read.train_sharding) == (2, 8, "hybrid")
+
+
 @pytest.mark.parametrize("number", ["two", "0"])
 def test_a_bad_number_of_processes_names_its_variable(number: str) -> None:
     with pytest.raises(

@@ -45,8 +45,9 @@ CASES = {
     "groups": ({"name": "dgpo"}, FULL, GROUPS, 5, 2),
     "dora": (NFT, LORA.model_copy(update={"dora": True}), ALONE, 4, 2),
     "some layers": (NFT, PolicyConfig(layers=["*.attn.*"]), ALONE, 4, 2),
+    "replicas": (NFT, LORA, ALONE, 4, 2),
 }
-"""Algorithm, policy, groups, samples of the first process, and passes."""
+"""Algorithm, policy, groups, samples of the first process, and passes. The last has the whole model on both (HSDP)."""
 
 
 def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[str, float]]:
@@ -54,7 +55,7 @@ def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[st
     algorithm, config, group_index, first, passes = CASES[case]
     config = config.model_copy(update={"ema": PolicyConfig(ema={"max_decay": 0.5}).ema})
     model = load_model(base)
-    policy = Policy(model, config, 0, shard=ranks.world > 1)
+    policy = Policy(model, config, 0, shard=ranks.world > 1, replicas=ranks.world if case == "replicas" else 1)
     policy.ensure("old")
     policy.ensure("ema")
     stage = stage_of(algorithm, reference={"weight": 0.1}, optimizer={"max_grad_norm": 0.01})
@@ -111,7 +112,7 @@ def test_two_processes_take_the_step_of_one(base_folder, two_processes, tmp_path
     assert together[0] == together[1]
     reduced, of_one = together[0][0].pop("reduced"), alone[0].pop("reduced")
     # Twice in each of two updates, however many passes: of the first block of rows for its norm, and of all of them.
-    assert (reduced, of_one) == (2 * 2 * num_trained_shards(base_folder, CASES[case][1]), 0)
+    assert (reduced, of_one) == (2 * 2 * num_trained_shards(base_folder, CASES[case][1]) * (case != "replicas"), 0)
     for one, other in zip(alone, together[0], strict=True):
         # The first part has other rows when there are two processes: what is measured on it alone differs.
         of_the_first_part = {"grad_variance": 0}
@@ -144,6 +145,15 @@ def test_copies_are_swapped_in_in_the_same_order_on_every_process(model, monkeyp
     updater.algorithm = dataclasses.replace(diffusion_nft.ALGORITHM, copies=lambda config: names)
     updater.update(forward_rows(model, updater.stage), 1)
     assert order == ["old", "reference", "teacher"]
+
+
+def test_a_rank_knows_its_node(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    ranks = Ranks(5, 8)
+    assert (ranks.per_node, ranks.nodes, ranks.node, ranks.local_rank) == (4, 2, 1, 1)
+    assert Ranks(0, 1).per_node == 1, "outside a group"
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert (ranks.nodes, ranks.local_rank) == (1, 5)
 
 
 def test_one_process_needs_no_group(monkeypatch):
