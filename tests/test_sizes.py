@@ -35,8 +35,8 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.estimate.memory import REWARD_PARAMETERS
 from ebbflow.estimate.run import estimate, trained_parameters
 from ebbflow.models import load_model
+from ebbflow.models.families import adapter_of
 from ebbflow.models.families.glyph import new_glyph
-from ebbflow.models.published import PUBLISHED
 from ebbflow.models.sizes import measure
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.recipe.model import ModelConfig
@@ -230,7 +230,7 @@ def test_a_published_transformer_is_as_large_as_its_class_builds_it(name):
     assert sizes.width == config.num_attention_heads * config.attention_head_dim
     assert sizes.blocks == config.num_layers + config.get("num_single_layers", 0)
     assert sizes.text_width == config.get("joint_attention_dim", config.get("text_dim"))
-    part = PUBLISHED[name]["transformer"]
+    part = adapter_of(FAMILY[name]).published[name]["transformer"]
     assert {key: config[key] for key in part.config} == part.config
 
 

@@ -24,6 +24,7 @@ from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import DTYPES, Conditioning, ModelError, Tokens
 from ebbflow.models.folder import reading
+from ebbflow.models.published import Published
 from ebbflow.progress import progress
 from ebbflow.recipe.model import ModelConfig
 
@@ -48,6 +49,7 @@ class PipelineModel:
 
     Attributes:
         device: where the network runs.
+        published: the parts of published models, for estimates.
         folder_files: what a base-model folder of the family must have.
         text_parts: the pipeline's parts that encode prompts.
         default_size: height and width in pixels where the recipe gives none.
@@ -58,6 +60,7 @@ class PipelineModel:
 
     pipeline_class: ClassVar[Any]
     lora_targets: ClassVar[list[str]]
+    published: ClassVar[Published] = {}
     folder_files: ClassVar[tuple[str, ...]] = ("model_index.json",)
     text_parts: ClassVar[tuple[str, ...]]
     default_size: ClassVar[tuple[int, int]]
@@ -99,10 +102,6 @@ class PipelineModel:
         """The network's own prediction, in the layout of its output."""
 
     @abstractmethod
-    def sigmas(self, steps: int) -> Tensor:
-        """As ``ebbflow.models.base.Model.sigmas``."""
-
-    @abstractmethod
     def blocks(self) -> list[nn.Module]:
         """As ``ebbflow.models.base.Model.blocks``."""
 
@@ -119,9 +118,25 @@ class PipelineModel:
         """The tokens of one sample; every family makes one of 2 x 2 latents."""
         return Tokens(image=math.prod(self.latent_shape[1:]) // 4, text=self.max_tokens)
 
+    def widths(self) -> tuple[int, int]:
+        """Of a token in the blocks, and of an encoded token of a prompt."""
+        config = self.transformer.config
+        return config.num_attention_heads * config.attention_head_dim, config.get("joint_attention_dim") or config.text_dim
+
     def _guide(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
         """Classifier-free guidance (2207.12598) of the network's predictions."""
         return negative + guidance * (prediction - negative)
+
+    def sigmas(self, steps: int) -> Tensor:
+        """As ``ebbflow.models.base.Model.sigmas``: evenly spaced, and then as the scheduler shifts them."""
+        scheduler, tokens = self.pipeline.scheduler, self.latent_shape[1] * self.latent_shape[2] // 4
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **self._shift(tokens, steps))
+        sigmas: Tensor = scheduler.sigmas.clone()
+        return sigmas
+
+    def _shift(self, tokens: int, steps: int) -> dict[str, float]:
+        """What the scheduler is told of the image's tokens and of the steps."""
+        return dynamic_shift(self.pipeline.scheduler, tokens)
 
     def _unpack(self, prediction: Tensor) -> Tensor:
         """The network's output in the shape of the latents."""
@@ -216,18 +231,12 @@ class PipelineModel:
 
 
 class PackedPipelineModel(PipelineModel):
-    """A family whose network sees 2 x 2 patches of the latents as tokens, on evenly spaced sigmas that its scheduler shifts."""
+    """A family whose network sees 2 x 2 patches of the latents as tokens."""
 
     def _latent_shape(self) -> tuple[int, ...]:
         scale = self.pipeline.vae_scale_factor
         self._require_multiple(2 * scale)
         return (self.transformer.config.in_channels // 4, self.height // scale, self.width // scale)
-
-    def sigmas(self, steps: int) -> Tensor:
-        scheduler, tokens = self.pipeline.scheduler, self.latent_shape[1] * self.latent_shape[2] // 4
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **dynamic_shift(scheduler, tokens))
-        sigmas: Tensor = scheduler.sigmas.clone()
-        return sigmas
 
     def _unpack(self, prediction: Tensor) -> Tensor:
         return unpack(prediction, self.latent_shape)

@@ -1,6 +1,7 @@
-"""The configurations of published models, as far as the sizes of their parts follow from them.
+"""The configurations of published parts that more than one family has, as far as their sizes follow from them.
 
 They are those of the repositories on the Hugging Face hub; ``ebbflow.models.sizes`` builds the parts from them, without weights.
+A family's file has its own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Part:
     bytes: int = 2
 
 
+Published = Mapping[str, Mapping[str, Part]]
+"""The parts that have weights of each repository, by its id."""
 CLIP_L = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -56,76 +59,3 @@ IMAGE_VAE = Part(
         "use_post_quant_conv": False,
     },
 )
-QWEN_VL_7B = {
-    "text_config": {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
-    "tie_word_embeddings": False,
-}
-QWEN_IMAGE = {
-    "transformer": Part("diffusers", "QwenImageTransformer2DModel", {}),
-    "text_encoder": Part("transformers", "Qwen2_5_VLForConditionalGeneration", QWEN_VL_7B),
-    "vae": Part("diffusers", "AutoencoderKLQwenImage", {}),
-}
-
-PUBLISHED: dict[str, dict[str, Part]] = {
-    "stabilityai/stable-diffusion-3.5-medium": {
-        "transformer": Part(
-            "diffusers",
-            "SD3Transformer2DModel",
-            {
-                "num_layers": 24,
-                "num_attention_heads": 24,
-                "joint_attention_dim": 4096,
-                "caption_projection_dim": 1536,
-                "pooled_projection_dim": 2048,
-                "pos_embed_max_size": 384,
-                "dual_attention_layers": tuple(range(13)),
-                "qk_norm": "rms_norm",
-            },
-        ),
-        "text_encoder": Part("transformers", "CLIPTextModelWithProjection", CLIP_L),
-        "text_encoder_2": Part("transformers", "CLIPTextModelWithProjection", CLIP_G),
-        "text_encoder_3": T5_XXL,
-        "vae": IMAGE_VAE,
-    },
-    "black-forest-labs/FLUX.1-dev": {
-        "transformer": Part("diffusers", "FluxTransformer2DModel", {"guidance_embeds": True}),
-        "text_encoder": Part("transformers", "CLIPTextModel", CLIP_L),
-        "text_encoder_2": T5_XXL,
-        "vae": IMAGE_VAE,
-    },
-    "Qwen/Qwen-Image": QWEN_IMAGE,
-    "Qwen/Qwen-Image-Edit": QWEN_IMAGE,
-    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {
-        "transformer": Part(
-            "diffusers",
-            "WanTransformer3DModel",
-            {"num_layers": 30, "num_attention_heads": 24, "in_channels": 48, "out_channels": 48, "ffn_dim": 14336},
-            bytes=4,
-        ),
-        "text_encoder": Part("transformers", "UMT5EncoderModel", XXL | {"vocab_size": 256384}),
-        "vae": Part(
-            "diffusers",
-            "AutoencoderKLWan",
-            {
-                "base_dim": 160,
-                "decoder_base_dim": 256,
-                "z_dim": 48,
-                "is_residual": True,
-                "in_channels": 12,
-                "out_channels": 12,
-                "patch_size": 2,
-                "scale_factor_spatial": 16,
-            },
-            bytes=4,
-        ),
-    },
-}
-"""The parts of each repository that have weights, by its id."""

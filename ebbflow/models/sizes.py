@@ -20,7 +20,7 @@ from ebbflow.models import check_folder, load_model
 from ebbflow.models.families import adapter_of
 from ebbflow.models.families.glyph import new_glyph
 from ebbflow.models.folder import INDEX, read_object
-from ebbflow.models.published import PUBLISHED, Part
+from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 
@@ -38,7 +38,7 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
     if model.family not in FAMILIES:
         raise SizeError(f"model.family = {model.family!r} is your own, no sizes are known; take one of {', '.join(FAMILIES)}")
     adapter, stored = _glyph(model) if model.family == "glyph" else _pipeline(model)
-    transformer, config = adapter.transformer, adapter.transformer.config
+    transformer, (width, text_width) = adapter.transformer, adapter.widths()
     pipeline = getattr(adapter, "pipeline", adapter)
     encoders = [getattr(pipeline, part) for part in adapter.text_parts if part != "vae"]
     layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
@@ -46,11 +46,11 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
         parameters=_parameters(transformer),
         buffers=_buffers(transformer),
         blocks=len(adapter.blocks()),
-        width=config.num_attention_heads * config.attention_head_dim,
+        width=width,
         linears={name: (layer.in_features, layer.out_features) for name, layer in layers.items()},
         lora_targets=adapter.lora_targets,
         text_encoders=sum(_parameters(encoder) for encoder in encoders if encoder is not None),
-        text_width=config.get("joint_attention_dim") or config.text_dim,
+        text_width=text_width,
         vae=_parameters(pipeline.vae) if hasattr(pipeline, "vae") else 0,
         decoding=_decoding_bytes(pipeline.vae, adapter.latent_shape[0]) if hasattr(pipeline, "vae") else 0,
         vae_encodes_prompts="vae" in adapter.text_parts,
@@ -117,16 +117,18 @@ def _adapter(model: ModelConfig, built: Mapping[str, nn.Module]) -> Any:
     return adapter(adapter.pipeline_class(**built, **dict.fromkeys(absent)), model, torch.device("meta"))
 
 
-def _parts(model: ModelConfig, names: Sequence[str]) -> dict[str, Part]:
+def _parts(model: ModelConfig, names: Sequence[str]) -> Mapping[str, Part]:
     """The named parts of a published model, or of a folder as far as it has them."""
     assert model.path
-    if model.on_hub and model.path in PUBLISHED:
-        return PUBLISHED[model.path]
+    family: Any = adapter_of(model.family)
+    published: Published = family.published
+    if model.on_hub and model.path in published:
+        return published[model.path]
     folder = Path(model.path)
     if model.on_hub or not folder.is_dir():
         raise SizeError(
             f"of model.path = {model.path!r} no sizes are known: it is no folder here, nor one of the repositories "
-            f"{', '.join(PUBLISHED)}; download it and name its folder"
+            f"{', '.join(published)}; download it and name its folder"
         )
     check_folder(folder, model.family)
     index = read_object(folder / INDEX)

@@ -1,11 +1,16 @@
 """The model families: one record each, with all that can be known of a family without importing torch.
 
-A record names its adapter, the class that computes with torch and diffusers, which is imported when a recipe names the family.
+A record stands in the file of its family, ``ebbflow/models/families/NAME.py``, as ``FAMILY = Family(...)``: a new family is one
+file, and no list of names has to follow. It is read from the text of the file, whose import would bring torch and diffusers.
 """
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "models" / "families"
 
 
 @dataclass(frozen=True)
@@ -13,13 +18,13 @@ class Family:
     """A model family that Ebbflow ships. A user's family needs no record: the recipe names its adapter.
 
     Attributes:
-        adapter: ``package.module:Class``, an ``ebbflow.models.base.Model``.
+        adapter: class of its file, an ``ebbflow.models.base.Model``.
         guided: has classifier-free guidance, and so reads negative prompts.
         edits_images: every prompt comes with an image.
         diffusers: ``DiffusionPipeline.from_pretrained`` loads its folders, and draws with them.
         vllm_omni: ``package.module:NAME`` of its network in vLLM-Omni's environment (``containers/vllm_omni``); None: the engine
             cannot generate with it.
-        tiny: ``package.module:name`` of the builders of its tiny models (``ebbflow tiny name``).
+        tiny: builders of its tiny models (``ebbflow tiny name``), in ``ebbflow/models/tiny/NAME.py``.
     """
 
     adapter: str
@@ -30,31 +35,14 @@ class Family:
     tiny: tuple[str, ...] = ()
 
 
-FAMILIES = {
-    "glyph": Family(adapter="ebbflow.models.families.glyph:GlyphModel", guided=False, diffusers=False),
-    "sd3": Family(
-        adapter="ebbflow.models.families.sd3:SD3Model",
-        vllm_omni="ebbflow_vllm_omni.networks:SD3",
-        tiny=("ebbflow.models.tiny.sd3:sd3",),
-    ),
-    "qwen_image": Family(
-        adapter="ebbflow.models.families.qwen_image:QwenImageModel",
-        vllm_omni="ebbflow_vllm_omni.networks:QWEN_IMAGE",
-        tiny=("ebbflow.models.tiny.qwen_image:qwen_image",),
-    ),
-    "qwen_image_edit": Family(
-        adapter="ebbflow.models.families.qwen_image:QwenImageEditModel",
-        edits_images=True,
-        tiny=("ebbflow.models.tiny.qwen_image:qwen_image_edit",),
-    ),
-    "flux": Family(
-        adapter="ebbflow.models.families.flux:FluxModel",
-        guided=False,
-        tiny=("ebbflow.models.tiny.flux:flux",),
-    ),
-    "wan": Family(
-        adapter="ebbflow.models.families.wan:WanModel",
-        tiny=("ebbflow.models.tiny.wan:wan", "ebbflow.models.tiny.wan:wan21"),
-    ),
-}
+def _record(file: Path) -> Family:
+    """What a file assigns to ``FAMILY``: a call whose arguments are literals, by name."""
+    for statement in ast.parse(file.read_text("utf-8")).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name("FAMILY")], value=ast.Call(args=[], keywords=given)):
+                return Family(**{str(key.arg): ast.literal_eval(key.value) for key in given})
+    raise ValueError(f"{file} has no line FAMILY = Family(...); write one, with literals by name")
+
+
+FAMILIES = {file.stem: _record(file) for file in sorted(FOLDER.glob("[!_]*.py"))}
 """By the name that ``model.family`` takes."""

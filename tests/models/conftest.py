@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 from diffusers import DiffusionPipeline, WanPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+from diffusers.pipelines.flux import pipeline_flux_kontext
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from pipeline_cases import EDITED_PIXELS, FirstOrderUniPC, family, guidance
 
 from ebbflow.models import load_model
-from ebbflow.models.families.qwen_image import PictureProcessor, QwenImageEditModel
+from ebbflow.models.families.qwen_image_edit import PictureProcessor, QwenImageEditModel
 from ebbflow.models.pipeline import PipelineModel
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.model import ModelConfig
@@ -59,6 +61,19 @@ def tiny(open_tiny: OpenModel) -> OpenModel:
     return draw_as
 
 
+@pytest.fixture(scope="session", autouse=True)
+def small_pictures() -> Iterator[None]:
+    """The pipelines for editing scale a picture to a megapixel, whatever they draw; seconds a step."""
+    dimensions, side = pipeline_qwenimage_edit.calculate_dimensions, math.isqrt(EDITED_PIXELS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: dimensions(EDITED_PIXELS, ratio))
+        patch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", EDITED_PIXELS)
+        patch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", EDITED_PIXELS // 2)
+        sizes = [(side, side), (side * 3 // 4, side * 3 // 2), (side * 3 // 2, side * 3 // 4)]
+        patch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", sizes)
+        yield
+
+
 def _config(name: str, path: Path, config: dict[str, Any]) -> ModelConfig:
     return ModelConfig(family=family(name), path=str(path), **{"height": 64, "width": 64, "guidance": guidance(name)} | config)
 
@@ -70,7 +85,7 @@ def _small(model: PipelineModel) -> PipelineModel:
 
 
 @pytest.fixture(scope="session")
-def open_peer(tiny_folder: Folder) -> Iterator[OpenPipeline]:
+def open_peer(tiny_folder: Folder) -> OpenPipeline:
     """``open_peer("sd3")``: diffusers' own pipeline of a tiny folder or of another ``folder``, for this test alone.
 
     What ``absent`` names is left out.
@@ -79,7 +94,7 @@ def open_peer(tiny_folder: Folder) -> Iterator[OpenPipeline]:
     def open_pipeline(name: str, folder: Path | None = None, absent: Sequence[str] = ()) -> DiffusionPipeline:
         path = folder or tiny_folder(name)
         parts = dict.fromkeys(absent)
-        if name == "qwen_image_edit":
+        if name.startswith("qwen_image_edit"):
             parts["processor"] = PictureProcessor.from_pretrained(path / "processor")
         pipeline = DiffusionPipeline.from_pretrained(path, local_files_only=True, **parts)
         pipeline.set_progress_bar_config(disable=True)
@@ -88,10 +103,7 @@ def open_peer(tiny_folder: Folder) -> Iterator[OpenPipeline]:
             pipeline.scheduler = FirstOrderUniPC.from_config(pipeline.scheduler.config, **options)
         return pipeline
 
-    dimensions = pipeline_qwenimage_edit.calculate_dimensions
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: dimensions(EDITED_PIXELS, ratio))
-        yield open_pipeline
+    return open_pipeline
 
 
 @pytest.fixture(scope="session")

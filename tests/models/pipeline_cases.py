@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from diffusers import DiffusionPipeline, UniPCMultistepScheduler
 from PIL import Image
@@ -14,18 +15,24 @@ from torch import Tensor
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys, noise
-from ebbflow.models.pipeline import PipelineModel, pack, unpack
+from ebbflow.models.pipeline import PackedPipelineModel, PipelineModel, pack, unpack
 from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.families import FAMILIES
 from ebbflow.rollouts.generate import generate
 
 TINY = ("sd3", "flux", "qwen_image", "qwen_image_edit", "wan", "wan21")
-"""The tiny folders; the last two are versions 2.2 and 2.1 of Wan."""
+"""The tiny folders that all tests of the families run on; the last two are versions 2.2 and 2.1 of Wan."""
+NEWER: tuple[str, ...] = ()
+"""Those whose families differ less: the tests that tell most of a family run on them, and the others only in ``exhaustive``."""
+EVERY = (*TINY, *NEWER)
+NEWER_LATER = [*TINY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NEWER)]
+"""For the others."""
 SHORT = ('a sign that says "OPEN"', "two cats", "a red bicycle leans against a blue wall")
 LONG = "a bowl of ripe fruit, 4 apples and 2 oranges, " * 80
 """More tokens than any of the pipelines reads, the one for editing apart."""
 SEED = 5
 EDITED_PIXELS = 64 * 64
-"""Instead of 1024 x 1024, to which the pipeline for editing scales its images."""
+"""Instead of 1024 x 1024, to which the pipelines for editing scale their images."""
 
 
 class FirstOrderUniPC(UniPCMultistepScheduler):
@@ -41,13 +48,27 @@ def family(name: str) -> str:
     return "wan" if name == "wan21" else name
 
 
+def guided(name: str) -> bool:
+    """By negative prompts."""
+    return FAMILIES[family(name)].guided
+
+
+def edits(name: str) -> bool:
+    return FAMILIES[family(name)].edits_images
+
+
 def guidance(name: str) -> float:
-    return 3.5 if name == "flux" else 4.0
+    return 4.0 if guided(name) else 3.5
+
+
+def has_limit(name: str) -> bool:
+    """Whether the family takes ``max_tokens``."""
+    return not name.startswith("qwen_image_edit")
 
 
 def few_tokens(name: str) -> dict[str, int]:
     """A limit that makes prompts cheap, where the family has one."""
-    return {} if name == "qwen_image_edit" else {"max_tokens": 32}
+    return {"max_tokens": 32} if has_limit(name) else {}
 
 
 def picture(width: int, height: int, seed: int = 0) -> bytes:
@@ -62,9 +83,10 @@ def prompts(
     name: str, texts: Sequence[str] = SHORT, negatives: Sequence[str] = (), size: tuple[int, int] = (48, 48)
 ) -> list[Prompt]:
     """Prompts with ids from zero, a negative prompt each, and an image of ``size`` where the family edits one."""
-    rows = zip(texts, negatives or [f"blurry {index}" for index in range(len(texts))], strict=True)
+    blurry = [f"blurry {index}" for index in range(len(texts))]
+    rows = zip(texts, negatives or blurry, strict=True)
     return [
-        Prompt(index, text, negative, None, "", "train", "{}", picture(*size, index) if name == "qwen_image_edit" else None)
+        Prompt(index, text, negative, None, "", "train", "{}", picture(*size, index) if edits(name) else None)
         for index, (text, negative) in enumerate(rows)
     ]
 
@@ -86,8 +108,7 @@ def theirs(
         Latents, [N, *latent_shape], and pixels in the shape of ours, 0 to 255 and not rounded.
     """
     noises = noise(model.latent_shape, SEED, [prompt.prompt_id for prompt in wanted], [0] * len(wanted))
-    # The pipeline for editing takes one image at a time: it scales a list of them for the network and not for the text encoder.
-    size = 1 if model.config.family == "qwen_image_edit" else len(wanted)
+    size = 1 if edits(model.config.family) else len(wanted)  # an image for all prompts is what the pipelines for editing take
     parts = [slice(start, start + size) for start in range(0, len(wanted), size)]
     drawn = [_draw(pipeline, model, wanted[part], noises[part], steps) for part in parts]
     latents, images = torch.cat([latents for latents, _ in drawn]), 255 * np.concatenate([images for _, images in drawn])
@@ -96,7 +117,7 @@ def theirs(
 
 
 def _packs(model: PipelineModel) -> bool:
-    return model.config.family in ("flux", "qwen_image", "qwen_image_edit")
+    return isinstance(model, PackedPipelineModel)
 
 
 def _draw(
@@ -130,10 +151,10 @@ def _asked(model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor) -> di
         asked["true_cfg_scale"] = guidance
     else:
         asked["guidance_scale"] = guidance
-    if kind != "flux":
+    if guided(kind):
         asked["negative_prompt"] = [prompt.negative_prompt for prompt in wanted]
     if kind == "wan":
         asked["num_frames"] = model.config.frames
-    if kind == "qwen_image_edit":
+    if edits(kind):
         asked["image"] = Image.open(io.BytesIO(wanted[0].image or b""))
     return asked

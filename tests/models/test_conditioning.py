@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline_cases import LONG, SHORT, TINY, few_tokens, picture, prompts
+from pipeline_cases import EVERY, LONG, NEWER_LATER, SHORT, TINY, few_tokens, guided, picture, prompts
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import Conditioning, ModelError, encoding
@@ -73,23 +73,23 @@ def test_everything_moves():
     assert {values.device.type for values in (*moved.tensors.values(), *moved.negative.tensors.values())} == {"meta"}
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_prompt_is_encoded_alike_in_any_company(tiny, monkeypatch, name):
     model, wanted = tiny(name, **few_tokens(name)), prompts(name, (*SHORT, LONG[:200]))
     monkeypatch.setattr("ebbflow.models.pipeline.ENCODED_AT_ONCE", 3)
     together = model.encode(wanted)
     assert len(together) == 4
-    assert (together.negative is None) == (name == "flux")
+    assert (together.negative is None) == (not guided(name))
     for row, prompt in enumerate(wanted):
         alone, found = model.encode([prompt]), together.rows(slice(row, row + 1))
-        for one, other in [(alone, found)] + ([] if name == "flux" else [(alone.negative, found.negative)]):
+        for one, other in [(alone, found)] + ([(alone.negative, found.negative)] if guided(name) else []):
             for key, values in one.tensors.items():
                 length = values.shape[1]
                 assert torch.allclose(other[key][:, :length].float(), values.float(), atol=1e-5), key
                 assert not other[key][:, length:].any()
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name != "flux"])
+@pytest.mark.parametrize("name", [name for name in TINY if guided(name)])
 def test_negative_prompts_can_be_asked_for_without_guidance(tiny, name):
     """As guidance encodes them; a pass without guidance does not look at them."""
     model, wanted = tiny(name, guidance=1.0), prompts(name)
@@ -113,7 +113,7 @@ def test_a_family_without_guidance_has_no_negative_prompts(tiny):
         embed(tiny("flux", guidance=1.0), prompts("flux"), negatives=True)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", NEWER_LATER)
 def test_without_guidance_no_negative_prompt_is_encoded(tiny, name):
     conditioning = tiny(name, guidance=1.0).encode(prompts(name))
     assert conditioning.negative is None

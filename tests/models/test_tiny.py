@@ -20,6 +20,8 @@ from diffusers import (
 )
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
+from pipeline_cases import EVERY
+from pipeline_cases import TINY as CORE
 from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor
 from transformers.utils import is_torchvision_available
 
@@ -101,7 +103,7 @@ def open_folder(folder):
     return pipeline
 
 
-@pytest.fixture(scope="module", params=TINY)
+@pytest.fixture(scope="module", params=CORE)
 def family(request):
     return request.param
 
@@ -155,12 +157,21 @@ def digests(folder):
     }
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_a_folder_has_the_published_parts(tiny_folder, name):
+    kind, parts = PUBLISHED[name]
+    index = json.loads((tiny_folder(name) / "model_index.json").read_text())
+    assert index["_class_name"] == kind.__name__
+    assert {part: entry[1] for part, entry in index.items() if isinstance(entry, list)} == parts
+
+
+def test_every_tiny_model_is_tested():
+    assert set(TINY) == set(EVERY)
+
+
 def test_diffusers_loads_every_part_under_its_published_class(family, folder, pipeline):
     kind, parts = PUBLISHED[family]
     assert type(pipeline) is kind
-    index = json.loads((folder / "model_index.json").read_text())
-    assert index["_class_name"] == kind.__name__
-    assert {part: entry[1] for part, entry in index.items() if isinstance(entry, list)} == parts
     assert {part for part, loaded in pipeline.components.items() if loaded is None} == {
         part for part, name in parts.items() if name is None
     }

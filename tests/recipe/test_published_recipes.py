@@ -221,7 +221,7 @@ def test_a_header_names_the_source_and_what_is_adapted(name):
     assert "\n# Adapted: " in header
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "qwen_image_edit"])
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if not FAMILIES[PUBLISHED[name]["model"]["family"]].edits_images])
 def test_the_prompts_are_there_and_are_enough(name):
     recipe = recipe_of(name)
     assert recipe.prompts.source == "ebbflow:datasets/signs/prompts.txt"

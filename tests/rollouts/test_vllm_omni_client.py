@@ -281,7 +281,7 @@ def test_without_its_environment_it_says_what_to_set(ctx, monkeypatch):
 @pytest.mark.parametrize("kind", ["online", "offline"])
 def test_other_families_are_refused(kind):
     stages = [{"kind": kind, "engine": "vllm_omni"}]
-    with pytest.raises(RecipeError, match="stages.0.engine = 'vllm_omni' generates with sd3 and qwen_image.*family = 'flux'"):
+    with pytest.raises(RecipeError, match="stages.0.engine = 'vllm_omni' generates with qwen_image and sd3.*family = 'flux'"):
         Recipe.model_validate({"model": {"family": "flux", "path": "somewhere"}, "stages": stages})
 
 

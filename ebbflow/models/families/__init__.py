@@ -14,7 +14,7 @@ def adapter_of(family: str) -> type[Model]:
         RecipeError: nothing can be imported from the path.
         ModelError: what it leads to is no adapter.
     """
-    path = FAMILIES[family].adapter if family in FAMILIES else family
+    path = f"{__name__}.{family}:{FAMILIES[family].adapter}" if family in FAMILIES else family
     adapter: type[Model] = import_path(path)
     if not hasattr(adapter, "load"):
         raise ModelError(f"model.family = {path!r} has no 'load'; name a class with the members of ebbflow.models.base.Model")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import FluxPipeline
@@ -12,14 +12,24 @@ from torch import Tensor, nn
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
 from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, pack
-from ebbflow.recipe.families import FAMILIES
+from ebbflow.models.published import CLIP_L, IMAGE_VAE, T5_XXL, Part, Published
+from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
+
+FAMILY = Family(adapter="FluxModel", guided=False, tiny=("flux",))
+FLUX_DEV = {
+    "transformer": Part("diffusers", "FluxTransformer2DModel", {"guidance_embeds": True}),
+    "text_encoder": Part("transformers", "CLIPTextModel", CLIP_L),
+    "text_encoder_2": T5_XXL,
+    "vae": IMAGE_VAE,
+}
 
 
 class FluxModel(PackedPipelineModel):
     """Adapter of ``FluxPipeline``."""
 
     pipeline_class = FluxPipeline
+    published: ClassVar[Published] = {"black-forest-labs/FLUX.1-dev": FLUX_DEV}
     lora_targets = [  # as Flow-GRPO: attention of all blocks, feed-forward of those with two streams
         *JOINT_ATTENTION,
         "ff.net.0.proj",
@@ -27,9 +37,9 @@ class FluxModel(PackedPipelineModel):
         "ff_context.net.0.proj",
         "ff_context.net.2",
     ]
-    text_parts = ("text_encoder", "text_encoder_2")
+    text_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
     default_size = (1024, 1024)
-    guided = FAMILIES["flux"].guided
+    guided = FAMILY.guided
 
     @classmethod
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
@@ -39,21 +49,26 @@ class FluxModel(PackedPipelineModel):
             )
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        return self._encode_texts(texts)
+
+    def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         limit = self.max_tokens
         embeds, pooled, _ = self.pipeline.encode_prompt(texts, None, device=self.device, max_sequence_length=limit)
         return {"embeds": embeds, "pooled": pooled}
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        return self._network(pack(latents), positions(latents), sigma, conditioning)
+
+    def _network(self, tokens: Tensor, places: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         guidance = torch.full_like(sigma, conditioning.guidance) if self.transformer.config.guidance_embeds else None
-        _, height, width = self.latent_shape
         velocity: Tensor = self.transformer(
-            hidden_states=pack(latents),
+            hidden_states=tokens,
             timestep=sigma,
             guidance=guidance,
             pooled_projections=conditioning["pooled"],
             encoder_hidden_states=conditioning["embeds"],
-            txt_ids=latents.new_zeros(conditioning["embeds"].shape[1], 3),
-            img_ids=_positions(height // 2, width // 2).to(latents),
+            txt_ids=places.new_zeros(conditioning["embeds"].shape[1], 3),
+            img_ids=places,
             return_dict=False,
         )[0]
         return velocity
@@ -62,7 +77,8 @@ class FluxModel(PackedPipelineModel):
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
 
 
-def _positions(height: int, width: int) -> Tensor:
-    """(0, row, column) of every token, [height * width, 3]."""
+def positions(latents: Tensor, index: int = 0) -> Tensor:
+    """(index of the image, row, column) of every token of latents [N, C, H, W], [H/2 W/2, 3]."""
+    height, width = (side // 2 for side in latents.shape[-2:])
     row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    return torch.stack([torch.zeros_like(row), row, column], -1).reshape(-1, 3)
+    return torch.stack([torch.full_like(row, index), row, column], -1).reshape(-1, 3).to(latents)

@@ -26,9 +26,10 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.folder import INDEX, reading
 from ebbflow.recipe.base import short
-from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig, Precision
 
+FAMILY = Family(adapter="GlyphModel", guided=False, diffusers=False)
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PIXEL_SHIFT, PIXEL_SCALE = 0.55, 0.75
 """A latent is (pixel - shift) / scale, of pixels in [-1, 1]."""
@@ -52,7 +53,7 @@ class GlyphModel:
     pipeline_class = StableDiffusion3Pipeline
     folder_files = (*PIPELINE_PARTS, SIZE, INDEX)
     text_parts = ("text_encoder",)
-    guided = FAMILIES["glyph"].guided
+    guided = FAMILY.guided
 
     def __init__(
         self,
@@ -106,6 +107,10 @@ class GlyphModel:
         """The tokens of one sample."""
         _, height, width = self.latent_shape
         return Tokens(image=height * width // PATCH**2, text=self.tokenizer.model_max_length)
+
+    def widths(self) -> tuple[int, int]:
+        """Of a token in the blocks, and of an encoded token of a prompt."""
+        return WIDTH, self.transformer.config.joint_attention_dim
 
     def sigmas(self, steps: int) -> Tensor:
         """As ``ebbflow.models.base.Model.sigmas``."""

@@ -1,41 +1,46 @@
-"""The Qwen-Image family (2508.02324): text to image, and editing an image by text."""
+"""The Qwen-Image family (2508.02324): text to image."""
 
 from __future__ import annotations
 
-import io
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from diffusers import QwenImageEditPipeline, QwenImagePipeline
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
-from PIL import Image
+from diffusers import QwenImagePipeline
 from torch import Tensor, nn
-from transformers import Qwen2VLProcessor
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.base import Conditioning, ModelError, Tokens
+from ebbflow.models.base import Conditioning, ModelError
 from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, channel_statistics, pack
+from ebbflow.models.published import Part, Published
+from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-PIXELS_PER_TOKEN = 28 * 28
-"""Qwen2.5-VL (2502.13923) makes a token of a square of 28 pixels."""
-
-
-class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc, unused-ignore]  # mypy cannot follow transformers' lazy modules
-    """The text encoder's processor without its part for videos, which none is shown and which would need torchvision."""
-
-    @classmethod
-    def get_attributes(cls) -> list[str]:
-        return ["image_processor", "tokenizer"]
+FAMILY = Family(adapter="QwenImageModel", vllm_omni="ebbflow_vllm_omni.networks:QWEN_IMAGE", tiny=("qwen_image",))
+QWEN_VL_7B = {
+    "text_config": {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
+    "tie_word_embeddings": False,
+}
+PARTS = {
+    "transformer": Part("diffusers", "QwenImageTransformer2DModel", {}),
+    "text_encoder": Part("transformers", "Qwen2_5_VLForConditionalGeneration", QWEN_VL_7B),
+    "vae": Part("diffusers", "AutoencoderKLQwenImage", {}),
+}
 
 
 class QwenImageModel(PackedPipelineModel):
     """Adapter of ``QwenImagePipeline``: true classifier-free guidance whose result keeps the norm of the prompt's prediction."""
 
     pipeline_class = QwenImagePipeline
+    published: ClassVar[Published] = {"Qwen/Qwen-Image": PARTS}
     lora_targets = [
         *JOINT_ATTENTION,
         "img_mlp.net.0.proj",
@@ -54,7 +59,7 @@ class QwenImageModel(PackedPipelineModel):
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         embeds, mask = self.pipeline.encode_prompt(texts, device=self.device, max_sequence_length=self.max_tokens)
-        return _masked(embeds, mask)
+        return masked(embeds, mask)
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         _, height, width = self.latent_shape
@@ -96,80 +101,7 @@ class QwenImageModel(PackedPipelineModel):
         return list(self.transformer.transformer_blocks)
 
 
-class QwenImageEditModel(QwenImageModel):
-    """Adapter of ``QwenImageEditPipeline``: the prompt table's ``image`` is seen by the text encoder and by the network."""
-
-    pipeline_class = QwenImageEditPipeline
-    text_parts = ("text_encoder", "vae")
-    edited_pixels = 1024 * 1024
-    """The pipeline scales the image to edit to about this many pixels, whatever the size that it draws."""
-
-    @classmethod
-    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
-        if config.max_tokens is not None:
-            raise ModelError(f"model.max_tokens = {config.max_tokens}: editing reads prompts whole; leave it out")
-
-    def tokens(self) -> Tokens:
-        plain, edited = super().tokens(), self.edited_pixels // self.pipeline.vae_scale_factor**2 // 4
-        return Tokens(image=plain.image, text=plain.text + self.edited_pixels // PIXELS_PER_TOKEN, edited=edited)
-
-    @staticmethod
-    def _own_parts(folder: Path) -> dict[str, Any]:
-        return {"processor": PictureProcessor.from_pretrained(folder / "processor", local_files_only=True)}
-
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """As ``ebbflow.models.base.Model.encode``.
-
-        Raises:
-            ModelError: a prompt has no image, or two images would be scaled to different sizes.
-        """
-        sizes = {self._scaled(_picture(prompt)): prompt.prompt_id for prompt in prompts}
-        if len(sizes) > 1:
-            listed = ", ".join(f"{width} x {height} of prompt {prompt_id}" for (width, height), prompt_id in sizes.items())
-            raise ModelError(f"the images to edit would be scaled to different sizes ({listed}); crop them to one shape")
-        return super().encode(prompts)
-
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        rows = [self._encode_edit(text, _picture(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
-        return dict(Conditioning.cat(rows).tensors)
-
-    def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
-        """One prompt with its image: "image" are the latents of the VAE, [1, C, H, W]."""
-        width, height = self._scaled(picture)
-        scaled = self.pipeline.image_processor.resize(picture, height, width)
-        embeds, mask = self.pipeline.encode_prompt(text, image=scaled, device=self.device)
-        pixels = self.pipeline.image_processor.preprocess(scaled, height, width).to(self.device)
-        latents = self._from_vae(self.pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode())
-        return Conditioning(_masked(embeds, mask) | {"image": latents})
-
-    def save(self, folder: Path) -> None:
-        """As ``ebbflow.models.base.Model.save``; the processor as it was published: ours is a class that only Ebbflow has."""
-        super().save(folder)
-        published = Path(self.pipeline.config._name_or_path)
-        shutil.copytree(published / "processor", folder / "processor", dirs_exist_ok=True)
-        shutil.copyfile(published / "model_index.json", folder / "model_index.json")
-
-    def _scaled(self, picture: Image.Image) -> tuple[int, int]:
-        """Width and height that the pipeline scales an image to."""
-        width, height, _ = calculate_dimensions(self.edited_pixels, picture.width / picture.height)
-        return width, height
-
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        tokens, image = pack(latents), conditioning["image"]
-        shapes = [(1, side.shape[-2] // 2, side.shape[-1] // 2) for side in (latents, image)]
-        prediction = self._network(torch.cat([tokens, pack(image).to(tokens)], 1), sigma, conditioning, shapes)
-        return prediction[:, : tokens.shape[1]]
-
-
-def _picture(prompt: Prompt) -> Image.Image:
-    if prompt.image is None:
-        raise ModelError(
-            f"prompt {prompt.prompt_id} ({prompt.prompt!r}) has no image to edit; add a column 'image' to the prompts"
-        )
-    return Image.open(io.BytesIO(prompt.image)).convert("RGB")
-
-
-def _masked(embeds: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+def masked(embeds: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
     """The pipeline leaves a mask out that masks nothing; rows of other batches may be longer."""
     mask = embeds.new_ones(embeds.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
     return {"embeds": embeds, "mask": mask}

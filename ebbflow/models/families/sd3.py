@@ -14,15 +14,42 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, Tokens
 from ebbflow.models.folder import INDEX, read_object
 from ebbflow.models.pipeline import JOINT_ATTENTION, PipelineModel, dynamic_shift
+from ebbflow.models.published import CLIP_G, CLIP_L, IMAGE_VAE, T5_XXL, Part, Published
+from ebbflow.recipe.families import Family
 
+FAMILY = Family(adapter="SD3Model", vllm_omni="ebbflow_vllm_omni.networks:SD3", tiny=("sd3",))
 CLIP_TOKENS = 77
 """That the two CLIP encoders make of every prompt; they come before T5's."""
+
+PUBLISHED: Published = {
+    "stabilityai/stable-diffusion-3.5-medium": {
+        "transformer": Part(
+            "diffusers",
+            "SD3Transformer2DModel",
+            {
+                "num_layers": 24,
+                "num_attention_heads": 24,
+                "joint_attention_dim": 4096,
+                "caption_projection_dim": 1536,
+                "pooled_projection_dim": 2048,
+                "pos_embed_max_size": 384,
+                "dual_attention_layers": tuple(range(13)),
+                "qk_norm": "rms_norm",
+            },
+        ),
+        "text_encoder": Part("transformers", "CLIPTextModelWithProjection", CLIP_L),
+        "text_encoder_2": Part("transformers", "CLIPTextModelWithProjection", CLIP_G),
+        "text_encoder_3": T5_XXL,
+        "vae": IMAGE_VAE,
+    },
+}
 
 
 class SD3Model(PipelineModel):
     """Adapter of ``StableDiffusion3Pipeline``; the T5 encoder may be null in the folder's ``model_index.json``."""
 
     pipeline_class = StableDiffusion3Pipeline
+    published = PUBLISHED
     lora_targets = JOINT_ATTENTION  # as Flow-GRPO: the attention of the image and of the text stream
     text_parts = ("text_encoder", "text_encoder_2", "text_encoder_3")
     default_size = (1024, 1024)

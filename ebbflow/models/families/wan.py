@@ -13,13 +13,44 @@ from torch import Tensor, nn
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.pipeline import PipelineModel, channel_statistics
+from ebbflow.models.published import XXL, Part, Published
+from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
+
+FAMILY = Family(adapter="WanModel", tiny=("wan", "wan21"))
+PUBLISHED: Published = {
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {
+        "transformer": Part(
+            "diffusers",
+            "WanTransformer3DModel",
+            {"num_layers": 30, "num_attention_heads": 24, "in_channels": 48, "out_channels": 48, "ffn_dim": 14336},
+            bytes=4,
+        ),
+        "text_encoder": Part("transformers", "UMT5EncoderModel", XXL | {"vocab_size": 256384}),
+        "vae": Part(
+            "diffusers",
+            "AutoencoderKLWan",
+            {
+                "base_dim": 160,
+                "decoder_base_dim": 256,
+                "z_dim": 48,
+                "is_residual": True,
+                "in_channels": 12,
+                "out_channels": 12,
+                "patch_size": 2,
+                "scale_factor_spatial": 16,
+            },
+            bytes=4,
+        ),
+    },
+}
 
 
 class WanModel(PipelineModel):
     """Adapter of ``WanPipeline``."""
 
     pipeline_class = WanPipeline
+    published = PUBLISHED
     lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]  # of self- and cross-attention
     text_parts = ("text_encoder",)
     default_size = (480, 832)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from diffusers import DiffusionPipeline, QwenImageTransformer2DModel, WanTransformer3DModel
+from diffusers import DiffusionPipeline
 from torch import nn
 from transformers.utils.logging import disable_progress_bar as silence_transformers
 
@@ -21,10 +21,8 @@ from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.plugins import import_path
 from ebbflow.storage.artifacts import require_replaceable
 
-TINY = {path.partition(":")[2]: path for family in FAMILIES.values() for path in family.tiny}
+TINY = {name: f"{__name__}.{family}:{name}" for family, record in FAMILIES.items() for name in record.tiny}
 """The builder of each tiny model."""
-PROMPT_BY_ATTENTION = (QwenImageTransformer2DModel, WanTransformer3DModel)
-"""Transformers that see the prompt through attention alone, which averages most of it away when weights are small."""
 
 
 def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
@@ -42,9 +40,11 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = builder()
+        # Attention alone averages most of the prompt away when weights are small.
+        by_attention = "pooled_projection_dim" not in pipeline.transformer.config
         for part in pipeline.components.values():
             if isinstance(part, nn.Module):
-                _draw_weights(part, gain=1.4 if isinstance(part, PROMPT_BY_ATTENTION) else 1.0)
+                _draw_weights(part, gain=1.4 if part is pipeline.transformer and by_attention else 1.0)
     pipeline.save_pretrained(folder)
     # transformers 5 has one T5 tokenizer under two names, and the published folders go by the other one.
     index = folder / INDEX

@@ -1,0 +1,85 @@
+"""Editing an image by text with Qwen-Image (2508.02324): the first Qwen-Image-Edit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers import QwenImageEditPipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+from PIL import Image
+from torch import Tensor
+from transformers import Qwen2VLProcessor
+
+from ebbflow.models.base import Conditioning, ModelError, Tokens
+from ebbflow.models.editing import EditsImages
+from ebbflow.models.families.qwen_image import PARTS, QwenImageModel, masked
+from ebbflow.models.pipeline import pack
+from ebbflow.recipe.families import Family
+from ebbflow.recipe.model import ModelConfig
+
+FAMILY = Family(adapter="QwenImageEditModel", edits_images=True, tiny=("qwen_image_edit",))
+PIXELS_PER_TOKEN = 28 * 28
+"""Qwen2.5-VL (2502.13923) makes a token of a square of 28 pixels."""
+
+
+class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc, unused-ignore]  # mypy cannot follow transformers' lazy modules
+    """The text encoder's processor without its part for videos, which none is shown and which would need torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
+class QwenImageEditModel(EditsImages, QwenImageModel):
+    """Adapter of ``QwenImageEditPipeline``: the prompt table's ``image`` is seen by the text encoder and by the network."""
+
+    pipeline_class = QwenImageEditPipeline
+    published = {"Qwen/Qwen-Image-Edit": PARTS}
+    text_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "vae")
+    edited_pixels = 1024 * 1024
+    """The pipeline scales the image to edit to about this many pixels, whatever the size that it draws."""
+
+    @classmethod
+    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+        if config.max_tokens is not None:
+            raise ModelError(f"model.max_tokens = {config.max_tokens}: editing reads prompts whole; leave it out")
+
+    def tokens(self) -> Tokens:
+        plain, edited = super().tokens(), self.edited_pixels // self.pipeline.vae_scale_factor**2 // 4
+        return Tokens(image=plain.image, text=plain.text + self.edited_pixels // PIXELS_PER_TOKEN, edited=edited)
+
+    @staticmethod
+    def _own_parts(folder: Path) -> dict[str, Any]:
+        return {"processor": PictureProcessor.from_pretrained(folder / "processor", local_files_only=True)}
+
+    def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
+        width, height = self._scaled(picture)
+        scaled = self.pipeline.image_processor.resize(picture, height, width)
+        embeds, mask = self.pipeline.encode_prompt(text, image=scaled, device=self.device)
+        return Conditioning(masked(embeds, mask) | {"image": self._latents_of(scaled)})
+
+    def _latents_of(self, picture: Image.Image) -> Tensor:
+        """What the network sees of an image, [1, C, H, W]."""
+        width, height = self._scaled(picture)
+        pixels = self.pipeline.image_processor.preprocess(picture, height, width).to(self.device)
+        return self._from_vae(self.pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode())
+
+    def save(self, folder: Path) -> None:
+        """As ``ebbflow.models.base.Model.save``; the processor as it was published: ours is a class that only Ebbflow has."""
+        super().save(folder)
+        published = Path(self.pipeline.config._name_or_path)
+        shutil.copytree(published / "processor", folder / "processor", dirs_exist_ok=True)
+        shutil.copyfile(published / "model_index.json", folder / "model_index.json")
+
+    def _scaled(self, picture: Image.Image) -> tuple[int, int]:
+        width, height, _ = calculate_dimensions(self.edited_pixels, picture.width / picture.height)
+        return width, height
+
+    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        tokens, image = pack(latents), conditioning["image"]
+        shapes = [(1, side.shape[-2] // 2, side.shape[-1] // 2) for side in (latents, image)]
+        prediction = self._network(torch.cat([tokens, pack(image).to(tokens)], 1), sigma, conditioning, shapes)
+        return prediction[:, : tokens.shape[1]]
