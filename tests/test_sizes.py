@@ -258,6 +258,18 @@ def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
     assert editing == replace(plain, vae_encodes_prompts=True)
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "transformer", "encoders", "vae"),
+    [
+        ("z_image", "Tongyi-MAI/Z-Image", 6_154_908_736, 4_022_468_096, 83_819_683),
+    ],
+)
+def test_newer_models_have_the_numbers_of_the_hub(family, name, transformer, encoders, vae):
+    """6.15 billion parameters, and Qwen3-4B's 4.02 billion."""
+    sizes = published(name, family)
+    assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (transformer, encoders, vae)
+
+
 def test_the_networks_of_rewards_are_as_large_as_their_classes_build_them():
     with torch.device("meta"):
         huge, large = clip(1280, 32, 1024, 24), clip(1024, 24, 768, 12)

@@ -46,6 +46,16 @@ CLIP_G = {
 }
 XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
 T5_XXL = Part("transformers", "T5EncoderModel", XXL | {"vocab_size": 32128})
+QWEN3_4B = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
 IMAGE_VAE = Part(
     "diffusers",
     "AutoencoderKL",

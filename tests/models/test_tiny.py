@@ -17,6 +17,7 @@ from diffusers import (
     QwenImagePipeline,
     StableDiffusion3Pipeline,
     WanPipeline,
+    ZImagePipeline,
 )
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
@@ -80,6 +81,16 @@ PUBLISHED = {
     ),
     "wan": (WanPipeline, WAN),
     "wan21": (WanPipeline, WAN),
+    "z_image": (
+        ZImagePipeline,
+        {
+            "scheduler": "FlowMatchEulerDiscreteScheduler",
+            "text_encoder": "Qwen3Model",
+            "tokenizer": "Qwen2Tokenizer",
+            "transformer": "ZImageTransformer2DModel",
+            "vae": "AutoencoderKL",
+        },
+    ),
 }
 CAT, SIGN = "a cat on a sofa", 'a sign that says "HELLO"'
 

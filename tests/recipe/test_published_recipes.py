@@ -106,6 +106,19 @@ PUBLISHED = {
         "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
         "evaluation": 28,
     },
+    "z_image": {
+        "model": {"family": "z_image", "path": "Tongyi-MAI/Z-Image", "height": 512, "width": 512}
+        | {"guidance": 5.0, "precision": "bfloat16"},
+        "policy": {"train": "lora", "rank": 64, "alpha": 128},
+        "stage": {"prompts_per_step": 48, "group_size": 16, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-4},
+        "sampler": {"name": "flow_sde", "steps": 10, "eta": 0.7},
+        "window": {"kind": "random", "size": 1},
+        "advantages": {"std": "group", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "evaluation": 40,
+    },
     "wan22_5b": {
         "model": {"family": "wan", "path": "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "height": 704, "width": 1280}
         | {"frames": 9, "guidance": 5.0, "gradient_checkpointing": True},
@@ -127,6 +140,7 @@ REWARDS = {
     "sd35_medium_nft": ["pickscore"],
     "qwen_image_ocr": ["ocr"],
     "qwen_image_edit": ["pickscore"],
+    "z_image": ["pickscore"],
     "flux_dev": ["pickscore"],
     "wan22_5b": ["hps"],
 }
@@ -168,7 +182,7 @@ def test_copies_follow_as_published():
     for step in range(1, 200):
         published = min(0.0075 * max(2 * step - 75, 0), 0.999)
         assert ocr.decay(step) == pytest.approx(published, abs=0.0075 + 1e-9)
-    for name in ("sd35_medium_ocr_512", "flux_dev"):
+    for name in ("sd35_medium_ocr_512", "flux_dev", "z_image"):
         assert recipe_of(name).policy.ema.decay(1000) ** 8 == pytest.approx(0.9, abs=2e-3)  # .9 after every eighth update
 
 
@@ -178,6 +192,7 @@ def test_copies_follow_as_published():
         ("sd35_medium_ocr", 3, {0, 1, 2}),
         ("qwen_image_ocr", 2, {0, 1, 2, 3}),
         ("qwen_image_edit", 3, {0, 1, 2, 3}),
+        ("z_image", 1, {1, 2, 3}),
         ("wan22_5b", 2, {0, 1, 2, 3}),
         ("sd35_medium_ocr_512", 9, {0}),
         ("flux_dev", 5, {0}),
@@ -208,7 +223,7 @@ def test_the_same_repository_has_the_same_commit_everywhere():
     for path in RECIPES:
         for repository, commit in re.findall(r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()):
             commits.setdefault(repository, set()).add(commit)
-    assert len(commits) == 8
+    assert len(commits) == 9
     assert all(len(known) == 1 for known in commits.values())
 
 

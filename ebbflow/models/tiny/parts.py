@@ -9,6 +9,9 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -56,6 +59,23 @@ def t5(tokenizer: T5Tokenizer, width: int) -> T5EncoderModel:
 
 def umt5(tokenizer: T5Tokenizer, width: int) -> UMT5EncoderModel:
     return UMT5EncoderModel(UMT5Config(**_t5_sizes(tokenizer, width)))
+
+
+def qwen3(kind: type[Qwen3Model], tokenizer: Qwen2Tokenizer, width: int, layers: int) -> Qwen3Model:
+    return kind(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
 
 
 def _t5_sizes(tokenizer: T5Tokenizer, width: int) -> dict[str, Any]:

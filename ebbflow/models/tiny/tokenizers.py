@@ -94,6 +94,17 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
     )
 
 
+def qwen3_tokenizer() -> Qwen2Tokenizer:
+    """The same with Qwen3's template, as far as a single message needs it; without thinking, an empty thought comes first."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    )
+    return tokenizer
+
+
 def _empty_qwen_pipelines() -> list[QwenImagePipeline | QwenImageEditPipeline]:
     parts = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer"])
     return [QwenImagePipeline(**parts), QwenImageEditPipeline(**parts, processor=None)]

@@ -1,0 +1,74 @@
+"""The Z-Image family (2511.22699): the base model, and Z-Image-Turbo, which draws without guidance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from diffusers import ZImagePipeline
+from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.models.base import Conditioning
+from ebbflow.models.pipeline import PipelineModel
+from ebbflow.models.published import IMAGE_VAE, QWEN3_4B, Part, Published
+from ebbflow.recipe.families import Family
+
+FAMILY = Family(adapter="ZImageModel", tiny=("z_image",))
+OTHERS = {"text_encoder": Part("transformers", "Qwen3Model", QWEN3_4B), "vae": IMAGE_VAE}
+PUBLISHED: Published = {
+    "Tongyi-MAI/Z-Image": OTHERS | {"transformer": Part("diffusers", "ZImageTransformer2DModel", {})},
+    "Tongyi-MAI/Z-Image-Turbo": OTHERS | {"transformer": Part("diffusers", "ZImageTransformer2DModel", {}, bytes=4)},
+}
+
+
+class ZImageModel(PipelineModel):
+    """Adapter of ``ZImagePipeline``, which counts guidance from 0: its scale is ours less 1.
+
+    A prompt cannot be padded, for the image's positions begin after it. The network pads the rows of a pass to the longest of
+    them, so that a row's last bits depend on the rows beside it.
+    """
+
+    pipeline_class = ZImagePipeline
+    published = PUBLISHED
+    lora_targets = [f"attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")]
+    text_parts = ("text_encoder",)
+    default_size = (1024, 1024)
+
+    def _latent_shape(self) -> tuple[int, ...]:
+        scale = self.pipeline.vae_scale_factor
+        self._require_multiple(2 * scale)
+        return (self.transformer.config.in_channels, self.height // scale, self.width // scale)
+
+    def widths(self) -> tuple[int, int]:
+        return self.transformer.config.dim, self.transformer.config.cap_feat_dim
+
+    def sigmas(self, steps: int) -> Tensor:
+        # The pipeline's own list: in the last bit it differs from numpy's, and the network turns the time a thousand times.
+        scheduler = self.pipeline.scheduler
+        tokens = self.latent_shape[1] * self.latent_shape[2] // 4
+        scheduler.set_timesteps(sigmas=get_default_z_image_sigmas(steps), **self._shift(tokens, steps))
+        sigmas: Tensor = scheduler.sigmas.clone()
+        return sigmas
+
+    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        copied = list(texts)  # the pipeline writes its chat template into the list
+        rows, _ = self.pipeline.encode_prompt(copied, self.device, False, max_sequence_length=self.max_tokens)
+        masks = [row.new_ones(len(row), dtype=torch.bool) for row in rows]
+        return {"embeds": pad_sequence(rows, batch_first=True), "mask": pad_sequence(masks, batch_first=True)}
+
+    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        rows = zip(conditioning["embeds"], conditioning["mask"], strict=True)
+        velocity: list[Tensor] = self.transformer(
+            list(latents[:, :, None]),  # images as videos of one frame
+            (1000 - 1000 * sigma) / 1000,  # from noise to image, as the prediction points, and rounded as the pipeline rounds it
+            [embeds[mask] for embeds, mask in rows],
+            return_dict=False,
+        )[0]
+        return -torch.stack(velocity)[:, :, 0]
+
+    def blocks(self) -> list[nn.Module]:
+        network = self.transformer
+        return [*network.noise_refiner, *network.context_refiner, *network.layers]
