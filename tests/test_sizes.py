@@ -262,10 +262,12 @@ def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
     ("family", "name", "transformer", "encoders", "vae"),
     [
         ("z_image", "Tongyi-MAI/Z-Image", 6_154_908_736, 4_022_468_096, 83_819_683),
+        ("flux2_klein", "black-forest-labs/FLUX.2-klein-base-4B", 3_875_544_576, 4_022_468_096, 84_046_115),
+        ("flux2_klein", "black-forest-labs/FLUX.2-klein-base-9B", 9_078_581_248, 8_190_735_360, 84_046_115),
     ],
 )
 def test_newer_models_have_the_numbers_of_the_hub(family, name, transformer, encoders, vae):
-    """6.15 billion parameters, and Qwen3-4B's 4.02 billion."""
+    """6.15, 3.9 (7.75 GB) and 9 billion parameters, Qwen3's 4.02 and 8.19 billion, and the VAE of FLUX.2."""
     sizes = published(name, family)
     assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (transformer, encoders, vae)
 

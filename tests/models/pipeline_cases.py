@@ -22,7 +22,7 @@ from ebbflow.rollouts.generate import generate
 
 TINY = ("sd3", "flux", "qwen_image", "qwen_image_edit", "wan", "wan21")
 """The tiny folders that all tests of the families run on; the last two are versions 2.2 and 2.1 of Wan."""
-NEWER = ("z_image",)
+NEWER = ("z_image", "flux2_klein")
 """Those whose families differ less: the tests that tell most of a family run on them, and the others only in ``exhaustive``."""
 EVERY = (*TINY, *NEWER)
 NEWER_LATER = [*TINY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NEWER)]
@@ -82,8 +82,11 @@ def picture(width: int, height: int, seed: int = 0) -> bytes:
 def prompts(
     name: str, texts: Sequence[str] = SHORT, negatives: Sequence[str] = (), size: tuple[int, int] = (48, 48)
 ) -> list[Prompt]:
-    """Prompts with ids from zero, a negative prompt each, and an image of ``size`` where the family edits one."""
-    blurry = [f"blurry {index}" for index in range(len(texts))]
+    """Prompts with ids from zero, a negative prompt each, and an image of ``size`` where the family edits one.
+
+    The pipeline of FLUX.2 has no negative prompts but the empty one.
+    """
+    blurry = ["" if name == "flux2_klein" else f"blurry {index}" for index in range(len(texts))]
     rows = zip(texts, negatives or blurry, strict=True)
     return [
         Prompt(index, text, negative, None, "", "train", "{}", picture(*size, index) if edits(name) else None)
@@ -151,10 +154,13 @@ def _asked(model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor) -> di
         asked["true_cfg_scale"] = guidance
     else:
         asked["guidance_scale"] = guidance - 1 if kind == "z_image" else guidance
-    if guided(kind):
+    if guided(kind) and kind != "flux2_klein":
         asked["negative_prompt"] = [prompt.negative_prompt for prompt in wanted]
     if kind == "wan":
         asked["num_frames"] = model.config.frames
+    if kind == "flux2_klein":  # packs by itself, from latents whose channels are the patches'
+        _, height, width = model.latent_shape
+        asked["latents"] = asked["latents"].mT.unflatten(-1, (height // 2, width // 2))
     if edits(kind):
         asked["image"] = Image.open(io.BytesIO(wanted[0].image or b""))
     return asked

@@ -266,7 +266,7 @@ def test_images_are_encoded_as_the_pipelines_encode_them(tiny, name, frames):
     assert (encoded - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(("name", "frames"), [*((name, 1) for name in TINY), ("wan", 5)])
+@pytest.mark.parametrize(("name", "frames"), [*((name, 1) for name in TINY), ("wan", 5), ("flux2_klein", 1)])
 def test_encoding_undoes_decoding_but_for_the_vae(tiny, monkeypatch, name, frames):
     """A VAE that decodes into what it encodes: what is left are shift, scale and shape."""
     model, seen = tiny(name, frames=frames, height=32), []

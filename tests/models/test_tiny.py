@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import (
     DiffusionPipeline,
+    Flux2KleinPipeline,
     FluxPipeline,
     QwenImageEditPipeline,
     QwenImagePipeline,
@@ -89,6 +90,16 @@ PUBLISHED = {
             "tokenizer": "Qwen2Tokenizer",
             "transformer": "ZImageTransformer2DModel",
             "vae": "AutoencoderKL",
+        },
+    ),
+    "flux2_klein": (
+        Flux2KleinPipeline,
+        {
+            "scheduler": "FlowMatchEulerDiscreteScheduler",
+            "text_encoder": "Qwen3ForCausalLM",
+            "tokenizer": "Qwen2Tokenizer",
+            "transformer": "Flux2Transformer2DModel",
+            "vae": "AutoencoderKLFlux2",
         },
     ),
 }
