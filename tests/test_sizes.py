@@ -272,6 +272,11 @@ def test_newer_models_have_the_numbers_of_the_hub(family, name, transformer, enc
     assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (transformer, encoders, vae)
 
 
+def test_later_models_for_editing_have_the_parts_of_the_earlier_ones():
+    plain, kontext = published(FLUX, "flux"), published("black-forest-labs/FLUX.1-Kontext-dev", "flux_kontext")
+    assert kontext == replace(plain, vae_encodes_prompts=True)
+
+
 def test_the_networks_of_rewards_are_as_large_as_their_classes_build_them():
     with torch.device("meta"):
         huge, large = clip(1280, 32, 1024, 24), clip(1024, 24, 768, 12)

@@ -22,7 +22,7 @@ from ebbflow.rollouts.generate import generate
 
 TINY = ("sd3", "flux", "qwen_image", "qwen_image_edit", "wan", "wan21")
 """The tiny folders that all tests of the families run on; the last two are versions 2.2 and 2.1 of Wan."""
-NEWER = ("z_image", "flux2_klein")
+NEWER = ("z_image", "flux2_klein", "flux_kontext")
 """Those whose families differ less: the tests that tell most of a family run on them, and the others only in ``exhaustive``."""
 EVERY = (*TINY, *NEWER)
 NEWER_LATER = [*TINY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NEWER)]
@@ -161,6 +161,8 @@ def _asked(model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor) -> di
     if kind == "flux2_klein":  # packs by itself, from latents whose channels are the patches'
         _, height, width = model.latent_shape
         asked["latents"] = asked["latents"].mT.unflatten(-1, (height // 2, width // 2))
+    if kind == "flux_kontext":
+        asked["max_area"] = model.height * model.width
     if edits(kind):
         asked["image"] = Image.open(io.BytesIO(wanted[0].image or b""))
     return asked

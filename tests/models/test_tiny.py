@@ -13,6 +13,7 @@ import torch
 from diffusers import (
     DiffusionPipeline,
     Flux2KleinPipeline,
+    FluxKontextPipeline,
     FluxPipeline,
     QwenImageEditPipeline,
     QwenImagePipeline,
@@ -103,6 +104,7 @@ PUBLISHED = {
         },
     ),
 }
+PUBLISHED["flux_kontext"] = (FluxKontextPipeline, PUBLISHED["flux"][1])
 CAT, SIGN = "a cat on a sofa", 'a sign that says "HELLO"'
 
 

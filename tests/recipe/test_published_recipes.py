@@ -106,6 +106,19 @@ PUBLISHED = {
         "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
         "evaluation": 28,
     },
+    "flux_kontext": {
+        "model": {"family": "flux_kontext", "path": "black-forest-labs/FLUX.1-Kontext-dev", "height": 384, "width": 384}
+        | {"guidance": 2.5, "precision": "bfloat16"},
+        "policy": {"train": "lora", "rank": 64, "alpha": 128},
+        "stage": {"prompts_per_step": 48, "group_size": 16, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-4},
+        "sampler": {"name": "flow_sde", "steps": 10, "eta": 0.9},
+        "window": {"kind": "random", "size": 1},
+        "advantages": {"std": "group", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "evaluation": 20,
+    },
     "z_image": {
         "model": {"family": "z_image", "path": "Tongyi-MAI/Z-Image", "height": 512, "width": 512}
         | {"guidance": 5.0, "precision": "bfloat16"},
@@ -140,6 +153,7 @@ REWARDS = {
     "sd35_medium_nft": ["pickscore"],
     "qwen_image_ocr": ["ocr"],
     "qwen_image_edit": ["pickscore"],
+    "flux_kontext": ["pickscore"],
     "z_image": ["pickscore"],
     "flux_dev": ["pickscore"],
     "wan22_5b": ["hps"],
@@ -182,7 +196,7 @@ def test_copies_follow_as_published():
     for step in range(1, 200):
         published = min(0.0075 * max(2 * step - 75, 0), 0.999)
         assert ocr.decay(step) == pytest.approx(published, abs=0.0075 + 1e-9)
-    for name in ("sd35_medium_ocr_512", "flux_dev", "z_image"):
+    for name in ("sd35_medium_ocr_512", "flux_dev", "z_image", "flux_kontext"):
         assert recipe_of(name).policy.ema.decay(1000) ** 8 == pytest.approx(0.9, abs=2e-3)  # .9 after every eighth update
 
 
@@ -192,6 +206,7 @@ def test_copies_follow_as_published():
         ("sd35_medium_ocr", 3, {0, 1, 2}),
         ("qwen_image_ocr", 2, {0, 1, 2, 3}),
         ("qwen_image_edit", 3, {0, 1, 2, 3}),
+        ("flux_kontext", 1, {1, 2, 3}),
         ("z_image", 1, {1, 2, 3}),
         ("wan22_5b", 2, {0, 1, 2, 3}),
         ("sd35_medium_ocr_512", 9, {0}),
@@ -223,7 +238,7 @@ def test_the_same_repository_has_the_same_commit_everywhere():
     for path in RECIPES:
         for repository, commit in re.findall(r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()):
             commits.setdefault(repository, set()).add(commit)
-    assert len(commits) == 9
+    assert len(commits) == 10
     assert all(len(known) == 1 for known in commits.values())
 
 

@@ -1,0 +1,55 @@
+"""FLUX.1 Kontext (2506.15742): editing an image by text, with the network of FLUX.1 dev."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from diffusers import FluxKontextPipeline
+from diffusers.pipelines.flux import pipeline_flux_kontext
+from PIL import Image
+from torch import Tensor
+
+from ebbflow.models.base import Conditioning, Tokens
+from ebbflow.models.editing import EditsImages
+from ebbflow.models.families.flux import FLUX_DEV, FluxModel, positions
+from ebbflow.models.pipeline import pack
+from ebbflow.recipe.families import Family
+
+FAMILY = Family(adapter="FluxKontextModel", guided=False, edits_images=True, tiny=("flux_kontext",))
+
+
+class FluxKontextModel(EditsImages, FluxModel):
+    """Adapter of ``FluxKontextPipeline``: the network sees the prompt table's ``image`` as tokens beside those that it denoises.
+
+    Unlike the pipeline it draws the size that it is asked for, and not about a megapixel of these proportions.
+    """
+
+    pipeline_class = FluxKontextPipeline
+    published = {"black-forest-labs/FLUX.1-Kontext-dev": FLUX_DEV}
+    text_parts = ("text_encoder", "text_encoder_2", "vae")
+
+    def tokens(self) -> Tokens:
+        plain, multiple = super().tokens(), 2 * self.pipeline.vae_scale_factor
+        sizes = pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
+        return replace(plain, edited=max(width // multiple * (height // multiple) for width, height in sizes))
+
+    def _scaled(self, picture: Image.Image) -> tuple[int, int]:
+        """The size of a megapixel, among those that the model was trained on, whose proportions are nearest."""
+        ratio, multiple = picture.width / picture.height, 2 * self.pipeline.vae_scale_factor
+        sizes = pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
+        _, width, height = min((abs(ratio - width / height), width, height) for width, height in sizes)
+        return width // multiple * multiple, height // multiple * multiple
+
+    def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
+        width, height = self._scaled(picture)
+        processor = self.pipeline.image_processor
+        pixels = processor.preprocess(processor.resize(picture, height, width), height, width).to(self.device)
+        latents = self._from_vae(self.pipeline.vae.encode(pixels).latent_dist.mode())
+        return Conditioning(self._encode_texts([text]) | {"image": latents})
+
+    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        tokens, image = pack(latents), conditioning["image"]
+        places = torch.cat([positions(latents), positions(image, index=1)])
+        prediction = self._network(torch.cat([tokens, pack(image).to(tokens)], 1), places, sigma, conditioning)
+        return prediction[:, : tokens.shape[1]]

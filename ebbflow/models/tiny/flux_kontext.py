@@ -1,0 +1,12 @@
+"""A tiny FLUX.1 Kontext dev."""
+
+from __future__ import annotations
+
+from diffusers import FluxKontextPipeline
+
+from ebbflow.models.tiny.flux import flux
+
+
+def flux_kontext() -> FluxKontextPipeline:
+    """The layout of FLUX.1 Kontext dev, whose parts are those of FLUX.1 dev."""
+    return FluxKontextPipeline(**flux().components)
