@@ -273,6 +273,8 @@ def test_newer_models_have_the_numbers_of_the_hub(family, name, transformer, enc
 
 
 def test_later_models_for_editing_have_the_parts_of_the_earlier_ones():
+    plus = published("Qwen/Qwen-Image-Edit-2511", "qwen_image_edit_plus")
+    assert plus == published("Qwen/Qwen-Image-Edit", "qwen_image_edit")
     plain, kontext = published(FLUX, "flux"), published("black-forest-labs/FLUX.1-Kontext-dev", "flux_kontext")
     assert kontext == replace(plain, vae_encodes_prompts=True)
 

@@ -16,6 +16,7 @@ from diffusers import (
     FluxKontextPipeline,
     FluxPipeline,
     QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     StableDiffusion3Pipeline,
     WanPipeline,
@@ -103,6 +104,7 @@ PUBLISHED = {
             "vae": "AutoencoderKLFlux2",
         },
     ),
+    "qwen_image_edit_plus": (QwenImageEditPlusPipeline, QWEN | {"processor": "Qwen2VLProcessor"}),
 }
 PUBLISHED["flux_kontext"] = (FluxKontextPipeline, PUBLISHED["flux"][1])
 CAT, SIGN = "a cat on a sofa", 'a sign that says "HELLO"'

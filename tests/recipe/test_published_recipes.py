@@ -106,6 +106,20 @@ PUBLISHED = {
         "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
         "evaluation": 28,
     },
+    "qwen_image_edit_2511": {
+        "model": {"family": "qwen_image_edit_plus", "path": "Qwen/Qwen-Image-Edit-2511", "height": 512, "width": 512}
+        | {"guidance": 4.0, "gradient_checkpointing": True},
+        "policy": {"train": "lora", "rank": 64, "alpha": 128, "ema": None},
+        "stage": {"prompts_per_step": 32, "group_size": 16, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-4},
+        "sampler": {"name": "flow_sde", "steps": 12, "eta": 0.7},
+        "window": {"kind": "random", "size": 3},
+        "advantages": {"std": "group", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "steps": 300,
+        "evaluation": 40,
+    },
     "flux_kontext": {
         "model": {"family": "flux_kontext", "path": "black-forest-labs/FLUX.1-Kontext-dev", "height": 384, "width": 384}
         | {"guidance": 2.5, "precision": "bfloat16"},
@@ -153,6 +167,7 @@ REWARDS = {
     "sd35_medium_nft": ["pickscore"],
     "qwen_image_ocr": ["ocr"],
     "qwen_image_edit": ["pickscore"],
+    "qwen_image_edit_2511": ["pickscore"],
     "flux_kontext": ["pickscore"],
     "z_image": ["pickscore"],
     "flux_dev": ["pickscore"],
@@ -206,6 +221,7 @@ def test_copies_follow_as_published():
         ("sd35_medium_ocr", 3, {0, 1, 2}),
         ("qwen_image_ocr", 2, {0, 1, 2, 3}),
         ("qwen_image_edit", 3, {0, 1, 2, 3}),
+        ("qwen_image_edit_2511", 3, {0, 1, 2, 3}),
         ("flux_kontext", 1, {1, 2, 3}),
         ("z_image", 1, {1, 2, 3}),
         ("wan22_5b", 2, {0, 1, 2, 3}),
@@ -238,7 +254,7 @@ def test_the_same_repository_has_the_same_commit_everywhere():
     for path in RECIPES:
         for repository, commit in re.findall(r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()):
             commits.setdefault(repository, set()).add(commit)
-    assert len(commits) == 10
+    assert len(commits) == 11
     assert all(len(known) == 1 for known in commits.values())
 
 

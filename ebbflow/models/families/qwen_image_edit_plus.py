@@ -1,0 +1,40 @@
+"""Editing an image by text with the later Qwen-Image-Edit models, 2509 and 2511."""
+
+from __future__ import annotations
+
+from diffusers import QwenImageEditPlusPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as pipelines
+from PIL import Image
+
+from ebbflow.models.base import Conditioning, Tokens
+from ebbflow.models.families.qwen_image import PARTS, QwenImageModel, masked
+from ebbflow.models.families.qwen_image_edit import PIXELS_PER_TOKEN, QwenImageEditModel
+from ebbflow.recipe.families import Family
+
+FAMILY = Family(adapter="QwenImageEditPlusModel", edits_images=True, tiny=("qwen_image_edit_plus",))
+
+
+class QwenImageEditPlusModel(QwenImageEditModel):
+    """Adapter of ``QwenImageEditPlusPipeline`` with one image: the text encoder sees it smaller than the network."""
+
+    pipeline_class = QwenImageEditPlusPipeline
+    published = {"Qwen/Qwen-Image-Edit-2509": PARTS, "Qwen/Qwen-Image-Edit-2511": PARTS}
+
+    def tokens(self) -> Tokens:
+        plain, edited = QwenImageModel.tokens(self), pipelines.VAE_IMAGE_SIZE // self.pipeline.vae_scale_factor**2 // 4
+        return Tokens(image=plain.image, text=plain.text + pipelines.CONDITION_IMAGE_SIZE // PIXELS_PER_TOKEN, edited=edited)
+
+    def _scaled(self, picture: Image.Image) -> tuple[int, int]:
+        return _dimensions(pipelines.VAE_IMAGE_SIZE, picture)
+
+    def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
+        width, height = _dimensions(pipelines.CONDITION_IMAGE_SIZE, picture)
+        small = self.pipeline.image_processor.resize(picture, height, width)
+        embeds, mask = self.pipeline.encode_prompt(text, image=[small], device=self.device)
+        return Conditioning(masked(embeds, mask) | {"image": self._latents_of(picture)})
+
+
+def _dimensions(pixels: int, picture: Image.Image) -> tuple[int, int]:
+    """Width and height of about so many pixels, multiples of 32, in the proportions of the picture."""
+    width, height = pipelines.calculate_dimensions(pixels, picture.width / picture.height)
+    return width, height
