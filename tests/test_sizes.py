@@ -272,6 +272,14 @@ def test_newer_models_have_the_numbers_of_the_hub(family, name, transformer, enc
     assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (transformer, encoders, vae)
 
 
+def test_the_transformer_that_is_not_trained_takes_memory_too():
+    model = {"family": "wan_a14b", "path": "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "revision": "0" * 40, "precision": "bfloat16"}
+    recipe = Recipe.model_validate({"model": model, "policy": {"train": "lora", "rank": 8, "alpha": 8}})
+    made = estimate(recipe)
+    assert made.sizes.frozen == made.sizes.parameters == 14_288_491_584
+    assert made.memory["evaluation"].weights > 2 * 2 * 14_288_491_584
+
+
 def test_later_models_for_editing_have_the_parts_of_the_earlier_ones():
     plus = published("Qwen/Qwen-Image-Edit-2511", "qwen_image_edit_plus")
     assert plus == published("Qwen/Qwen-Image-Edit", "qwen_image_edit")

@@ -30,6 +30,7 @@ class Sizes:
         linears: the transformer's linear layers by name.
         lora_targets: the layers that LoRA adapts where the recipe names none.
         text_encoders: parameters.
+        frozen: parameters of another network that denoises beside it and is never trained.
         vae: parameters.
         decoding: bytes that the VAE's tensors take at most while it decodes, per pixel of an image.
         vae_encodes_prompts: prompts come with an image.
@@ -51,6 +52,7 @@ class Sizes:
     vae_encodes_prompts: bool = False
     frames_per_latent: int = 1
     buffers: int = 0
+    frozen: int = 0
 
 
 @dataclass(frozen=True)

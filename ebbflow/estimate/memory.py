@@ -140,9 +140,10 @@ class ProcessMemory:
 
     def weights(self, precision: Precision) -> int:
         numbers = self.sizes.parameters + self.sizes.buffers
+        frozen = BYTES[self.recipe.model.precision] * self.sizes.frozen
         if self.recipe.policy.train == "lora":
-            return BYTES[self.recipe.model.precision] * numbers + 4 * self.trained
-        return 4 * numbers + (2 * self.sizes.parameters if precision != "float32" else 0)
+            return frozen + BYTES[self.recipe.model.precision] * numbers + 4 * self.trained
+        return frozen + 4 * numbers + (2 * self.sizes.parameters if precision != "float32" else 0)
 
     def copies(self, ctx: StageContext) -> int:
         """Of the copies that the policy of a stage has."""

@@ -51,6 +51,7 @@ class PipelineModel:
         device: where the network runs.
         published: the parts of published models, for estimates.
         folder_files: what a base-model folder of the family must have.
+        networks: the pipeline's parts that denoise; one of them is trained.
         text_parts: the pipeline's parts that encode prompts.
         default_size: height and width in pixels where the recipe gives none.
         default_max_tokens: longest prompt, in tokens of the large text encoder, where the recipe gives none.
@@ -62,6 +63,7 @@ class PipelineModel:
     lora_targets: ClassVar[list[str]]
     published: ClassVar[Published] = {}
     folder_files: ClassVar[tuple[str, ...]] = ("model_index.json",)
+    networks: ClassVar[tuple[str, ...]] = ("transformer",)
     text_parts: ClassVar[tuple[str, ...]]
     default_size: ClassVar[tuple[int, int]]
     default_max_tokens: ClassVar[int] = 512
@@ -72,7 +74,7 @@ class PipelineModel:
         if config.frames > 1 and not self.draws_videos:
             raise ModelError(f"model.frames = {config.frames}: {config.family} draws images; leave it out, or take family wan")
         self.pipeline = pipeline
-        self.transformer = pipeline.transformer
+        self.transformer = getattr(pipeline, self.trained_part(config))
         self.config = config
         self.device = device
         self.precision = config.precision
@@ -83,9 +85,7 @@ class PipelineModel:
     @classmethod
     def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Self:
         """As ``ebbflow.models.base.Model.load``."""
-        pipeline = load_pipeline(cls, folder, config, device)
-        cls._check(pipeline, config)
-        return cls(pipeline, config, device)
+        return cls(load_pipeline(cls, folder, config, device), config, device)
 
     # What a family says.
 
@@ -108,6 +108,11 @@ class PipelineModel:
     @classmethod
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
         """Raise ``ModelError`` for a pipeline that is not supported, or a key of the recipe that it does not take."""
+
+    @classmethod
+    def trained_part(cls, config: ModelConfig) -> str:
+        """Which of ``networks`` is trained."""
+        return cls.networks[0]
 
     @staticmethod
     def _own_parts(folder: Path) -> dict[str, Any]:
@@ -245,27 +250,30 @@ class PackedPipelineModel(PipelineModel):
 def load_pipeline(adapter: type[PipelineModel], folder: Path, config: ModelConfig, device: torch.device) -> Any:
     """The pipeline of a folder, frozen and in evaluation mode.
 
-    The transformer is on the device in the precision that it was published in, text encoders are in ``config.precision`` and the
-    VAE in float32, both on the CPU.
+    The network to train is on the device in the precision that it was published in, and any other in ``config.precision``. Text
+    encoders are in ``config.precision`` and the VAE in float32, both on the CPU.
 
     Raises:
-        ModelError: a part cannot be read, or its attention cannot be computed as ``config.attention`` says.
+        ModelError: a part cannot be read, the family refuses it, or attention cannot be computed as ``config.attention`` says.
     """
-    weights = sorted((folder / "transformer").glob("*.safetensors"))
+    trained = adapter.trained_part(config)
+    weights = sorted((folder / trained).glob("*.safetensors"))
     if not weights:
-        raise ModelError(f"{folder / 'transformer'} holds no .safetensors weights; fetch them in that format")
+        raise ModelError(f"{folder / trained} holds no .safetensors weights; fetch them in that format")
     with reading(folder, config.family):
-        dtypes = {"default": DTYPES[config.precision], "vae": torch.float32, "transformer": _dtype(weights)}
+        dtypes = {"default": DTYPES[config.precision], "vae": torch.float32, trained: _dtype(weights)}
         options = {"local_files_only": True, "use_safetensors": True} | adapter._own_parts(folder)
         pipeline = adapter.pipeline_class.from_pretrained(folder, dtype=dtypes, **options)
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
-    pipeline.transformer.to(device)
-    if config.gradient_checkpointing:
-        pipeline.transformer.enable_gradient_checkpointing()
-    if config.attention:
-        _choose_attention(pipeline.transformer, config.attention, config.family)
+    adapter._check(pipeline, config)
+    for network in (getattr(pipeline, name) for name in adapter.networks):
+        network.to(device)
+        if config.gradient_checkpointing:
+            network.enable_gradient_checkpointing()
+        if config.attention:
+            _choose_attention(network, config.attention, config.family)
     return pipeline
 
 

@@ -51,6 +51,7 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
         lora_targets=adapter.lora_targets,
         text_encoders=sum(_parameters(encoder) for encoder in encoders if encoder is not None),
         text_width=text_width,
+        frozen=sum(_parameters(getattr(pipeline, name)) for name in adapter.networks) - _parameters(transformer),
         vae=_parameters(pipeline.vae) if hasattr(pipeline, "vae") else 0,
         decoding=_decoding_bytes(pipeline.vae, adapter.latent_shape[0]) if hasattr(pipeline, "vae") else 0,
         vae_encodes_prompts="vae" in adapter.text_parts,
@@ -76,11 +77,13 @@ def check_drawn_size(model: ModelConfig) -> None:
     Raises:
         ModelError: it cannot; names the nearest size.
     """
+    family: Any = adapter_of(model.family)
+    names = (*family.networks, "vae")
     try:
-        parts = _parts(model, ("transformer", "vae"))
+        parts = _parts(model, names)
     except SizeError:
         return
-    _adapter(model, {name: _built_empty(part) for name, part in parts.items() if name in ("transformer", "vae")})
+    _adapter(model, {name: _built_empty(part) for name, part in parts.items() if name in names})
 
 
 def _glyph(model: ModelConfig) -> tuple[Any, int]:
@@ -95,7 +98,7 @@ def _glyph(model: ModelConfig) -> tuple[Any, int]:
 def _pipeline(model: ModelConfig) -> tuple[Any, int]:
     """The family's adapter around a pipeline without tokenizers and without numbers in its tensors, and the model's bytes."""
     family: Any = adapter_of(model.family)
-    parts = _parts(model, ("transformer", "vae", *family.text_parts))
+    parts = _parts(model, (*family.networks, "vae", *family.text_parts))
     built = {name: _built_empty(part) for name, part in parts.items()}
     stored = (
         sum(part.bytes * (_parameters(built[name]) + _buffers(built[name])) for name, part in parts.items())

@@ -21,6 +21,7 @@ class Family:
         adapter: class of its file, an ``ebbflow.models.base.Model``.
         guided: has classifier-free guidance, and so reads negative prompts.
         edits_images: every prompt comes with an image.
+        experts: has a transformer for much noise and one for little, and ``model.expert`` names the one that is trained.
         diffusers: ``DiffusionPipeline.from_pretrained`` loads its folders, and draws with them.
         vllm_omni: ``package.module:NAME`` of its network in vLLM-Omni's environment (``containers/vllm_omni``); None: the engine
             cannot generate with it.
@@ -30,6 +31,7 @@ class Family:
     adapter: str
     guided: bool = True
     edits_images: bool = False
+    experts: bool = False
     diffusers: bool = True
     vllm_omni: str | None = None
     tiny: tuple[str, ...] = ()

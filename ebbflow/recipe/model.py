@@ -41,6 +41,8 @@ class ModelConfig(PretrainedSourceConfig):
     width: int | None = Field(None, ge=8)
     frames: int = Field(1, ge=1)
     """Of a video; 1 draws images."""
+    expert: Literal["high_noise", "low_noise"] | None = None
+    """Which transformer is trained, of a model with two (``wan_a14b``); left out, the one for ``high_noise``."""
     guidance: float = Field(1.0, ge=1)
     """Scale of classifier-free guidance (``sd3``, ``wan``; ``qwen_image`` rescales the norm), or the guidance that the network
     takes as an input (``flux``). 1 is none."""
@@ -67,6 +69,14 @@ class ModelConfig(PretrainedSourceConfig):
     def _only_glyph_is_trained_here(self) -> ModelConfig:
         if self.family != "glyph" and self.path is None:
             raise ValueError(f"family = {self.family!r} needs the 'path' of its base model; only glyph is trained here")
+        return self
+
+    @model_validator(mode="after")
+    def _an_expert_is_one_of_two(self) -> ModelConfig:
+        family = FAMILIES.get(self.family)
+        if self.expert and family and not family.experts:
+            known = ", ".join(name for name, record in FAMILIES.items() if record.experts)
+            raise ValueError(f"expert = {self.expert!r}: {self.family} has one transformer; leave it out, or take {known}")
         return self
 
     @model_validator(mode="after")

@@ -84,6 +84,7 @@ PUBLISHED = {
     ),
     "wan": (WanPipeline, WAN),
     "wan21": (WanPipeline, WAN),
+    "wan_a14b": (WanPipeline, WAN | {"transformer_2": "WanTransformer3DModel"}),
     "z_image": (
         ZImagePipeline,
         {

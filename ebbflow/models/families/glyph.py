@@ -52,6 +52,7 @@ class GlyphModel:
     lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
     pipeline_class = StableDiffusion3Pipeline
     folder_files = (*PIPELINE_PARTS, SIZE, INDEX)
+    networks = ("transformer",)
     text_parts = ("text_encoder",)
     guided = FAMILY.guided
 

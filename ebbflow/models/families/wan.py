@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import WanPipeline
@@ -50,7 +50,7 @@ class WanModel(PipelineModel):
     """Adapter of ``WanPipeline``."""
 
     pipeline_class = WanPipeline
-    published = PUBLISHED
+    published: ClassVar[Published] = PUBLISHED
     lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]  # of self- and cross-attention
     text_parts = ("text_encoder",)
     default_size = (480, 832)
@@ -60,7 +60,7 @@ class WanModel(PipelineModel):
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
         if getattr(pipeline, "transformer_2", None) is not None:
             raise ModelError(
-                f"{config.path} holds two transformers (Wan2.2-A14B) and one can be trained; take Wan2.2-TI2V-5B or Wan2.1"
+                f"{config.path} holds two transformers, as Wan2.2-A14B; set model.family to wan_a14b, which trains one of them"
             )
 
     def _latent_shape(self) -> tuple[int, ...]:
@@ -93,8 +93,11 @@ class WanModel(PipelineModel):
         return {"embeds": embeds}
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        return self._denoise(self.transformer, latents, sigma, conditioning)
+
+    def _denoise(self, network: Any, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         # Wan2.2's pipeline gives every token a time of its own; without an image to animate all are the same, and one will do.
-        velocity: Tensor = self.transformer(
+        velocity: Tensor = network(
             hidden_states=latents,
             timestep=1000 * sigma,
             encoder_hidden_states=conditioning["embeds"],

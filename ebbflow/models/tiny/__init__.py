@@ -44,7 +44,7 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
         by_attention = "pooled_projection_dim" not in pipeline.transformer.config
         for part in pipeline.components.values():
             if isinstance(part, nn.Module):
-                _draw_weights(part, gain=1.4 if part is pipeline.transformer and by_attention else 1.0)
+                _draw_weights(part, gain=1.4 if isinstance(part, type(pipeline.transformer)) and by_attention else 1.0)
     pipeline.save_pretrained(folder)
     # transformers 5 has one T5 tokenizer under two names, and the published folders go by the other one.
     index = folder / INDEX

@@ -1,0 +1,67 @@
+"""Wan2.2-A14B: which of its two transformers denoises, and which is trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pipeline_cases import SHORT, our_latents, prompts, theirs
+from pydantic import ValidationError
+
+from ebbflow.models import ModelError, predict
+from ebbflow.models.families.wan_a14b import EXPERTS
+from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import PolicyMetadata
+
+LORA = PolicyConfig(train="lora", rank=4, alpha=12)
+SIGMAS = torch.tensor([0.9, 0.5])
+"""One on each side of the boundary, .875."""
+
+
+def changed(model):
+    """A policy of the model with random adapters."""
+    policy, generator = Policy(model, LORA, seed=0), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+@pytest.mark.parametrize(("expert", "row"), [("high_noise", 0), ("low_noise", 1)])
+def test_gradients_are_of_the_rows_of_the_trained_band(open_tiny, expert, row):
+    model = open_tiny("wan_a14b", expert=expert, guidance=1.0)
+    policy, conditioning = changed(model), model.encode(prompts("wan_a14b", SHORT[:2]))
+    latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+    velocity = predict(model, latents, SIGMAS, conditioning)
+    with torch.no_grad():
+        for index, part in enumerate(EXPERTS.values()):
+            rows = slice(index, index + 1)
+            alone = model._denoise(getattr(model.pipeline, part), latents[rows], SIGMAS[rows], conditioning.rows(rows))
+            assert torch.allclose(velocity[rows], alone, atol=1e-5)
+    parameters = list(policy.parameters.values())
+    for index in (0, 1):
+        gradients = torch.autograd.grad(velocity[index].square().sum(), parameters, retain_graph=True)
+        assert any(gradient.any() for gradient in gradients) == (index == row)
+    # A pass without any row of the band has a gradient, which is zero.
+    outside = slice(1 - row, 2 - row)
+    velocity = predict(model, latents[outside], SIGMAS[outside], conditioning.rows(outside))
+    assert not any(gradient.any() for gradient in torch.autograd.grad(velocity.square().sum(), parameters))
+
+
+def test_the_pipeline_loads_an_adapter_of_the_other_transformer(open_tiny, open_peer, tmp_path):
+    model, pipeline, wanted = open_tiny("wan_a14b", expert="low_noise"), open_peer("wan_a14b"), prompts("wan_a14b", SHORT[:1])
+    base = our_latents(model, wanted)
+    metadata = PolicyMetadata(base_digest="base", recipe_digest="recipe", config=LORA, version=1, model=model.config)
+    changed(model).save(tmp_path / "policy", metadata)
+    pipeline.load_lora_weights(tmp_path / "policy", load_into_transformer_2=True)
+    ours = our_latents(model, wanted)
+    assert (theirs(pipeline, model, wanted)[0] - ours).abs().max() < 1e-4
+    assert (ours - base).abs().max() > 1e-2
+
+
+def test_an_expert_is_of_a_model_with_two(tiny_folder, open_tiny):
+    with pytest.raises(ValidationError, match="expert = 'low_noise': wan has one transformer; leave it out, or take wan_a14b"):
+        ModelConfig(family="wan", path="somewhere", expert="low_noise")
+    with pytest.raises(ModelError, match="wan21 holds one transformer; set model.family to wan"):
+        open_tiny("wan_a14b", tiny_folder("wan21"))
