@@ -46,8 +46,8 @@ def _machines() -> str:
     lines = ["machines per kind of task, as registered"]
     for kind, purpose in KINDS.items():
         pod: PodConfig = getattr(DEPLOYMENT, kind)
-        group = kind == "training_group"
-        processes, nodes = (DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes) if group else (1, 1)
+        spread = (DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes)
+        processes, nodes = spread if kind == "training_group" else (1, 1)
         gpus = f"{pod.gpus * processes} x {pod.accelerator or 'GPU'}" if pod.gpus else "no GPU"
         purpose += f", {nodes} nodes" if nodes > 1 else ""
         lines.append(f"  {kind} ({purpose}): processes {processes}, cores {pod.cpu * processes}, {pod.mem}, {gpus}")

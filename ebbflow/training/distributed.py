@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 STORE = "EBBFLOW_RANKS_STORE"
@@ -100,7 +100,7 @@ def process_group() -> Iterator[Ranks]:
         named: AbstractContextManager[None] = nullcontext()  # the launcher sees how each of them ends
     else:
         with _name_lost_peers():
-            store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))
+            store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
         named = _name_lost_peers(store, rank)
     with named:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
