@@ -9,11 +9,11 @@ Why
     ONE forward pass, ``predict``, and everything that differs between families (layouts, schedules, guidance, VAE) is behind it.
 
 How
-    ``recipe.families`` has a record per family, light enough to be read without torch. It names the adapter in ``families/``, one
-    file each: diffusers' own parts, called as its pipeline calls them (``pipeline.py``). ``load_model`` checks a folder and loads
-    it, ``prepare.py`` makes the folder of a run, ``hub.py`` fetches repositories, ``encoding.py`` encodes each prompt once.
-    ``sizes.py`` builds models on the meta device for ``ebbflow estimate``; ``tiny/`` writes small ones for tests;
-    ``glyph_training/`` trains the glyph model.
+    A family is one file in ``families/``: its record, which ``recipe.families`` reads without importing torch, the parts of its
+    published models, and its adapter: diffusers' own parts, called as its pipeline calls them (``pipeline.py``; with images
+    to edit ``editing.py``). ``load_model`` checks a folder and loads it, ``prepare.py`` makes the folder of a run,
+    ``hub.py`` fetches repositories, ``encoding.py`` encodes each prompt once. ``sizes.py`` builds models on the meta device for
+    ``ebbflow estimate``; ``tiny/`` writes small ones for tests; ``glyph_training/`` trains the glyph model.
 
 Gotchas
     Times are never truncated to integers, as some pipelines do. Prompts stay padded to one length: else a row's last bits would

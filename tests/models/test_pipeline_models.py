@@ -212,10 +212,10 @@ def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     sigma = torch.tensor([0.8, 0.3])
     with torch.no_grad():
-        guided, alone = (predict(model, latents, sigma, given) for given in (conditioning, conditioning.unguided()))
+        pushed, alone = (predict(model, latents, sigma, given) for given in (conditioning, conditioning.unguided()))
     if not guided(name):
         assert conditioning.negative is None
-        assert torch.equal(guided, alone)
+        assert torch.equal(pushed, alone)
         return
     with torch.no_grad():
         negative = predict(model, latents, sigma, conditioning.negative)
@@ -223,8 +223,8 @@ def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
     if name.startswith("qwen"):
         tokens, length = pack(expected), pack(alone).norm(dim=-1, keepdim=True)
         expected = unpack(tokens / tokens.norm(dim=-1, keepdim=True) * length, model.latent_shape)
-    assert torch.allclose(guided, expected, atol=1e-5)
-    assert (guided - alone).abs().max() > 1e-2
+    assert torch.allclose(pushed, expected, atol=1e-5)
+    assert (pushed - alone).abs().max() > 1e-2
 
 
 def test_packing_is_undone_by_unpacking():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 
@@ -12,9 +13,11 @@ from ebbflow.algorithms.advantages import compute_advantages, reward_moments, va
 from ebbflow.data.sampling import prompt_batch
 from ebbflow.models import load_model
 from ebbflow.offline.rollouts import prompts_of_shard
+from ebbflow.online.in_flight import load_in_flight, save_in_flight
 from ebbflow.online.local_workers import local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.prompt_sampler import PromptSampler, curriculum_weights
+from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.online.workers import StageError
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.choices import AdvantagesConfig
@@ -216,6 +219,27 @@ def test_a_curriculum_comes_back_to_what_varies(run):
     taught = [row["group/zero_std_share"] < 1 for row in rows]
     assert sum(taught) > 8
     assert all(taught[-5:])
+
+
+def test_rollouts_in_flight_keep_their_prompts(make_recipe, make_prompts, base_folder, scorer, tmp_path):
+    """A curriculum that has learnt since would draw others for the same step."""
+    ctx, prompts = StageContext(make_recipe(online={"steps": 3, "curriculum": {"floor": 1e-9}}), 0, 0), make_prompts(8)
+    workers = local_workers(ctx, PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online), scorer)
+    sampler = PromptSampler(ctx, prompts)
+
+    async def interrupted():
+        embeddings = await workers.training.call_first("encode", prompts)
+        queue, resumed = (RolloutQueue(ctx, workers, sampler, embeddings, first_step=1) for _ in range(2))
+        await queue.start()
+        await save_in_flight(tmp_path, queue)
+        before = await queue.next_batch(1)
+        sampler.state.prompt_rewards |= dict.fromkeys(ids(before.prompts), (0.5, 0.0)) | {7: (0.5, 0.1)}
+        load_in_flight(tmp_path, resumed)
+        return before, await resumed.next_batch(1)
+
+    before, after = asyncio.run(interrupted())
+    assert ids(after.prompts) == ids(before.prompts) != ids(sampler.batch(1))
+    assert np.array_equal(after.scores.reward, before.scores.reward)
 
 
 def test_a_filtered_stage_trains_on_what_is_left_alone(run):

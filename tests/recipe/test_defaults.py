@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from ebbflow.cli import main
 from ebbflow.recipe import defaults
 from ebbflow.recipe.algorithms import EmaScheduleConfig, Published, SigmaConfig
+from ebbflow.recipe.choices import LearningRateScheduleConfig
 from ebbflow.recipe.defaults import PAGE, default_values, defaults_page, defaults_table
 from ebbflow.recipe.registry import ALGORITHMS
 
@@ -22,6 +23,8 @@ NO_SETTINGS = {"name", "teacher"}
 """Hyper-parameters without a row: what an algorithm is called and learns from."""
 UNTOUCHED = {f"algorithm.sigma.{key}": field.default for key, field in SigmaConfig.model_fields.items()}
 UNTOUCHED |= {"algorithm.old.min_decay": EmaScheduleConfig().min_decay}
+UNTOUCHED |= {f"optimizer.schedule.{key}": field.default for key, field in LearningRateScheduleConfig.model_fields.items()}
+UNTOUCHED |= {"optimizer.lr_factors": [], "optimizer.betas": (0.9, 0.999), "optimizer.eps": 1e-8}  # those of torch
 """Keys that need a row only where an algorithm sets another value than this."""
 
 
@@ -39,14 +42,14 @@ def test_a_default_is_the_published_value_or_the_deviation_has_a_reason(name, ke
 @pytest.mark.parametrize("name", NAMES)
 def test_every_default_that_an_algorithm_sets_has_a_source(name):
     config, values = ALGORITHMS[name], default_values(ALGORITHMS[name])
-    hyper = {key for key in values if key.startswith("algorithm.") and key.split(".")[1] not in NO_SETTINGS}
-    hyper = {key for key in hyper if key not in UNTOUCHED or values[key] != UNTOUCHED[key]}
+    touched = {key for key in values if key not in UNTOUCHED or values[key] != UNTOUCHED[key]}
+    hyper = {key for key in touched if key.startswith("algorithm.") and key.split(".")[1] not in NO_SETTINGS}
     declared = {
         f"{block}.{key}" if isinstance(value, dict) else block
         for block, value in config.stage_defaults.items()
         for key in (value if isinstance(value, dict) else [None])
     }
-    optimizer = {key for key in values if key.startswith("optimizer.")}
+    optimizer = {key for key in touched if key.startswith("optimizer.")}
     assert hyper | declared | optimizer <= config.published.keys()
 
 

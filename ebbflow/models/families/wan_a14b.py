@@ -48,10 +48,11 @@ class WanA14BModel(WanModel):
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Of the network whose band each sigma is in.
 
-        With gradient the trained one sees all rows, that of a pass without any of its band be zero and no rank of FSDP wait.
+        With gradient the trained one computes all rows: in a pass without rows of its band its gradient is zero instead of
+        missing, and every rank of FSDP calls it.
         """
         high = sigma >= self.pipeline.config.boundary_ratio
-        trains_high = self.transformer is self.pipeline.transformer
+        trains_high = self.trained_part(self.config) == EXPERTS["high_noise"]
         ours, other = (high, self.pipeline.transformer_2) if trains_high else (~high, self.pipeline.transformer)
         if ours.all():
             return self._denoise(self.transformer, latents, sigma, conditioning)
