@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ RUN = {"sh", "python", "yaml"}
 SHOWN = {"text", "json", "dockerfile", "output", "{toctree}", "{eval-rst}"}
 MADE_UP_RUN = "glyph-1a2b3c4d"
 PICTURES = ("street.jpg", "better.png", "worse.png", "cat.png")
-"""Of the user, on the pages."""
+"""Of the user, on the pages, as is ``my.yaml``."""
 
 
 def quick(block: Block) -> bool:
@@ -34,6 +35,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_clone(tmp_path_factory.mktemp("clone") / "ebbflow")
     for name in PICTURES:
         Image.new("RGB", (64, 32), "white").save(folder / name)
+    shutil.copy(folder / "workflows" / "recipes" / "tiny.yaml", folder / "my.yaml")
     return folder
 
 
