@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -175,3 +177,30 @@ def test_the_ranks_of_a_machine_download_an_artifact_once(tmp_path, monkeypatch,
     assert fetch_shared(kind(f"file://{there}")) == shared
     assert (found.read_bytes(), found.stat().st_mtime_ns) == (b"first", before.st_mtime_ns)
     assert fetch_shared(kind(str(there))) == there, "what is on this machine stays where it is"
+
+
+def test_ranks_that_fetch_at_the_same_time_download_once(tmp_path, monkeypatch):
+    """Eight processes would otherwise copy a base model of 58 GB eight times."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "weights").write_bytes(b"weights")
+    downloads, download = tmp_path / "downloads", FileAccessProvider.get_data
+
+    def counted(self, *arguments, **options):
+        with downloads.open("a") as log:
+            log.write("one\n")
+        return download(self, *arguments, **options)
+
+    monkeypatch.setattr(FileAccessProvider, "get_data", counted)
+    together, ranks = multiprocessing.get_context("fork").Barrier(4), []
+    for _ in range(4):
+        if not (rank := os.fork()):
+            try:
+                together.wait(timeout=60)
+                os._exit(fetch_shared(FlyteDirectory(f"file://{tmp_path}/base")).joinpath("weights").read_bytes() != b"weights")
+            finally:
+                os._exit(1)
+        ranks.append(rank)
+    assert [os.waitpid(rank, 0)[1] for rank in ranks] == [0] * 4
+    assert downloads.read_text() == "one\n"
