@@ -51,6 +51,15 @@ class _CachedPydanticTransformer(PydanticTransformer):
         return copy.copy(self._literal_type(t))  # for a type in a union, flytekit writes into what it gets
 
 
-# Of ``options``, the keys of a user's own code: they travel inside the recipe as MessagePack, and nothing is pickled.
-logging.getLogger("flytekit").addFilter(lambda record: not record.getMessage().startswith("Unsupported Type typing.Any"))
+def _is_actionable(record: logging.LogRecord) -> bool:
+    """Whether a reader of flytekit's log can do anything about it.
+
+    ``options``, the keys of a user's own code, have no type, but travel inside the recipe as MessagePack: nothing is pickled. And
+    flytekit never closes its session with the object store, which ends with the process.
+    """
+    message = record.getMessage()
+    return not message.startswith("Unsupported Type typing.Any") and "'message': 'Unclosed client session'" not in message
+
+
+logging.getLogger("flytekit").addFilter(_is_actionable)
 TypeEngine.register_additional_type(_CachedPydanticTransformer(), BaseModel, override=True)

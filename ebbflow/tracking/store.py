@@ -108,7 +108,8 @@ def check_store(uri: str) -> None:
     """Fail within seconds if the store cannot be used.
 
     Raises:
-        TrackingError: a SQLite file or its folder cannot be written, or a server does not answer.
+        TrackingError: a SQLite file or its folder cannot be written, a server does not answer, or the driver of a database is
+            not installed.
     """
     if database := sqlite_file(uri):
         _check_sqlite(database, uri)
@@ -229,6 +230,11 @@ def _first_line(error: Exception) -> str:
 def _check_server(uri: str) -> None:
     try:
         connect(uri).search_experiments(max_results=1)
+    except ModuleNotFoundError as error:
+        raise TrackingError(
+            f"the MLflow store {redact(uri)} needs the database driver {error.name}, which is not installed; run "
+            "`pip install 'ebbflow[postgresql]'` for postgresql://, or set tracking.uri to an MLflow server"
+        ) from error
     except Exception as error:  # of requests, sqlalchemy or MLflow, depending on the store
         raise TrackingError(
             f"the MLflow store {redact(uri)} does not answer: {redact(_first_line(error))}. Start it, or correct tracking.uri or "

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from contextlib import suppress
@@ -373,6 +374,12 @@ def test_a_server_that_is_down_is_named_at_the_start(tmp_path: Path, monkeypatch
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
     with pytest.raises(TrackingError, match=rf"127\.0\.0\.1:{port} does not answer.*(?s:.*)MLFLOW_TRACKING_URI"):
         start_run(Recipe(output=str(tmp_path)), None)
+
+
+def test_a_database_without_its_driver_is_told_which_package_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)  # as if it were not installed
+    with pytest.raises(TrackingError, match=r"needs the database driver psycopg, .* `pip install 'ebbflow\[postgresql\]'`"):
+        check_store("postgresql://mlflow@127.0.0.1:1/mlflow")
 
 
 def test_waiting_for_a_server_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
