@@ -3,11 +3,12 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 ENGINE ?= .venv-vllm-omni
+CONTAINER_TOOL ?= $(shell command -v podman || command -v docker)
 RECIPE ?= workflows/recipes/glyph.yaml
 # Tests commit thousands of small folders and wait for the disk at each: where memory has room for them, they lie there.
 MEMORY := $(shell test "$$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 8000000 2>/dev/null && echo /dev/shm)
 # A file on each core, in the order of tests/conftest.py.
-PYTEST := $(if $(MEMORY),TMPDIR=$(MEMORY) )$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20
+PYTEST := $(if $(MEMORY),TMPDIR=$(MEMORY) )$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20 -rs
 # Rooms whose results depend on what the CPU can do.
 NUMERICAL := $(addprefix tests/,algorithms evaluation flow models offline online/test_loop.py online/test_modes.py rollouts training)
 # In addition to tests/faults: attacks and accidents that are tested in the room that withstands them.
@@ -16,7 +17,7 @@ FAULTS := $(addprefix tests/,pipeline/test_pods.py pipeline/test_post_train.py p
 	labeling/test_label_server.py tracking/test_sqlite.py tracking/test_verification.py tracking/test_verify_again.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni lint docs docs-serve constraints ui clean
+.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni test-containers lint docs docs-serve constraints ui clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -62,6 +63,11 @@ $(ENGINE)/ready: $(VENV)/ready containers/vllm-omni-cpu.txt containers/vllm_omni
 	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(ENGINE)/bin/python --no-deps \
 		--build-constraints constraints.txt --editable . --editable containers/vllm_omni
 	touch $@
+
+# Where the base image's packages come through a mirror: BUILD_OPTIONS="--network host --volume ..." (containers/README.md).
+test-containers: setup ## build the image of CPU tasks with podman or docker, and run the tests in it; BUILD_OPTIONS="--build-arg ..."
+	@test -n "$(CONTAINER_TOOL)" || { echo "neither podman nor docker is installed"; exit 1; }
+	EBBFLOW_CONTAINER_TOOL=$(CONTAINER_TOOL) EBBFLOW_BUILD_OPTIONS="$(BUILD_OPTIONS)" $(BIN)/pytest --durations 10 tests/containers
 
 lint: setup ## what `make test` checks before the tests
 	$(BIN)/ruff check .
