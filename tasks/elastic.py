@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import forkserver, resource_tracker, util
 from types import FrameType
@@ -50,12 +50,23 @@ IN_JOB = "PET_NNODES"
 PRELOADED = ("tasks.train_offline", "ebbflow.offline.training", "ebbflow.tracking.nodes")
 
 
+JOIN_SECONDS = 900
+"""How long nodes wait for each other at the start: one may have to be started, and to pull the image."""
+SILENT_SECONDS, HEARTBEAT_SECONDS = 300, 5
+"""A launcher that was silent for so long is out of the rendezvous: torch's 15 seconds are too few on a busy machine."""
+CONFIGS = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), JOIN_SECONDS)
+
+
 @dataclass
 class GracefulElastic(Elastic):
     """torch's elastic launcher, with time to save after a SIGTERM.
 
     By default the launcher kills its processes after 30 seconds, and the task succeeds without outputs.
     """
+
+    rdzv_configs: dict[str, Any] = field(
+        default_factory=lambda: CONFIGS | {"keep_alive_max_attempt": SILENT_SECONDS // HEARTBEAT_SECONDS}
+    )
 
 
 class GracefulElasticTask(PytorchElasticFunctionTask):
@@ -106,7 +117,7 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
         """
         processes, nodes = self.task_config.nproc_per_node, self.task_config.nnodes
         logger.info("starting %d processes for %s, on one of %d nodes", processes, self._short_name, nodes)
-        with _launched_now(), _launcher(kwargs["recipe"], {}):
+        with _launched_now(), _fast_rendezvous(), _launcher(kwargs["recipe"], {}):
             try:
                 return super().execute(**kwargs)
             except Exception as error:
@@ -239,6 +250,22 @@ def _launched_now() -> Iterator[None]:
         yield
     finally:
         del os.environ[LAUNCHED]
+
+
+@contextmanager
+def _fast_rendezvous() -> Iterator[None]:
+    """c10d's rendezvous without its search for the name of the calling method, which looks through all modules of the process.
+
+    It does so several times for each operation: with the thousands of modules here that takes seconds on a busy machine.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    slow = dynamic_rendezvous.get_method_name
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+    try:
+        yield
+    finally:
+        dynamic_rendezvous.get_method_name = slow
 
 
 def _one_node(parameters: RendezvousParameters) -> RendezvousHandler:

@@ -17,8 +17,6 @@ from tasks.elastic import GracefulElastic
 from tasks.images import cpu_image
 
 DEPLOYMENT = read_deployment(os.environ)
-JOIN_SECONDS = 900
-"""How long the nodes of a training group wait for each other: one may have to be started, and to pull the image."""
 
 
 def light() -> dict[str, Any]:
@@ -59,7 +57,6 @@ def training_group() -> dict[str, Any]:
         start_method="spawn",
         monitor_interval=0.1,
         max_restarts=0,
-        rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), JOIN_SECONDS),
         increase_shared_mem=False,
     )
     return {"task_config": config} | _task(DEPLOYMENT.training_group, processes)

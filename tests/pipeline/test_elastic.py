@@ -17,9 +17,9 @@ from flytekit.configuration import ImageConfig, SerializationSettings
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError, dynamic_rendezvous
 
-from tasks.elastic import GracefulElastic, GracefulElasticTask, _lost
+from tasks.elastic import GracefulElastic, GracefulElasticTask, _fast_rendezvous, _lost
 from tasks.train_offline import train_offline
 
 CASES = Path(__file__).with_name("elastic_cases.py")
@@ -89,6 +89,21 @@ def test_several_nodes_are_a_pytorch_job(nodes: int, kind: str) -> None:
     custom = made.get_custom(SerializationSettings(ImageConfig.auto_default_image()))
     group = {"rdzvBackend": "c10d", "minReplicas": 4, "maxReplicas": 4, "nprocPerNode": 8}
     assert (custom or {}) == ({} if nodes == 1 else {"workerReplicas": {"replicas": 4}, "elasticConfig": group})
+
+
+def test_the_rendezvous_finds_the_name_of_a_caller_as_torch_does() -> None:
+    def named() -> str:
+        return dynamic_rendezvous.get_method_name()
+
+    def caller() -> str:
+        return named()
+
+    slow = dynamic_rendezvous.get_method_name
+    with _fast_rendezvous():
+        assert caller() == "caller"
+        assert dynamic_rendezvous.get_method_name is not slow
+    assert dynamic_rendezvous.get_method_name is slow
+    assert caller() == "caller"
 
 
 def failed(exitcode: int) -> FlyteUserRuntimeException:
