@@ -121,6 +121,35 @@ def estimate(recipe: Path, processes: int, tflops: float | None) -> None:
 
 
 @main.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--gpus", required=True, type=click.IntRange(min=2), help="To divide between training, rollouts and rewards.")
+@click.option("--tflops", type=click.FloatRange(0, min_open=True), help="As of `ebbflow estimate`.")
+@click.option("--timeline", type=click.Path(exists=True, path_type=Path), help="timeline.json of a run of the stage, measured.")
+@click.option(
+    "--network",
+    default=50.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="10^9 bytes in a second between nodes of 8 GPUs.",
+)
+def plan(recipe: Path, gpus: int, tflops: float | None, timeline: Path | None, network: float) -> None:
+    """Plan the online stages of RECIPE for a number of GPUs: the best split in each mode, and where it stops scaling."""
+    from ebbflow.data.model_sizes import SizeError  # imports numpy
+    from ebbflow.estimate.measured import measured
+    from ebbflow.estimate.plan import PlanError
+    from ebbflow.estimate.plan_text import describe_plans
+    from ebbflow.estimate.run import estimate_of
+
+    try:
+        resolved = load_recipe(recipe)
+        click.echo(describe_plans(estimate_of(resolved, 1, *measured(resolved.model)), gpus, tflops, timeline, network))
+    except (RecipeError, SizeError, PlanError) as error:
+        sys.exit(str(error))
+    except _model_error() as error:  # evaluated where all other errors are ruled out
+        sys.exit(str(error))
+
+
+@main.command()
 def keys() -> None:
     """Print every recipe key with its default and its meaning."""
     for key, default, meaning in _keys(Recipe, "", {}):

@@ -1,0 +1,184 @@
+"""When the workers of an online stage are busy: a simulation of its loop, event by event, with given seconds for each task.
+
+It follows ``ebbflow.online.loop`` and ``ebbflow.online.rollout_queue`` under ``placement: ray``: a step is cut into requests, a
+rollout worker takes the oldest, a reward worker scores it, and the step trains once all of its requests are there. Workers of a
+role are alike, and nothing fails.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import fmean
+from typing import NamedTuple
+
+WARM_UP = 3
+"""Steps at the beginning that are not measured, besides those that are generated ahead of the first."""
+MEASURED = 6
+"""Steps that are measured."""
+
+
+@dataclass(frozen=True)
+class TaskSeconds:
+    """Seconds of each task, on one worker of its role.
+
+    Attributes:
+        rollout: of a request.
+        scoring: of a request's images.
+        training: of a step, on all ranks.
+        receive: of new weights, before the first request with them.
+        between: of a step's own process, between training and the rollouts of the next step: publishing, advantages, records.
+    """
+
+    rollout: float
+    scoring: float
+    training: float
+    receive: float = 0.0
+    between: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the loop does in a step.
+
+    Attributes:
+        requests: of a step.
+        steps_ahead: steps whose rollouts are in flight while another one trains.
+        newest: whether a request takes the weights that are newest when it begins (mode ``async``).
+    """
+
+    requests: int
+    steps_ahead: int
+    newest: bool = False
+
+
+class Schedule(NamedTuple):
+    """What a stage does once it runs steadily.
+
+    Attributes:
+        step: seconds.
+        training, rollout, reward: the share of the time in which the workers of the role are busy.
+        staleness: mean age of the samples, in steps.
+    """
+
+    step: float
+    training: float
+    rollout: float
+    reward: float
+    staleness: float
+
+
+def simulate(stage: Stage, seconds: TaskSeconds, rollout_workers: int, reward_workers: int) -> Schedule:
+    """Run some steps of a stage.
+
+    Raises:
+        ValueError: there are no requests or no workers, or no task takes any time.
+    """
+    if min(stage.requests, rollout_workers, reward_workers) < 1 or seconds.rollout + seconds.training <= 0:
+        raise ValueError(f"{stage} with {rollout_workers} rollout and {reward_workers} reward workers takes no time: {seconds}")
+    return _Simulation(stage, seconds, rollout_workers, reward_workers).run()
+
+
+@dataclass
+class _Pool:
+    """Workers of a role; ``busy`` are the seconds that they worked."""
+
+    idle: list[int]
+    queue: deque[tuple[int, int]] = field(default_factory=deque)
+    busy: float = 0.0
+
+
+class _Simulation:
+    """The state of the loop. A request is (its step, the version that the step was started with)."""
+
+    def __init__(self, stage: Stage, seconds: TaskSeconds, rollout_workers: int, reward_workers: int) -> None:
+        self.stage, self.seconds = stage, seconds
+        self.rollout, self.reward = _Pool(list(range(rollout_workers))), _Pool(list(range(reward_workers)))
+        self.versions = [-1] * rollout_workers
+        self.num_steps = stage.steps_ahead + WARM_UP + MEASURED
+        self.now, self.version, self.next_step = 0.0, 0, 0
+        self.left: dict[int, int] = {}
+        self.made_with: dict[int, list[int]] = {}
+        self.trains = False
+        self.ends: list[tuple[float, float, float]] = []
+        self.ages: list[float] = []
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.number = count()
+
+    def run(self) -> Schedule:
+        self._start_rollouts()
+        while self.version < self.num_steps:
+            self._dispatch()
+            self._train()
+            self.now, _, happens = heapq.heappop(self.events)
+            happens()
+        first, last = self.ends[-MEASURED - 1], self.ends[-1]
+        time, rollouts, scoring = (end - start for start, end in zip(first, last, strict=True))
+        return Schedule(
+            step=time / MEASURED,
+            training=self.seconds.training * MEASURED / time,
+            rollout=rollouts / time / len(self.versions),
+            reward=scoring / time / (len(self.reward.idle) + self._scoring),
+            staleness=fmean(self.ages[-MEASURED:]),
+        )
+
+    _scoring = 0
+    """Reward workers that are busy."""
+
+    def _start_rollouts(self) -> None:
+        while len(self.left) <= self.stage.steps_ahead:
+            self.left[self.next_step] = self.stage.requests
+            self.made_with[self.next_step] = []
+            self.rollout.queue.extend([(self.next_step, self.version)] * self.stage.requests)
+            self.next_step += 1
+
+    def _dispatch(self) -> None:
+        """Give waiting requests to idle workers."""
+        while self.rollout.queue and self.rollout.idle:
+            step, version = self.rollout.queue.popleft()
+            self._generate(self.rollout.idle.pop(), step, self.version if self.stage.newest else version)
+        while self.reward.queue and self.reward.idle:
+            step, _ = self.reward.queue.popleft()
+            self.reward.idle.pop()
+            self._scoring += 1
+            self.reward.busy += self.seconds.scoring
+            self._after(self.seconds.scoring, lambda step=step: self._scored(step))  # type: ignore[misc]
+
+    def _generate(self, worker: int, step: int, version: int) -> None:
+        taken = self.seconds.rollout + (self.seconds.receive if self.versions[worker] != version else 0.0)
+        self.versions[worker] = version
+        self.rollout.busy += taken
+        self.made_with[step].append(version)
+
+        def generated() -> None:
+            self.rollout.idle.append(worker)
+            self.reward.queue.append((step, version))
+
+        self._after(taken, generated)
+
+    def _scored(self, step: int) -> None:
+        self.reward.idle.append(0)
+        self._scoring -= 1
+        self.left[step] -= 1
+
+    def _train(self) -> None:
+        """Train on the first step whose requests are all there."""
+        done = next((step for step, left in self.left.items() if not left), None)
+        if self.trains or done is None:
+            return
+        self.trains = True
+        del self.left[done]
+        self.ages.append(self.version - fmean(self.made_with.pop(done)))
+        self._after(self.seconds.training + self.seconds.between, self._trained)
+
+    def _trained(self) -> None:
+        self.trains = False
+        self.version += 1
+        self.ends.append((self.now, self.rollout.busy, self.reward.busy))
+        self._start_rollouts()
+
+    def _after(self, seconds: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.number), happens))

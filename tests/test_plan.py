@@ -1,0 +1,268 @@
+"""The plan of an online stage: its simulation against the loop's own queue, what more GPUs change, and what is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import plan as benchmark
+from ebbflow.cli import main
+from ebbflow.data.model_sizes import Sample, Sizes
+from ebbflow.estimate.plan import (
+    PlanError,
+    Split,
+    TaskTimes,
+    best_plan,
+    measured_times,
+    online_work,
+    scales_to,
+    seconds_of,
+    task_times_of,
+    why_not_further,
+)
+from ebbflow.estimate.plan_text import describe_plans
+from ebbflow.estimate.run import estimate_of
+from ebbflow.estimate.schedule import MEASURED, Stage, TaskSeconds, simulate
+from ebbflow.online.rollout_queue import RolloutQueue, max_steps_ahead
+from ebbflow.online.workers import WorkerPool
+from ebbflow.recipe import Recipe
+from ebbflow.rollouts.weights import WeightsVersion
+from ebbflow.stage import StageContext
+
+SIZES = Sizes(
+    parameters=10**9,
+    blocks=10,
+    width=1000,
+    linears={"to_q": (1000, 1000)},
+    lora_targets=["to_q"],
+    text_encoders=0,
+    vae=0,
+    text_width=1,
+    stored=0,
+)
+SAMPLE = Sample((16, 64, 64), pixels=512 * 512, tokens=1124, joint=True, text_tokens=100, conditioning=1, passes=1)
+MODES = ("sync", "one_step_off", "async")
+
+
+def stage_of(mode: str = "sync", staleness: int = 1, **keys: Any) -> StageContext:
+    stale = {"staleness": staleness} if mode == "async" else {}
+    stage = {"kind": "online", "placement": "ray", "mode": mode, "steps": 20, **stale, **keys}
+    return StageContext(Recipe.model_validate({"stages": [stage]}), 0, 0)
+
+
+# --- the simulation is the loop: the same queue and pools, on a clock that jumps from one event to the next
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready:
+            self.now = min(handle.when() for handle in self._scheduled if not handle.cancelled())
+        super()._run_once()
+
+
+class Busy:
+    """A worker that takes seconds."""
+
+    def __init__(self, index: int, seconds: TaskSeconds) -> None:
+        self.index, self.seconds, self.version = index, seconds, -1
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        if method == "score":
+            return await asyncio.sleep(self.seconds.scoring)
+        version = arguments[1].version
+        taken, self.version = self.seconds.rollout + self.seconds.receive * (version != self.version), version
+        await asyncio.sleep(taken)
+        return version
+
+
+class Queue(RolloutQueue):
+    """The stage's own, for requests without content."""
+
+    def requests(self, step: int, chosen: object = None) -> Any:
+        return [SimpleNamespace(step=step)] * self.num_requests
+
+    async def generate_and_score(self, request: Any, weights: Any, with_guards: bool = False) -> Any:
+        version = await self.workers.rollout.call("generate", lambda: (request, weights()))
+        await self.workers.reward.call("score", lambda: ())
+        return SimpleNamespace(request=request, report=SimpleNamespace(version=version))
+
+
+def looped(ctx: StageContext, seconds: TaskSeconds, requests: int, rollout: int, reward: int) -> list[float]:
+    """When the steps of a stage end, its queue and pools being real."""
+
+    async def run() -> list[float]:
+        pools = {
+            role: WorkerPool(role, [Busy(index, seconds) for index in range(number)], None)
+            for role, number in (("rollout", rollout), ("reward", reward))
+        }
+        queue, ends = Queue(ctx, SimpleNamespace(**pools), [], None), []
+        queue.num_requests = requests
+        for step in range(ctx.online.steps - max_steps_ahead(ctx.online)):  # at the end nothing is generated ahead
+            queue.weights = WeightsVersion(step)
+            await queue.start()
+            await queue.next_batch(step)
+            await asyncio.sleep(seconds.training + seconds.between)
+            ends.append(asyncio.get_running_loop().time())
+        await queue.aclose()
+        return ends
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        return runner.run(run())
+
+
+@pytest.mark.parametrize("training", [0.7, 3.1, 9.3], ids=["rollouts are slow", "balanced", "training is slow"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_simulation_is_the_loop(mode: str, training: float) -> None:
+    ctx = stage_of(mode, staleness=2)
+    seconds = TaskSeconds(rollout=1.37, scoring=0.23, training=training, receive=0.19, between=0.11)
+    ends = looped(ctx, seconds, requests=7, rollout=3, reward=2)
+    stage = Stage(7, max_steps_ahead(ctx.online), newest=mode == "async")
+    found = simulate(stage, seconds, rollout_workers=3, reward_workers=2)
+    expected = (ends[-1] - ends[-1 - MEASURED]) / MEASURED
+    assert found.step == pytest.approx(expected, rel=0.02)
+    assert found.training == pytest.approx(training / found.step)
+    assert 0 < found.rollout <= 1.01
+
+
+def test_what_a_mode_costs_in_closed_form() -> None:
+    seconds = TaskSeconds(rollout=1.0, scoring=0.0, training=2.0, between=0.5)
+    sync, ahead = (simulate(Stage(8, steps), seconds, 2, 8) for steps in (0, 1))
+    assert (sync.step, sync.staleness) == (pytest.approx(4 + 2.5), 0)
+    assert (ahead.step, ahead.staleness) == (pytest.approx(4), 1)
+    assert (sync.rollout, ahead.rollout) == (pytest.approx(4 / 6.5), pytest.approx(1))
+    with pytest.raises(ValueError, match="takes no time"):
+        simulate(Stage(8, 0), seconds, 0, 1)
+
+
+# --- the best split
+
+
+def work_and_times(tflops: float = 100, network: float = 50, mode: str = "sync", **keys: Any) -> tuple[Any, TaskTimes]:
+    ctx = stage_of(mode, **keys)
+    made = estimate_of(ctx.recipe, 1, SIZES, SAMPLE)
+    work = online_work(made, ctx)
+    return work, task_times_of(made, work, tflops, network)
+
+
+def test_the_best_split_is_that_of_trying_all() -> None:
+    work, times = work_and_times(prompts_per_step=8, micro_batch=16)
+    for mode in MODES:
+        best = best_plan(work, times, mode, 12)
+        stage = Stage(work.requests, work.steps_ahead(mode), newest=mode == "async")
+        every = [
+            simulate(stage, seconds_of(work, times, Split(ranks, 12 - ranks, 0)), 12 - ranks, work.requests).step
+            for ranks in range(1, 12)
+        ]
+        assert best.schedule.step == pytest.approx(min(every)), mode
+
+
+def test_more_gpus_are_never_worse_and_stop_being_better() -> None:
+    work, times = work_and_times(prompts_per_step=4, micro_batch=16)
+    plans = {gpus: best_plan(work, times, "one_step_off", gpus) for gpus in (4, 8, 16, 64, 512)}
+    steps = [plan.schedule.step for plan in plans.values()]
+    assert steps == sorted(steps, reverse=True)
+    assert scales_to(plans) < 512
+    assert plans[512].split.gpus < 512, "what is of no use is not taken"
+    assert plans[512].split.rollout <= 2 * work.requests
+    assert "prompts_per_step" in why_not_further(work, times, plans[512])
+
+
+def test_ranks_on_several_nodes_wait_for_a_slow_network() -> None:
+    (work, fast), (_, slow) = work_and_times(), work_and_times(network=0.01)
+    one_node, two_nodes = Split(8, 1, 0), Split(16, 1, 0)
+    assert seconds_of(work, slow, one_node).training == seconds_of(work, fast, one_node).training
+    assert seconds_of(work, fast, two_nodes).training < seconds_of(work, fast, one_node).training
+    assert seconds_of(work, slow, two_nodes).training > seconds_of(work, fast, one_node).training
+
+
+def test_rewards_on_gpus_get_their_share() -> None:
+    work, times = work_and_times(resources={"reward": {"gpus": 1}}, prompts_per_step=32, micro_batch=16)
+    busy = TaskTimes(times.rollout, times.rollout, times.training, times.between, times.network)
+    split = best_plan(work, busy, "one_step_off", 32).split
+    assert abs(split.reward - split.rollout) <= 1
+    with pytest.raises(PlanError, match="2 GPUs are fewer than the roles"):
+        best_plan(work, busy, "sync", 2)
+
+
+# --- times of a run
+
+
+def timeline(tmp_path: Any, steps: int = 6) -> Any:
+    """Steps of 10 s: 4 of rollouts and rewards, 5 of training on two ranks, and 1 of nothing."""
+    spans, long = [], []
+    for step in range(steps):
+        start = 10.0 * step
+        long.append({"step": step, "start": start, "end": start + 10})
+        tasks = [("rollout", "rollout", 0, 0, 3), ("reward", "scoring", 0, 3, 4)]
+        tasks += [("training", "training", rank, 4, 9) for rank in (0, 1)]
+        spans += [
+            {"role": role, "worker": worker, "task": task, "step": step, "start": start + begin, "end": start + end}
+            for role, task, worker, begin, end in tasks
+        ]
+    (tmp_path / "timeline.json").write_text(json.dumps({"steps": long, "spans": spans}))
+    return tmp_path / "timeline.json"
+
+
+def test_a_timeline_says_what_tasks_take(tmp_path: Any) -> None:
+    work, _ = work_and_times()
+    times = measured_times(work, timeline(tmp_path), network=50)
+    assert (times.rollout, times.scoring, times.training, times.between) == (3, 1, pytest.approx(10), pytest.approx(1))
+    assert seconds_of(work, times, Split(2, 1, 0)).training == pytest.approx(5)
+
+
+def test_what_is_no_timeline_is_refused(tmp_path: Any) -> None:
+    work, _ = work_and_times()
+    with pytest.raises(PlanError, match="no timeline of a stage with four steps"):
+        measured_times(work, timeline(tmp_path, steps=3), 50)
+    (tmp_path / "timeline.json").write_text('{"steps": 3}')
+    with pytest.raises(PlanError, match="take timeline.json of an online stage"):
+        measured_times(work, tmp_path / "timeline.json", 50)
+
+
+# --- the command
+
+
+def test_the_text_names_split_modes_and_end(tmp_path: Any) -> None:
+    ctx = stage_of(prompts_per_step=8, micro_batch=16)
+    made = estimate_of(ctx.recipe, 1, SIZES, SAMPLE)
+    text = describe_plans(made, 64, None, timeline(tmp_path), 50)
+    assert "the best split of 64 GPUs in each mode" in text
+    assert all(f"{mode} scales to " in text for mode in MODES)
+    assert "Rewards run on CPUs" in text
+    assert "Rewards are not counted" in describe_plans(made, 64, 300, None, 50)
+    with pytest.raises(PlanError, match="either --tflops or --timeline"):
+        describe_plans(made, 64, None, None, 50)
+    offline = Recipe.model_validate({"stages": [{"kind": "offline"}]})
+    with pytest.raises(PlanError, match="has no online stage"):
+        describe_plans(estimate_of(offline, 1, SIZES, SAMPLE), 64, 300, None, 50)
+
+
+def test_the_command_plans_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbflow.estimate.measured.measured", lambda model: (SIZES, SAMPLE))
+    run = partial(CliRunner().invoke, main)
+    done = run(["plan", "workflows/recipes/tiny.yaml", "--gpus", "1000", "--tflops", "300"])
+    assert done.exit_code == 0, done.output
+    assert "the best split of 1,000 GPUs" in done.output
+    refused = run(["plan", "workflows/recipes/tiny.yaml", "--gpus", "8"])
+    assert (refused.exit_code, "--timeline" in refused.output) == (1, True)
+
+
+# --- against what was measured
+
+
+def test_the_committed_table_is_that_of_the_committed_measurements() -> None:
+    rows = benchmark.compared(json.loads(benchmark.MEASURED.read_text()))
+    assert benchmark.RESULTS.read_text() == benchmark.report(rows)
+    assert len(rows) == 6
+    assert max(abs(row["predicted"] / row["measured"] - 1) for row in rows) < 0.1
