@@ -306,9 +306,16 @@ class LearningRateFactorConfig(Strict):
     """0 leaves them as they are."""
 
 
-class OptimizerConfig(Strict):
-    """AdamW with gradient clipping."""
+OPTIMIZERS = {
+    "adamw": "AdamW (1711.05101)",
+    "muon": "Muon for all matrices, whose step is made orthogonal and as large as AdamW's (2502.16982), AdamW for the rest",
+}
 
+
+class OptimizerConfig(Strict):
+    """The optimiser, with gradient clipping."""
+
+    name: Literal["adamw", "muon"] = Field("adamw", description=listed(OPTIMIZERS))
     lr: float = Field(3e-4, ge=0, le=1)
     schedule: LearningRateScheduleConfig = LearningRateScheduleConfig()
     lr_factors: list[LearningRateFactorConfig] = []
@@ -317,5 +324,13 @@ class OptimizerConfig(Strict):
     """Decay of AdamW's running means of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Of Muon: Nesterov's, over the gradients."""
     weight_decay: float = Field(1e-4, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _momentum_is_of_muon(self) -> OptimizerConfig:
+        if self.name != "muon" and self.momentum != OptimizerConfig.model_fields["momentum"].default:
+            raise ValueError(f"momentum is for name: muon, and {self.name} has betas; leave it out")
+        return self

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,21 +13,69 @@ from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.choices import LearningRateScheduleConfig, OptimizerConfig
 from ebbflow.training.policy import Policy
 
+RateGroups = list[tuple[float, list[Tensor]]]
+"""(factor of the learning rate, parameters)."""
 
-def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trained parameters, one fused kernel for each: on a CPU a fifth of the time of its single operations.
+
+class CombinedOptimizer:
+    """Several optimisers, each of its own parameters, as one: their parameter groups, and one state."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts, self.state = parts, parts[0].state
+        self.param_groups: list[dict[str, Any]] = [group for part in parts for group in part.param_groups]
+        for part in parts:
+            part.state = self.state
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+AnyOptimizer = torch.optim.Optimizer | CombinedOptimizer
+
+
+def make_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
+    """The optimiser over the trained parameters.
 
     Raises:
         RecipeError: a pattern of ``lr_factors`` is the first to fit no trained parameter.
     """
-    groups = [{"params": values, "lr": config.lr * factor} for factor, values in _rate_groups(policy, config)]
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+    groups = _rate_groups(policy, config)
+    if config.name == "adamw":
+        return _adamw(groups, config)
+    matrices = _only(groups, lambda parameter: parameter.ndim == 2)
+    others = _only(groups, lambda parameter: parameter.ndim != 2)
+    muon = torch.optim.Muon(
+        _with_rates(matrices, config),
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",
     )
+    return CombinedOptimizer(*([_adamw(others, config)] if others else []), muon)
+
+
+def _adamw(groups: RateGroups, config: OptimizerConfig) -> torch.optim.AdamW:
+    """One fused kernel for each parameter: on a CPU a fifth of the time of its single operations."""
+    rated, betas = _with_rates(groups, config), config.betas
+    return torch.optim.AdamW(rated, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+
+
+def _with_rates(groups: RateGroups, config: OptimizerConfig) -> list[dict[str, Any]]:
+    return [{"params": values, "lr": config.lr * factor} for factor, values in groups]
+
+
+def _only(groups: RateGroups, wanted: Callable[[Tensor], bool]) -> RateGroups:
+    chosen = [(factor, [parameter for parameter in values if wanted(parameter)]) for factor, values in groups]
+    return [(factor, values) for factor, values in chosen if values]
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, schedule: LearningRateScheduleConfig, update: int, num_updates: int | None
+    optimizer: AnyOptimizer, schedule: LearningRateScheduleConfig, update: int, num_updates: int | None
 ) -> None:
     """Give every parameter group its learning rate of an optimiser step, from zero: a share of the rate that it was made with.
 
@@ -42,9 +92,9 @@ def set_learning_rate(
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
 
 
-def _rate_groups(policy: Policy, config: OptimizerConfig) -> list[tuple[float, list[Tensor]]]:
+def _rate_groups(policy: Policy, config: OptimizerConfig) -> RateGroups:
     """(factor of the learning rate, parameters); those that no pattern fits come first."""
-    groups: list[tuple[float, list[Tensor]]] = [(1.0, []), *((rate.factor, []) for rate in config.lr_factors)]
+    groups: RateGroups = [(1.0, []), *((rate.factor, []) for rate in config.lr_factors)]
     for name, parameter in policy.parameters.items():
         fitting = (index for index, rate in enumerate(config.lr_factors, 1) if fnmatchcase(name, rate.parameters))
         groups[next(fitting, 0)][1].append(parameter)

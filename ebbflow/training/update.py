@@ -22,7 +22,7 @@ from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
 from ebbflow.stage import drift_stride
 from ebbflow.training.batches import ForwardInputs, RowBatch, parts
-from ebbflow.training.optimizer import make_optimizer, set_learning_rate
+from ebbflow.training.optimizer import AnyOptimizer, make_optimizer, set_learning_rate
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata, Progress, progress_of
 
@@ -54,7 +54,7 @@ class PolicyUpdater:
         policy: Policy,
         stage: StageConfig,
         metadata: PolicyMetadata | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: AnyOptimizer | None = None,
     ) -> None:
         """``metadata``: of the policy folder that the stage starts from, where there is one.
 
@@ -69,7 +69,7 @@ class PolicyUpdater:
         self.algorithm = algorithm_of(stage.algorithm)
         self.hyper = stage.hyper
         self.schedule = _schedule(policy, stage)
-        self.optimizer = optimizer or make_optimizer(policy, stage.optimizer)
+        self.optimizer: AnyOptimizer = optimizer or make_optimizer(policy, stage.optimizer)
         # Gradients of means over many latent elements are below what float16 can hold.
         self.loss_scale = FIRST_LOSS_SCALE if policy.model.precision == "float16" else 1.0
         self.updates = self.steps = 0

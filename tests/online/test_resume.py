@@ -77,7 +77,7 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
 CASES = {
     "sync": ({}, {}),
     "one-step-off-lora": ({"mode": "one_step_off", "optimizer": OPTIMIZER}, {"train": "lora", "rank": 2}),
-    "nft-average": ({**NFT, "mode": "one_step_off"}, {"ema": {"slope": 0.5, "max_decay": 0.5}}),
+    "nft-average": ({**NFT, "mode": "one_step_off", "optimizer": {"name": "muon"}}, {"ema": {"slope": 0.5, "max_decay": 0.5}}),
     "crd-lora": ({"algorithm": CRD, "sampler": {"name": "ode", "steps": 3}}, {"train": "lora", "rank": 2}),
     "async-running": ({"advantages": {"running": True}, "mode": "async", "staleness": 2}, {}),
 }

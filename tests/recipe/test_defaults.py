@@ -24,7 +24,13 @@ NO_SETTINGS = {"name", "teacher"}
 UNTOUCHED = {f"algorithm.sigma.{key}": field.default for key, field in SigmaConfig.model_fields.items()}
 UNTOUCHED |= {"algorithm.old.min_decay": EmaScheduleConfig().min_decay}
 UNTOUCHED |= {f"optimizer.schedule.{key}": field.default for key, field in LearningRateScheduleConfig.model_fields.items()}
-UNTOUCHED |= {"optimizer.lr_factors": [], "optimizer.betas": (0.9, 0.999), "optimizer.eps": 1e-8}  # those of torch
+UNTOUCHED |= {
+    "optimizer.name": "adamw",
+    "optimizer.momentum": 0.95,
+    "optimizer.lr_factors": [],
+    "optimizer.betas": (0.9, 0.999),
+    "optimizer.eps": 1e-8,
+}  # those of torch
 """Keys that need a row only where an algorithm sets another value than this."""
 
 

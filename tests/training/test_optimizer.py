@@ -131,3 +131,50 @@ def test_a_pattern_that_fits_nothing_is_named(model):
     factors = [{"parameters": "*.lora_*", "factor": 2}, {"parameters": "*.lora_B.*", "factor": 16}]
     with pytest.raises(RecipeError, match=r"'\*\.lora_B\.\*' is the first to fit no trained parameter"):
         make_optimizer(Policy(model, LORA, 0), OptimizerConfig.model_validate({"lr_factors": factors}))
+
+
+def muon(policy, **keys):
+    return make_optimizer(policy, OptimizerConfig.model_validate({"name": "muon", "lr": 0.1, "weight_decay": 0.0, **keys}))
+
+
+def test_muons_steps_are_orthogonal_and_as_large_as_adamws(model):
+    """Singular values around .2 sqrt(larger side), for every matrix; the rest steps as AdamW does: by lr, at first."""
+    policy = Policy(model, FULL, 0)
+    optimizer, before = muon(policy), values(policy)
+    gradients(policy, 1)
+    optimizer.step()
+    shapes = set()
+    for name, value in policy.parameters.items():
+        step = (value.detach() - before[name]) / 0.1
+        shapes.add(value.ndim)
+        if value.ndim == 2:
+            singular = torch.linalg.svdvals(step) / (0.2 * max(value.shape) ** 0.5)
+            assert singular.median() == pytest.approx(0.9, abs=0.3), name
+            assert singular.max() < 1.3, name
+        else:
+            assert step.abs().median() == pytest.approx(1, abs=1e-3), name
+    assert shapes >= {1, 2, 4}
+
+
+def test_muon_has_rates_and_momentum_and_one_state(model):
+    policy = Policy(model, LORA.model_copy(update={"dora": True}), 0)
+    optimizer = muon(policy, momentum=0.5, lr_factors=[{"parameters": "*.lora_B.*", "factor": 4}])
+    first = gradients(policy, 1)
+    optimizer.step()
+    second = gradients(policy, 2)
+    optimizer.step()
+    for name, parameter in policy.parameters.items():
+        state = optimizer.state[parameter]
+        if parameter.ndim == 1:
+            assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        else:
+            expected = 0.5 * (first[name] * 0.5) + second[name] * 0.5
+            assert torch.allclose(state["momentum_buffer"], expected, atol=1e-6), name
+    assert sorted(group["lr"] for group in optimizer.param_groups) == pytest.approx([0.1, 0.1, 0.4])
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in policy.parameters.values())
+
+
+def test_momentum_is_muons():
+    with pytest.raises(ValueError, match="momentum is for name: muon, and adamw has betas"):
+        OptimizerConfig(momentum=0.9)
