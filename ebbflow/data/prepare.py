@@ -65,7 +65,7 @@ def _read_mixture(recipe: Recipe, files: Sequence[Path]) -> tuple[list[PromptRow
         for row in rows:
             key = (row.prompt, row.negative_prompt, row.target, row.image)
             repeated += key in found
-            found.setdefault(key, replace(row, source=part.name))
+            found.setdefault(key, replace(row, source=part.label))
     return list(found.values()), "; ".join(
         [*reports, *([f"{repeated} in several files, taken from the first"] if repeated else [])]
     )

@@ -48,13 +48,15 @@ class PromptSetConfig(Strict):
 
     source: PathText
     """As ``prompts.source``."""
+    name: str | None = Field(None, pattern=NAME, max_length=MAX_LENGTH)
+    """In the prompt table, in its column ``source``; left out, the name of the file."""
     weight: float = Field(1.0, gt=0)
     """Its share of the prompts of every step, in proportion to the others'."""
 
     @property
-    def name(self) -> str:
-        """What the prompt table calls it: the name of the file."""
-        return Path(self.source).name
+    def label(self) -> str:
+        """What the prompt table calls it."""
+        return self.name or Path(self.source).name
 
 
 class PromptsConfig(Strict):
@@ -86,15 +88,15 @@ class PromptsConfig(Strict):
         by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
         for index in by_remainder[: prompts - sum(counts)]:
             counts[index] += 1
-        return {part.name: count for part, count in zip(self.mixture, counts, strict=True)}
+        return {part.label: count for part, count in zip(self.mixture, counts, strict=True)}
 
     @model_validator(mode="after")
     def _one_or_several_files(self) -> PromptsConfig:
         if self.source and self.mixture:
             raise ValueError("source and mixture both name files; add the first to the second, or leave one out")
-        names = [part.name for part in self.mixture]
+        names = [part.label for part in self.mixture]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"mixture has {twice[0]} twice, and a set is known by the name of its file; rename one")
+            raise ValueError(f"mixture has {twice[0]} twice; give one of them another name")
         return self
 
     @model_validator(mode="after")

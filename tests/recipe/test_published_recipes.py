@@ -280,7 +280,7 @@ def test_a_pod_accepts_every_recipe(path, tmp_path, monkeypatch):
     """It has what is installed, another working directory, and no file of the one who started the run."""
     settings = load_recipe(path).model_dump(mode="json") | {"output": "s3://bucket/runs"}
     monkeypatch.chdir(tmp_path)
-    if path.stem == "qwen_image_edit":
+    if FAMILIES[settings["model"]["family"]].edits_images:
         with pytest.raises(RecipeError, match="'data/edits.jsonl' is a local path, which pods cannot see; .* give its URI"):
             check_recipe(Recipe.model_validate(settings), SERVER, on_cluster=True)
         settings["prompts"]["source"] = "s3://bucket/edits.parquet"
