@@ -320,7 +320,7 @@ class OptimizerConfig(Strict):
     schedule: LearningRateScheduleConfig = LearningRateScheduleConfig()
     lr_factors: list[LearningRateFactorConfig] = []
     """Learning rates of some parameters, by their names; the first pattern that fits one counts."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
     """Decay of AdamW's running means of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second."""

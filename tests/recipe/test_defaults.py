@@ -28,7 +28,7 @@ UNTOUCHED |= {
     "optimizer.name": "adamw",
     "optimizer.momentum": 0.95,
     "optimizer.lr_factors": [],
-    "optimizer.betas": (0.9, 0.999),
+    "optimizer.betas": [0.9, 0.999],
     "optimizer.eps": 1e-8,
 }  # those of torch
 """Keys that need a row only where an algorithm sets another value than this."""

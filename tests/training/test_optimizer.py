@@ -87,7 +87,7 @@ def gradients(policy, seed):
 def test_one_step_is_adams_with_its_betas_and_eps(model):
     policy = Policy(model, FULL, 0)
     optimizer, before = (
-        make_optimizer(policy, OptimizerConfig(lr=0.1, betas=(0.5, 0.75), eps=0.01, weight_decay=0.0)),
+        make_optimizer(policy, OptimizerConfig(lr=0.1, betas=[0.5, 0.75], eps=0.01, weight_decay=0.0)),
         values(policy),
     )
     first, second = gradients(policy, 1), None
