@@ -280,6 +280,14 @@ def test_the_transformer_that_is_not_trained_takes_memory_too():
     assert made.memory["evaluation"].weights > 2 * 2 * 14_288_491_584
 
 
+def test_an_image_that_the_network_sees_beside_its_latents_counts_with_the_prompt():
+    """Four channels of a mask and sixteen of latents, of 81 frames of 480 x 832."""
+    model = ModelConfig(family="wan_i2v", path="Wan-AI/Wan2.2-I2V-A14B-Diffusers", revision="0" * 40, frames=81)
+    sizes, sample = measure(model)
+    assert (sizes.parameters, sizes.frozen) == (14_288_901_184, 14_288_901_184)
+    assert sample.conditioning == 512 * 4096 + (4 + 16) * 21 * 60 * 104
+
+
 def test_later_models_for_editing_have_the_parts_of_the_earlier_ones():
     plus = published("Qwen/Qwen-Image-Edit-2511", "qwen_image_edit_plus")
     assert plus == published("Qwen/Qwen-Image-Edit", "qwen_image_edit")

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from diffusers import DiffusionPipeline, WanPipeline
+from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.wan import pipeline_wan_i2v
 from pipeline_cases import EDITED_PIXELS, FirstOrderUniPC, family, guidance
 
 from ebbflow.models import load_model
@@ -62,6 +64,14 @@ def tiny(open_tiny: OpenModel) -> OpenModel:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def plain_text() -> Iterator[None]:
+    """Diffusers' pipeline of image to video cannot do without ftfy, which has nothing to fix in the prompts of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_wan_i2v, "ftfy", SimpleNamespace(fix_text=str), raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def small_pictures() -> Iterator[None]:
     """The pipelines for editing scale a picture to a megapixel, whatever they draw; seconds a step."""
     dimensions, side = pipeline_qwenimage_edit.calculate_dimensions, math.isqrt(EDITED_PIXELS)
@@ -98,7 +108,7 @@ def open_peer(tiny_folder: Folder) -> OpenPipeline:
             parts["processor"] = PictureProcessor.from_pretrained(path / "processor")
         pipeline = DiffusionPipeline.from_pretrained(path, local_files_only=True, **parts)
         pipeline.set_progress_bar_config(disable=True)
-        if isinstance(pipeline, WanPipeline):
+        if isinstance(pipeline, (WanPipeline, WanImageToVideoPipeline)):
             options = {"solver_order": 1, "disable_corrector": list(range(100))}
             pipeline.scheduler = FirstOrderUniPC.from_config(pipeline.scheduler.config, **options)
         return pipeline

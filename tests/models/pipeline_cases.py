@@ -22,7 +22,7 @@ from ebbflow.rollouts.generate import generate
 
 TINY = ("sd3", "flux", "qwen_image", "qwen_image_edit", "wan", "wan21")
 """The tiny folders that all tests of the families run on; the last two are versions 2.2 and 2.1 of Wan."""
-NEWER = ("z_image", "flux2_klein", "flux_kontext", "qwen_image_edit_plus", "wan_a14b")
+NEWER = ("z_image", "flux2_klein", "flux_kontext", "qwen_image_edit_plus", "wan_a14b", "wan_i2v")
 """Those whose families differ less: the tests that tell most of a family run on them, and the others only in ``exhaustive``."""
 EVERY = (*TINY, *NEWER)
 NEWER_LATER = [*TINY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NEWER)]

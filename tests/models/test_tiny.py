@@ -19,6 +19,7 @@ from diffusers import (
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
     StableDiffusion3Pipeline,
+    WanImageToVideoPipeline,
     WanPipeline,
     ZImagePipeline,
 )
@@ -85,6 +86,10 @@ PUBLISHED = {
     "wan": (WanPipeline, WAN),
     "wan21": (WanPipeline, WAN),
     "wan_a14b": (WanPipeline, WAN | {"transformer_2": "WanTransformer3DModel"}),
+    "wan_i2v": (
+        WanImageToVideoPipeline,
+        WAN | {"transformer_2": "WanTransformer3DModel", "image_encoder": None, "image_processor": None},
+    ),
     "z_image": (
         ZImagePipeline,
         {

@@ -63,5 +63,5 @@ def test_the_pipeline_loads_an_adapter_of_the_other_transformer(open_tiny, open_
 def test_an_expert_is_of_a_model_with_two(tiny_folder, open_tiny):
     with pytest.raises(ValidationError, match="expert = 'low_noise': wan has one transformer; leave it out, or take wan_a14b"):
         ModelConfig(family="wan", path="somewhere", expert="low_noise")
-    with pytest.raises(ModelError, match="wan21 holds one transformer; set model.family to wan"):
+    with pytest.raises(ModelError, match="wan21 holds one transformer, and wan_a14b has two; family wan takes"):
         open_tiny("wan_a14b", tiny_folder("wan21"))

@@ -52,7 +52,7 @@ class WanModel(PipelineModel):
     pipeline_class = WanPipeline
     published: ClassVar[Published] = PUBLISHED
     lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]  # of self- and cross-attention
-    text_parts = ("text_encoder",)
+    text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (480, 832)
     draws_videos = True
 
@@ -84,6 +84,9 @@ class WanModel(PipelineModel):
         return replace(super().tokens(), joint=False)
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        return self._encode_texts(texts)
+
+    def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         embeds, _ = self.pipeline.encode_prompt(
             texts,
             do_classifier_free_guidance=False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import WanPipeline
@@ -10,13 +10,17 @@ from torch import Tensor
 
 from ebbflow.models.base import Conditioning, ModelError
 from ebbflow.models.families.wan import WanModel
-from ebbflow.models.published import XXL, Part
+from ebbflow.models.published import XXL, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(adapter="WanA14BModel", experts=True, tiny=("wan_a14b",))
 EXPERTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 NETWORK = Part("diffusers", "WanTransformer3DModel", {}, bytes=4)
+OTHERS = {
+    "text_encoder": Part("transformers", "UMT5EncoderModel", XXL | {"vocab_size": 256384}),
+    "vae": Part("diffusers", "AutoencoderKLWan", {}, bytes=4),
+}
 
 
 class WanA14BModel(WanModel):
@@ -26,13 +30,8 @@ class WanA14BModel(WanModel):
     """
 
     pipeline_class = WanPipeline
-    published = {
-        "Wan-AI/Wan2.2-T2V-A14B-Diffusers": {
-            "transformer": NETWORK,
-            "transformer_2": NETWORK,
-            "text_encoder": Part("transformers", "UMT5EncoderModel", XXL | {"vocab_size": 256384}),
-            "vae": Part("diffusers", "AutoencoderKLWan", {}, bytes=4),
-        }
+    published: ClassVar[Published] = {
+        "Wan-AI/Wan2.2-T2V-A14B-Diffusers": OTHERS | {"transformer": NETWORK, "transformer_2": NETWORK}
     }
     networks = tuple(EXPERTS.values())
 
@@ -43,7 +42,9 @@ class WanA14BModel(WanModel):
     @classmethod
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
         if pipeline.transformer_2 is None or pipeline.config.boundary_ratio is None:
-            raise ModelError(f"{config.path} holds one transformer; set model.family to wan")
+            raise ModelError(
+                f"{config.path} holds one transformer, and {config.family} has two; family wan takes text to video with one"
+            )
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Of the network whose band each sigma is in.
