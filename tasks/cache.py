@@ -13,9 +13,11 @@ from flytekit.core import local_cache
 import ebbflow
 from ebbflow.storage.identity import code_digest
 
-LOCAL_CACHE = Path(os.environ.get("EBBFLOW_LOCAL_CACHE") or Path(__file__).parents[1] / "runs" / "flyte" / "cache")
-"""Flyte's cache of local runs. It points into ``runs``, so it lies there and is deleted with them; flytekit's own, in the home
-folder, is shared by all Flyte projects of a user and outlives the files of each."""
+CLONE = Path(__file__).parents[1]
+_FOLDER = CLONE if (CLONE / "pyproject.toml").is_file() else Path.cwd()  # not among installed packages
+LOCAL_CACHE = Path(os.environ.get("EBBFLOW_LOCAL_CACHE") or _FOLDER / "runs" / "flyte" / "cache")
+"""Flyte's cache of local runs, in the clone or else in the working directory. It points into ``runs``, so it lies there and is
+deleted with them; flytekit's own, in the home folder, is shared by all Flyte projects of a user and outlives their files."""
 local_cache.CACHE_LOCATION = str(LOCAL_CACHE)  # flytekit has no setting for it
 
 ONCE_PER_RUN = Cache(version="1")
