@@ -81,7 +81,7 @@ def test_two_nodes_learn_the_bytes_of_one_and_resume_with_them_when_one_dies(lau
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("dies", "name"), [("3 preempted", "preempted"), ("0 killed", "early")])
+@pytest.mark.parametrize(("dies", "name"), [("1 preempted", "preempted"), ("0 killed", "early")])
 def test_a_node_that_is_taken_away_ends_all_of_them_and_they_resume(launch: Launch, tmp_path: Path, dies: str, name: str) -> None:
     assert launch("whole", nodes=1) == ["done"]
     first = launch(name, dies=dies)
