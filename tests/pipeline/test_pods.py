@@ -129,6 +129,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "output": f"{BUCKET}/runs",
         "rewards": [{"name": "similarity"}],
         "guardrails": [],
+        "prompts": {"source": "ebbflow:datasets/words4/prompts.txt", "validation": 4, "held_out": 12},
         "stages": [stage | {"checkpoints": {"every": 1}} for stage in settings["stages"]],
     }
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
