@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import typing
 from collections.abc import Iterator
@@ -22,13 +23,19 @@ from ebbflow.recipe.registry import ALGORITHMS, REWARDS
 from ebbflow.recipe.registry import reward as reward_named
 from ebbflow.recipe.yaml_text import describe_yaml_error
 
+
+def _processes_of_all_nodes() -> str:
+    """What local runs and registering take from the environment, where each counts its own: processes of a node, and nodes."""
+    per_node, nodes = (os.environ.get(f"EBBFLOW_TRAIN_{name}", default) for name, default in (("PROCESSES", "2"), ("NODES", "1")))
+    return str(int(per_node) * int(nodes)) if per_node.isdigit() and nodes.isdigit() else per_node
+
+
 PROCESSES = click.option(
     "--processes",
-    default=2,
-    show_default=True,
-    envvar="EBBFLOW_TRAIN_PROCESSES",
+    default=_processes_of_all_nodes,
+    show_default="2, or EBBFLOW_TRAIN_PROCESSES times EBBFLOW_TRAIN_NODES",
     type=click.IntRange(min=1),
-    help="Training processes of an offline stage.",
+    help="Training processes of an offline stage, those of all nodes.",
 )
 STORE = click.option(
     "--recipe",

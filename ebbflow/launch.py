@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.recipe.secrets import redact
 from ebbflow.resume import end_interrupted, how_to_resume
+from ebbflow.storage.disk import PathError, private_folder
 
 logger = logging.getLogger(__name__)
 PIPELINE = "workflows.run"
@@ -73,8 +75,12 @@ def _of_first_rank_that_failed(error: Exception) -> str | None:
 
 
 def _written(error: Exception) -> str:
-    file = Path(tempfile.gettempdir()) / "traceback.txt"
-    file.write_text("".join(traceback.format_exception(error)))
+    """Where the traceback is now; the error is told all the same where no file can be written."""
+    try:
+        file = private_folder() / f"traceback-{os.getpid()}.txt"
+        file.write_text(redact("".join(traceback.format_exception(error))))
+    except (OSError, PathError):
+        return "\n--debug shows the traceback"
     return f"\nthe traceback is in {file}; --debug shows it"
 
 

@@ -57,10 +57,26 @@ class TolerationConfig(Strict):
 
     key: str | None = None
     """Of the taint; default: any."""
-    operator: Literal["Exists", "Equal"] = "Exists"
+    operator: Literal["Exists", "Equal"]
+    """Default: ``Equal`` where there is a ``value``, otherwise ``Exists``."""
     value: str | None = None
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Default: all three."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_value_is_compared(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {"operator": "Exists" if given.get("value") is None else "Equal"} | given
+
+    @model_validator(mode="after")
+    def _as_kubernetes_has_it(self) -> TolerationConfig:
+        if self.operator == "Exists" and self.value is not None:
+            raise ValueError(f"operator: Exists takes no value, got {self.value!r}; leave one of them out")
+        if self.operator == "Equal" and not self.key:
+            raise ValueError("operator: Equal needs the key of the taint")
+        return self
 
 
 class NodesConfig(Strict):

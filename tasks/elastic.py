@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SPAWN_HELPER = plugin.spawn_helper
+SHORT_FOLDER = "/tmp"
 RENDEZVOUS = "one-node"
 """The name of ``_one_node`` among torch's rendezvous."""
 IN_JOB = "PET_NNODES"
@@ -153,6 +154,7 @@ def preload(recipe: Recipe) -> bool:
     for module in PRELOADED:
         importlib.import_module(module)
     adapter_of(recipe.model.family)
+    _keep_sockets_in_a_short_folder()
     resource_tracker.ensure_running()  # which the fork server would start first, as it is started itself
     new_interpreter = util.spawnv_passfds
     util.spawnv_passfds = _forked_server  # type: ignore[assignment]
@@ -161,6 +163,17 @@ def preload(recipe: Recipe) -> bool:
     finally:
         util.spawnv_passfds = new_interpreter
     return True
+
+
+def _keep_sockets_in_a_short_folder() -> None:
+    """The path of a local socket has 107 bytes at most, and the temporary folder of a local run lies in its output."""
+    usual = tempfile.gettempdir()
+    if os.access(SHORT_FOLDER, os.W_OK | os.X_OK):
+        tempfile.tempdir = SHORT_FOLDER
+    try:
+        util.get_temp_dir()  # a folder that only this user can open; multiprocessing keeps it
+    finally:
+        tempfile.tempdir = usual
 
 
 def _forked_server(executable: str, arguments: list[str], descriptors: list[int]) -> int:

@@ -1,6 +1,7 @@
 from importlib.metadata import version
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -92,3 +93,14 @@ def test_list_leads_to_the_page_about_ones_own() -> None:
 
 def test_version_is_the_packages() -> None:
     assert CliRunner().invoke(main, ["--version"], prog_name="ebbflow").output == f"ebbflow {version('ebbflow')}\n"
+
+
+@pytest.mark.parametrize(("given", "processes"), [({}, "2"), ({"PROCESSES": "3"}, "3"), ({"PROCESSES": "3", "NODES": "2"}, "6")])
+def test_a_replay_has_the_processes_of_all_nodes(monkeypatch, given, processes):
+    for name in ("PROCESSES", "NODES"):
+        monkeypatch.delenv(f"EBBFLOW_TRAIN_{name}", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(f"EBBFLOW_TRAIN_{name}", value)
+    command = main.commands["replay"]
+    (option,) = [param for param in command.params if param.name == "processes"]
+    assert option.get_default(click.Context(command)) == processes

@@ -40,10 +40,15 @@ def test_any_other_error_has_its_type_and_a_traceback_in_a_file(tmp_path: Path) 
         raise ValueError(IN_TASK + "no such thing")
     except ValueError as error:
         said = launch.explain(error).splitlines()
-    file = tmp_path / "traceback.txt"
+    file = tmp_path / f"ebbflow-{os.getuid()}" / f"traceback-{os.getpid()}.txt"
     assert said == ["train_online: ValueError: no such thing", f"the traceback is in {file}; --debug shows it"]
     assert file.read_text().startswith("Traceback (most recent call last)")
     assert __file__ in file.read_text()
+
+
+def test_where_no_file_can_be_written_the_error_is_told_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / f"ebbflow-{os.getuid()}").write_text("made by another user first")
+    assert launch.explain(ValueError("no such thing")) == "ValueError: no such thing\n--debug shows the traceback"
 
 
 def test_of_a_training_group_the_first_failure_is_said(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,6 +65,7 @@ def serve_ui(uri: str, experiment: str, port: int, browser: bool, say: Callable[
     options = {"--backend-store-uri": uri, "--port": str(port), "--workers": "1", "--uvicorn-opts": "--log-level=warning"}
     command = [sys.executable, "-m", "mlflow", "ui", *(word for option in options.items() for word in option)]
     lean = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    _require_free(port)
     process = subprocess.Popen(command, env=os.environ | lean, start_new_session=True)  # it has children, which end with it
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -79,12 +81,22 @@ def serve_ui(uri: str, experiment: str, port: int, browser: bool, say: Callable[
         process.wait()
 
 
+def _require_free(port: int) -> None:
+    """Before MLflow has imported itself: what answers at the port in the meantime would be taken for it."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as MLflow's own; connections that just ended do not count
+        try:
+            taken.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise TrackingError(f"port {port} of 127.0.0.1 is taken ({error.strerror}); set another --port") from None
+
+
 def _wait(process: subprocess.Popen[bytes], server: str) -> None:
     """Until the server answers."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise TrackingError(f"MLflow's UI ended with status {process.returncode} (see above); is the port taken? Set --port")
+            raise TrackingError(f"MLflow's UI ended with status {process.returncode}, see above")
         try:
             urlopen(f"{server}/health", timeout=5).close()
             return

@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import process, util
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -19,7 +21,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError, dynamic_rendezvous
 
-from tasks.elastic import GracefulElastic, GracefulElasticTask, _fast_rendezvous, _lost
+from tasks.elastic import GracefulElastic, GracefulElasticTask, _fast_rendezvous, _keep_sockets_in_a_short_folder, _lost
 from tasks.train_offline import train_offline
 
 CASES = Path(__file__).with_name("elastic_cases.py")
@@ -126,3 +128,13 @@ def failed(exitcode: int) -> FlyteUserRuntimeException:
 def test_what_another_attempt_may_not_meet(error: Exception, words: str | None) -> None:
     lost = _lost(error)
     assert words in lost if words and lost else lost is words
+
+
+def test_sockets_have_short_paths_however_long_the_output_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.delitem(process.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
+    _keep_sockets_in_a_short_folder()
+    assert len(util.get_temp_dir()) < 40
+    assert tempfile.gettempdir() == str(folder)

@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from pydantic import BaseModel
 
 from tasks import resources
-from tasks.deployment import DeploymentConfig, DeploymentError, pod_environment, read_deployment
+from tasks.deployment import DeploymentConfig, DeploymentError, TolerationConfig, pod_environment, read_deployment
 from tasks.images import cpu_image
 from tests.forked import run_forked
 from tests.pipeline.conftest import PYFLYTE, ROOT
@@ -543,6 +543,19 @@ def test_an_image_runs_as_any_user_and_writes_into_tmp_alone(file: Path) -> None
     assert "/root" not in file.read_text()
     (variables,) = (rest.split() for name, rest in instructions if name == "ENV" and "HOME" in rest)
     assert {"HOME=/tmp", "PYTHONPATH=/opt/ebbflow"} <= set(variables)
+
+
+@pytest.mark.parametrize(
+    ("given", "operator"), [({}, "Exists"), ({"key": "gpu"}, "Exists"), ({"key": "dedicated", "value": "gpu"}, "Equal")]
+)
+def test_a_toleration_with_a_value_compares_it(given: dict[str, str], operator: str) -> None:
+    assert TolerationConfig.model_validate(given).operator == operator
+
+
+@pytest.mark.parametrize("given", [{"key": "gpu", "value": "a", "operator": "Exists"}, {"value": "a"}, {"operator": "Equal"}])
+def test_a_toleration_that_kubernetes_refuses_is_refused(given: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="takes no value|needs the key"):
+        TolerationConfig.model_validate(given)
 
 
 @pytest.mark.parametrize("image", ["base", "reward", "rollout"])

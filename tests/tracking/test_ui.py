@@ -52,6 +52,12 @@ def test_no_browser_is_opened_without_a_display(recipe: Recipe, monkeypatch: pyt
     assert opened == []
 
 
+def test_another_server_at_the_port_is_not_taken_for_its_own(recipe: Recipe) -> None:
+    uri = start_run(recipe, None).tracking_uri
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(TrackingError, match="is taken .*; set another --port"):
+        serve_ui(uri, recipe.tracking.experiment, other.getsockname()[1], False, print)
+
+
 @pytest.mark.exhaustive
 def test_the_command_serves_what_it_prints(store: Path, recipe: Recipe, tmp_path: Path) -> None:
     start_run(recipe, None)
