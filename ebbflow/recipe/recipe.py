@@ -318,7 +318,8 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _every_prompt_set_has_its_share(self) -> Recipe:
         for index, stage in enumerate(self.stages):
-            key = {"online": "prompts_per_step", "offline": "prompts"}.get(stage.kind)
+            from_pairs = isinstance(stage, OfflineStageConfig) and stage.pairs
+            key = None if from_pairs else {"online": "prompts_per_step", "offline": "prompts"}.get(stage.kind)
             wanted = getattr(stage, key) if key else 0
             counts = self.prompts.counts(wanted) if wanted else {}
             if empty := [name for name, count in counts.items() if not count]:

@@ -361,3 +361,13 @@ def test_prompt_sets_have_whole_shares(weights, prompts, counts):
 def test_a_mixture_that_cannot_be_is_explained(prompts, message):
     with pytest.raises(RecipeError, match=message):
         Recipe.model_validate({"prompts": prompts})
+
+
+def test_a_stage_of_pairs_takes_no_share_of_a_mixture():
+    """It reads its prompts from the pairs, and ``prompts`` stands for nothing there."""
+    mixture = {"mixture": [{"source": "a.txt", "weight": 999}, {"source": "b.txt"}]}
+    stage = {"kind": "offline", "algorithm": {"name": "diffusion_dpo"}, "prompts": 64}
+    with pytest.raises(RecipeError, match=r"stages.0.prompts = 64 gives the prompt set b.txt less than one prompt"):
+        Recipe.model_validate({"prompts": mixture, "stages": [stage]})
+    recipe = Recipe.model_validate({"prompts": mixture, "stages": [stage | {"pairs": "pairs.jsonl"}]})
+    assert recipe.prompts.counts(64) == {"a.txt": 64, "b.txt": 0}
