@@ -109,10 +109,12 @@ def train_epochs(
     Raises:
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
         CheckpointError: with so many processes the epochs have another number of steps than those of the checkpoint.
+        TrainingError: every step would be warm-up, or no shard has a group for every process.
     """
     config, ranks, clock = ctx.offline, Ranks.current(), Clock()
     shards = _large_enough(_trainable_shards(ctx, rollouts, advantages), updater, ranks)
     num_steps = config.epochs * sum(_num_batches(shard, config.batch_size, ranks) for shard in shards)
+    _require_more_steps_than_warmup(ctx, num_steps)
     updater.num_updates = num_steps
     state = _resumed(checkpoints, updater, recorder, ranks, num_steps)
     gpus = float(ranks.world * torch.cuda.is_available())
@@ -306,6 +308,15 @@ def _large_enough(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> 
     if ranks.rank == 0:
         warnings.warn(updater.alarms[-1], stacklevel=3)
     return large
+
+
+def _require_more_steps_than_warmup(ctx: StageContext, num_steps: int) -> None:
+    """Only now is it known: the steps follow from what was generated and scored. A stage without any has an alarm of its own."""
+    if 0 < num_steps <= (warmup := ctx.config.optimizer.schedule.warmup):
+        raise TrainingError(
+            f"optimizer.schedule.warmup = {warmup} takes the whole stage of {num_steps} optimiser steps; lower it, or raise "
+            f"'epochs' = {ctx.offline.epochs}"
+        )
 
 
 def _parts(

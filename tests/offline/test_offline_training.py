@@ -394,6 +394,20 @@ def test_nothing_kept_trains_nothing(ctx, stored, run, tmp_path):
     assert not calls
 
 
+def test_a_warmup_as_long_as_the_stage_is_refused(make_recipe, stored, run):
+    """Two epochs of 24 rows, of which 19 have an advantage: three batches of at most 8."""
+
+    def warming_up(updates):
+        return StageContext(make_recipe(offline={"optimizer": {"schedule": {"warmup": updates}}}), 0, 1)
+
+    rollouts, advantages, _ = stored(24)
+    with pytest.raises(
+        TrainingError, match=r"optimizer.schedule.warmup = 6 takes the whole stage of 6 optimiser steps; lower it"
+    ):
+        run(warming_up(6), rollouts, advantages)
+    assert len(run(warming_up(5), rollouts, advantages)[1]) == 6
+
+
 @pytest.fixture(scope="module")
 def generated(make_recipe, base_folder, scorer, make_prompts, tmp_path_factory):
     """Rollouts, scores and advantages of a whole tiny stage, made with the base."""
