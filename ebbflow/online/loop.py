@@ -207,7 +207,12 @@ class OnlineLoop:
         self.loop = StageLoop(ctx, self.state, self.recorder, self.checkpoints, self.config.steps, _num_gpus(ctx), ahead)
 
     async def _filter_prompts(self) -> None:
-        """The first pass of ``prompt_filter``, unless a checkpoint says what it left."""
+        """The first pass of ``prompt_filter``, unless a checkpoint says what it left.
+
+        Raises:
+            RewardError: too many of its samples have no reward.
+            StageError: it leaves too few prompts.
+        """
         config = self.config.prompt_filter
         if config is None or self.state.kept_prompts is not None:
             return
@@ -216,17 +221,19 @@ class OnlineLoop:
         at_once = self.config.resources.rollout.count + self.config.resources.reward.count
         for start in range(0, len(requests), at_once):  # their images are in memory together
             found += await asyncio.gather(*map(self._first_scores, requests[start : start + at_once]))
-        rewards, prompt_ids = (np.concatenate(column) for column in zip(*found, strict=True))
-        self.sampler.keep(*reward_moments(rewards, prompt_ids))
+        scores = ScoreTable.cat(found)
+        require_scored(scores, self.ctx.recipe.max_failed_share)
+        prompt_ids = np.array([prompt.prompt_id for request in requests for prompt in request.prompts])
+        self.sampler.keep(*reward_moments(scores.reward, prompt_ids))
         kept = len(self.sampler.left)
         logger.info("%s: prompt_filter keeps %d of %d prompts", self.ctx.label, kept, len(self.sampler.prompts))
         self.recorder.log_metrics({"prompts/kept": kept}, 0)
 
-    async def _first_scores(self, request: RolloutRequest) -> tuple[np.ndarray, np.ndarray]:
-        """(rewards, prompt ids) of the samples of a request."""
+    async def _first_scores(self, request: RolloutRequest) -> ScoreTable:
+        """The scores of the samples of a request, without their images."""
         weights = self.queue.weights
         scored = await self.queue.generate_and_score(request, lambda: weights)
-        return scored.scores.reward, np.array(request.keys.prompt_ids)
+        return scored.scores
 
     async def _publish(self, version: int) -> dict[str, float]:
         """Have new rollouts generated with the weights as they are; what that took."""

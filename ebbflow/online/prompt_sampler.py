@@ -85,10 +85,10 @@ class PromptSampler:
         self.state.kept_prompts = prompt_ids[fits].tolist()
         if few := [(len(part), count) for part, count in self._sets() if len(part) < count]:
             found = f"{few[0][0]} of {len(self.prompts)} prompts, and a step takes {few[0][1]}"
-            seen = f"means from {moments.mean.min():.4g} to {moments.mean.max():.4g}" if len(fits) else "no scores"
+            seen = f"means from {moments.mean.min():.4g} to {moments.mean.max():.4g}"
             raise StageError(
                 f"prompt_filter leaves {found}. The first pass found {seen} and standard deviations of at most "
-                f"{moments.std.max(initial=0):.4g}; widen min_reward, max_reward or min_std"
+                f"{moments.std.max():.4g}; widen min_reward, max_reward or min_std"
             )
         self.learn(prompt_ids, moments)
 

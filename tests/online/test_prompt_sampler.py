@@ -22,7 +22,7 @@ from ebbflow.online.workers import StageError
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.choices import AdvantagesConfig
 from ebbflow.recipe.online import CurriculumConfig
-from ebbflow.rewards.combine import Scorer
+from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
 from ebbflow.training.stage_loop import StageState
@@ -249,6 +249,22 @@ def test_a_filtered_stage_trains_on_what_is_left_alone(run):
     assert {prompt for seen in judge.seen[1:] for prompt in seen} == {1, 2, 6}
     assert judge.seen[0] == list(range(8))
     assert [row["group/zero_std_share"] for row in rows] == [0, 0, 0]
+
+
+class Failing(Judge):
+    """Scores the samples of these prompts alone; they score differently."""
+
+    def __call__(self, images, prompts):
+        result, lost = super().__call__(images, prompts), [prompt.prompt_id not in self.varied for prompt in prompts]
+        result.values[lost] = np.nan
+        return dataclasses.replace(result, failures=dict.fromkeys(np.flatnonzero(lost).tolist(), "made to fail"))
+
+
+@pytest.mark.parametrize(("scored", "failed"), [({1, 2, 6}, "10 of 16"), (set(), "16 of 16")], ids=["some", "none"])
+def test_a_first_pass_that_is_not_scored_ends_the_stage(run, scored, failed):
+    """Three prompts would be enough for the steps, and nobody would know that the others were never tried."""
+    with pytest.raises(RewardError, match=f"{failed} images .* max_failed_share = 5.0% allows; .* made to fail"):
+        run(Failing(scored), prompt_filter={"samples": 2, "max_reward": 1})
 
 
 @pytest.mark.parametrize(
