@@ -99,6 +99,11 @@ class StageContext:
         """Seed of all noise of the stage; two stages never share a draw."""
         return derive_seed(self.recipe.seed, "stage", self.round, self.stage)
 
+    @property
+    def sharing_start(self) -> int:
+        """Samples of a prompt with successive numbers that have one initial noise."""
+        return self.config.group_size if self.config.shared_initial_noise else 1
+
     def groups(self, prompts: list[Prompt], step: int) -> tuple[list[Prompt], SampleKeys]:
         """One group of samples per prompt: the prompt of every sample, and its keys. Samples are numbered across steps."""
         from ebbflow.flow.noise import SampleKeys
@@ -106,8 +111,7 @@ class StageContext:
         size = self.config.group_size
         repeated = [prompt for prompt in prompts for _ in range(size)]
         samples = [step * size + member for _ in prompts for member in range(size)]
-        sharing_start = size if self.config.shared_initial_noise else 1
-        return repeated, SampleKeys(self.seed, [prompt.prompt_id for prompt in repeated], samples, sharing_start)
+        return repeated, SampleKeys(self.seed, [prompt.prompt_id for prompt in repeated], samples, self.sharing_start)
 
 
 @dataclass

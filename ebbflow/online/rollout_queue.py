@@ -157,7 +157,7 @@ class RolloutQueue:
         for some in self._micro_batches(prompts, samples):
             repeated = [prompt for prompt in some for _ in range(samples)]
             numbers = [start + member for _ in some for member in range(samples)]
-            keys = SampleKeys(self.ctx.seed, [prompt.prompt_id for prompt in repeated], numbers)
+            keys = SampleKeys(self.ctx.seed, [prompt.prompt_id for prompt in repeated], numbers, self.ctx.sharing_start)
             requests.append(self._request(0, some, repeated, keys, self._window(0)))
         return requests
 

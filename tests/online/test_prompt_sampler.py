@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ebbflow.algorithms.advantages import compute_advantages, reward_moments, varied_prompts
 from ebbflow.data.sampling import prompt_batch
+from ebbflow.flow.noise import initial_noise
 from ebbflow.models import load_model
 from ebbflow.offline.rollouts import prompts_of_shard
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
@@ -265,6 +267,18 @@ def test_a_first_pass_that_is_not_scored_ends_the_stage(run, scored, failed):
     """Three prompts would be enough for the steps, and nobody would know that the others were never tried."""
     with pytest.raises(RewardError, match=f"{failed} images .* max_failed_share = 5.0% allows; .* made to fail"):
         run(Failing(scored), prompt_filter={"samples": 2, "max_reward": 1})
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["noise of their own", "one noise"])
+def test_the_samples_of_a_first_pass_start_as_those_of_a_step(make_recipe, make_prompts, shared):
+    keys = {"steps": 3, "shared_initial_noise": shared, "prompt_filter": {"max_reward": 1}}
+    ctx, prompts = StageContext(make_recipe(online=keys), 0, 0), make_prompts(4)
+    workers, embeddings = SimpleNamespace(steps_before=0), lambda wanted: None
+    queue = RolloutQueue(ctx, workers, PromptSampler(ctx, prompts), embeddings)
+    for requests in (queue.requests(0, prompts=prompts), queue.first_pass(prompts, 3)):
+        for request in requests:
+            different = {tuple(noise) for noise in initial_noise((4,), request.keys).tolist()}
+            assert len(different) == (len(set(ids(request.prompts))) if shared else len(request))
 
 
 @pytest.mark.parametrize(
