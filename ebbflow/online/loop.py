@@ -210,6 +210,7 @@ class OnlineLoop:
         """The first pass of ``prompt_filter``, unless a checkpoint says what it left.
 
         Raises:
+            ParityError: the engine that would make it does not pass the gate.
             RewardError: too many of its samples have no reward.
             StageError: it leaves too few prompts.
         """
@@ -217,6 +218,7 @@ class OnlineLoop:
         if config is None or self.state.kept_prompts is not None:
             return
         await self._publish(0)
+        await check_parity(self.ctx, self.queue, 0, 0)
         requests, found = self.queue.first_pass(self.sampler.prompts, config.samples), []
         at_once = self.config.resources.rollout.count + self.config.resources.reward.count
         for start in range(0, len(requests), at_once):  # their images are in memory together

@@ -16,15 +16,19 @@ from ebbflow.flow.noise import initial_noise
 from ebbflow.models import load_model
 from ebbflow.offline.rollouts import prompts_of_shard
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
-from ebbflow.online.local_workers import local_workers
+from ebbflow.online.local_workers import LocalWorkers, local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.prompt_sampler import PromptSampler, curriculum_weights
 from ebbflow.online.rollout_queue import RolloutQueue
+from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageError
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.choices import AdvantagesConfig
 from ebbflow.recipe.online import CurriculumConfig
 from ebbflow.rewards.combine import RewardError, Scorer
+from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.parity import ParityError
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
 from ebbflow.training.stage_loop import StageState
@@ -279,6 +283,24 @@ def test_the_samples_of_a_first_pass_start_as_those_of_a_step(make_recipe, make_
         for request in requests:
             different = {tuple(noise) for noise in initial_noise((4,), request.keys).tolist()}
             assert len(different) == (len(set(ids(request.prompts))) if shared else len(request))
+
+
+class Stale(Diffusers):
+    """An engine that keeps the weights that it began with."""
+
+    def load(self, weights):
+        """Nothing arrives."""
+
+
+def test_an_engine_passes_the_gate_before_it_makes_the_first_pass(make_recipe, make_prompts, base_folder):
+    keys = {"engine": f"{__name__}:Stale", "prompt_filter": {"samples": 2, "max_reward": 1}}
+    ctx, judge = StageContext(make_recipe(online=keys), 0, 0), Judge(set(range(8)))
+    policy, other = (Policy(load_model(base_folder), ctx.recipe.policy, 0) for _ in range(2))
+    other.assign({name: 1.5 * value.detach() for name, value in other.parameters.items()})
+    trainer, engine = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online)), RolloutWorker(Stale(ctx, other))
+    with pytest.raises(ParityError, match="log-probs"):
+        run_online_stage(ctx, LocalWorkers(trainer, Scorer(((judge, 1.0),)), engine), make_prompts(8), MetricsRecorder())
+    assert judge.seen == []
 
 
 @pytest.mark.parametrize(
