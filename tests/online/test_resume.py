@@ -105,6 +105,7 @@ def test_a_stage_that_is_preempted_saves_after_the_step(attempt, online, policy)
         assert attempt(name, policy=policy, **online)[:2] == whole[:2], name
 
 
+@pytest.mark.exhaustive
 def test_a_stage_that_chooses_its_prompts_ends_with_the_same_bytes(attempt, monkeypatch):
     monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: Scorer(((Flat(), 1.0),)))
     online = {"mode": "one_step_off", "refill_rounds": 2, "curriculum": {"weight": "low_reward"}}
