@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from training_cases import (
@@ -26,7 +27,10 @@ from training_cases import (
 )
 
 from ebbflow.algorithms.built_in import diffusion_nft
-from ebbflow.models import load_model
+from ebbflow.data.prompts import Prompt
+from ebbflow.models import load_model, predict
+from ebbflow.models.tiny import build_tiny
+from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import verify
 from ebbflow.training.distributed import Ranks, process_group
@@ -85,11 +89,24 @@ def refused_together(base: Path, ranks: Ranks) -> str:
     return str(error.value)
 
 
-def train_as_a_rank(base: Path, output: Path) -> None:
+def velocities_of_experts(folder: Path, ranks: Ranks) -> list[float]:
+    """Without gradient, of this rank's rows: the first is of the band of the trained expert, the second of the other one's."""
+    model = load_model(folder, ModelConfig(family="wan_a14b", path=str(folder), height=64, width=64))
+    Policy(model, LORA, 0, shard=ranks.world > 1)
+    rows = slice(None) if ranks.world == 1 else slice(ranks.rank, ranks.rank + 1)
+    latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+    conditioning = model.encode([Prompt(index, "two cats", "", None, "", "train", "{}") for index in range(2)])
+    with torch.no_grad():
+        velocity = predict(model, latents[rows], torch.tensor([0.9, 0.5])[rows], conditioning.rows(rows))
+    return velocity.std((1, 2, 3, 4)).tolist()
+
+
+def train_as_a_rank(base: Path, experts: Path, output: Path) -> None:
     """Join the group that the environment announces, train every case, and save an untrained policy."""
     with process_group() as ranks:
         assert ranks == Ranks(int(os.environ["RANK"]), 2)
         said = {case: two_steps(base, case, output / case, ranks) for case in CASES} | {"error": refused_together(base, ranks)}
+        said["experts"] = velocities_of_experts(experts, ranks)
     assert Ranks.current() == Ranks(0, 1)
     (output / f"said-{ranks.rank}.json").write_text(json.dumps(said))
     untrained = PolicyMetadata(base_digest="b", recipe_digest="r", config=LORA, version=1)
@@ -97,11 +114,19 @@ def train_as_a_rank(base: Path, output: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_processes(base_folder, tmp_path_factory):
+def experts_folder(tmp_path_factory):
+    """A base model of two transformers, one of which is trained."""
+    folder = tmp_path_factory.mktemp("experts") / "wan_a14b"
+    build_tiny("wan_a14b", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_processes(base_folder, experts_folder, tmp_path_factory):
     """The output folder of two gloo processes, this one and a spawned one, that trained a full and a LoRA policy."""
     output = tmp_path_factory.mktemp("two-processes")
     # Sets have another order in the other process, as they have by chance.
-    as_two_ranks(train_as_a_rank, base_folder, output, PYTHONHASHSEED="7")
+    as_two_ranks(train_as_a_rank, base_folder, experts_folder, output, PYTHONHASHSEED="7")
     return output
 
 
@@ -130,6 +155,11 @@ def test_two_processes_stop_together(two_processes):
     errors = [json.loads((two_processes / f"said-{rank}.json").read_text())["error"] for rank in range(2)]
     assert "not finite: a row of another process (" in errors[0]
     assert "of prompt 4, sample 7, noised to sigma" in errors[1]
+
+
+def test_processes_predict_together_where_their_rows_are_of_different_experts(experts_folder, two_processes):
+    together = [json.loads((two_processes / f"said-{rank}.json").read_text())["experts"] for rank in range(2)]
+    assert sum(together, []) == pytest.approx(velocities_of_experts(experts_folder, Ranks(0, 1)), rel=1e-5)
 
 
 def test_two_processes_save_the_same_adapters_as_the_same_bytes(two_processes):

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from diffusers import WanPipeline
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from ebbflow.models.base import Conditioning, ModelError
 from ebbflow.models.families.wan import WanModel
@@ -49,8 +50,8 @@ class WanA14BModel(WanModel):
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Of the network whose band each sigma is in.
 
-        With gradient the trained one computes all rows: in a pass without rows of its band its gradient is zero instead of
-        missing, and every rank of FSDP calls it.
+        With gradient, or where it is sharded, the trained one also computes a pass without rows of its band: its gradient is then
+        zero instead of missing, and every rank of FSDP has to call it, or the others wait for its share of the weights.
         """
         high = sigma >= self.pipeline.config.boundary_ratio
         trains_high = self.trained_part(self.config) == EXPERTS["high_noise"]
@@ -58,7 +59,7 @@ class WanA14BModel(WanModel):
         if ours.all():
             return self._denoise(self.transformer, latents, sigma, conditioning)
         published = self._denoise(other, latents, sigma, conditioning)
-        if not ours.any() and not torch.is_grad_enabled():
+        if not ours.any() and not torch.is_grad_enabled() and not isinstance(self.transformer, FSDPModule):
             return published
         trained = self._denoise(self.transformer, latents, sigma, conditioning)
         return torch.where(ours.view(-1, 1, 1, 1, 1), trained, published)
