@@ -29,7 +29,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.estimate.hours import forward_operations, hours
 from ebbflow.estimate.measured import cache_folder, measured
 from ebbflow.estimate.memory import Memory, activation_bytes
-from ebbflow.estimate.run import estimate, trained_parameters
+from ebbflow.estimate.run import estimate, estimate_of, trained_parameters
 from ebbflow.estimate.text import GIB, describe
 from ebbflow.estimate.work import KEY_BYTES, PNG_BYTES_PER_PIXEL, shard_bytes, units_of
 from ebbflow.models import ModelError, load_model, predict
@@ -105,6 +105,17 @@ def test_processes_share_weights_and_optimiser_and_hold_one_block(tiny_recipe):
     assert (four.optimizer, four.copies) == (alone.optimizer // 4, alone.copies // 4)
     assert four.samples == alone.samples // 4
     assert (alone.loading, four.loading) == (0, alone.weights)
+
+
+def test_a_network_that_is_never_trained_lies_whole_on_every_process(tiny_recipe):
+    """FSDP2 shards the trained one alone."""
+    stages = [{"kind": "offline"}, {"kind": "online", "placement": "ray", "resources": {"training": {"count": 4}}}]
+    recipe = tiny_recipe("sd3", stages=stages)
+    sizes, sample = measure(recipe.model)
+    alone, beside = (estimate_of(recipe, 4, dataclasses.replace(sizes, frozen=frozen), sample).memory for frozen in (0, 1000))
+    for label in ("1.1 offline training", "1.2 online training"):
+        more = {use: getattr(alone[label], use) + 4 * 1000 for use in ("weights", "loading")}
+        assert beside[label] == dataclasses.replace(alone[label], **more)
 
 
 def test_nodes_share_the_model_or_have_a_replica_each(make_recipe):

@@ -20,8 +20,9 @@ others         text encoders, VAE or reward networks that are loaded at the same
 =============  =================================================================================================
 
 In offline stages FSDP2 shards the first three over the processes, or over those of a node (HSDP); a block is gathered while it
-computes, and every process loads all weights first. The activations are an estimate: in small models of all families autograd
-saved .7 to 1.8 times as much (``tests/test_estimate.py``). CUDA's context and fragmentation are not counted: leave a tenth.
+computes, and every process loads all weights first. A network that is never trained lies whole on each of them. The activations
+are an estimate: in small models of all families autograd saved .7 to 1.8 times as much (``tests/test_estimate.py``). CUDA's
+context and fragmentation are not counted: leave a tenth.
 """
 
 from __future__ import annotations
@@ -138,12 +139,21 @@ class ProcessMemory:
     def latents(self) -> int:
         return 4 * self.sample.elements
 
+    @property
+    def frozen(self) -> int:
+        """The weights of a network that denoises beside the trained one."""
+        return BYTES[self.recipe.model.precision] * self.sizes.frozen
+
     def weights(self, precision: Precision) -> int:
         numbers = self.sizes.parameters + self.sizes.buffers
-        frozen = BYTES[self.recipe.model.precision] * self.sizes.frozen
         if self.recipe.policy.train == "lora":
-            return frozen + BYTES[self.recipe.model.precision] * numbers + 4 * self.trained
-        return frozen + 4 * numbers + (2 * self.sizes.parameters if precision != "float32" else 0)
+            return self.frozen + BYTES[self.recipe.model.precision] * numbers + 4 * self.trained
+        return self.frozen + 4 * numbers + (2 * self.sizes.parameters if precision != "float32" else 0)
+
+    def sharded_weights(self, processes: int, shards: int) -> int:
+        """Of one of several processes that train: its shard and a gathered block of what is trained, and all of the rest."""
+        trained = self.weights(self.recipe.model.precision) - self.frozen
+        return self.frozen + trained // shards + (trained // self.sizes.blocks if processes > 1 else 0)
 
     def copies(self, ctx: StageContext) -> int:
         """Of the copies that the policy of a stage has."""
@@ -204,12 +214,11 @@ class ProcessMemory:
     def online_rank(self, ctx: StageContext) -> Memory:
         """A process that only trains, on the samples of a step; one of several shards the model and gets its share of them."""
         config, ranks = ctx.online, ctx.online.resources.training.count
-        weights, (kept, _) = self.weights(self.recipe.model.precision), units_of(ctx)
-        share = math.ceil(kept / config.updates_per_step / ranks)  # of the samples, in an update
+        share = math.ceil(units_of(ctx)[0] / config.updates_per_step / ranks)  # of the samples, in an update
         recorded = 3 * trained_steps(ctx) if ctx.config.hyper.kind == "trajectory" else 0
         samples = config.prompts_per_step * config.group_size
         return Memory(
-            weights=weights // ranks + (weights // self.sizes.blocks if ranks > 1 else 0),
+            weights=self.sharded_weights(ranks, ranks),
             optimizer=12 * self.trained // ranks,
             copies=self.copies(ctx) // ranks,
             activations=self._training(ctx),
@@ -218,13 +227,11 @@ class ProcessMemory:
         )
 
     def offline(self, ctx: StageContext, processes: int, shards: int) -> Memory:
-        precision, config = self.recipe.model.precision, ctx.offline
-        weights, copies = self.weights(precision), self.copies(ctx)
-        whole = 0 if processes == 1 else weights // self.sizes.blocks
+        config = ctx.offline
         return Memory(
-            weights=weights // shards + whole,
+            weights=self.sharded_weights(processes, shards),
             optimizer=12 * self.trained // shards,
-            copies=copies // shards,
+            copies=self.copies(ctx) // shards,
             activations=self._training(ctx),
             samples=self._update(ctx, math.ceil(config.batch_size / processes)),
             loading=0 if processes == 1 else self.weights("float32"),
