@@ -19,6 +19,7 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -95,6 +96,59 @@ def test_sixteen_bits_halve_the_weights_under_a_lora_and_add_casts_to_trained_on
     numbers, adapters = sizes.parameters + sizes.buffers, trained_parameters(recipe, sizes)
     assert (small, large) == (2 * numbers + 4 * adapters, 4 * numbers + 4 * adapters)
     assert weights("bfloat16", "full")[0] - weights("float32", "full")[0] == 2 * sizes.parameters
+
+
+def bytes_made_by_merging(recipe):
+    """Of the weights that a policy generates with instead of its own."""
+    policy = Policy(load_model(Path(recipe.model.path), recipe.model), recipe.policy, 0)
+    layers = [layer.get_base_layer() for layer in policy.model.transformer.modules() if isinstance(layer, LoraLayer)]
+    before = [layer.weight.data_ptr() for layer in layers]
+    with policy.merged():
+        return sum(layer.weight.nbytes for layer, own in zip(layers, before, strict=True) if layer.weight.data_ptr() != own)
+
+
+def test_an_evaluation_takes_what_merging_adapters_makes(tiny_recipe):
+    def activations(recipe):
+        return estimate_of(recipe, 1, *found).memory["evaluation"].activations
+
+    found = measure(tiny_recipe("sd3").model)
+    full = activations(tiny_recipe("sd3"))
+    some = {"targets": ["to_q", "to_out.0"], "layers": ["transformer_blocks.1.*"]}
+    for policy, merges in (({}, True), (some, True), ({"dora": True}, False)):
+        recipe = tiny_recipe("sd3", policy={"train": "lora", "rank": 3, **policy})
+        made = bytes_made_by_merging(recipe)
+        assert (activations(recipe) - full, made > 0) == (made, merges)
+    half = tiny_recipe("sd3", {"precision": "bfloat16"}, policy={"train": "lora"})
+    assert activations(half) == activations(half.model_copy(update={"policy": tiny_recipe("sd3").policy}))
+    assert bytes_made_by_merging(half) == 0
+
+
+FORWARD = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "merges"),
+    [
+        (FORWARD, True),
+        ({"kind": "offline"} | FORWARD, True),
+        ({"algorithm": {"name": "flow_grpo"}}, False),
+        ({"algorithm": {"name": "flow_grpo"}, "validation": {}}, True),
+        (FORWARD | {"rollout_precision": "bfloat16"}, False),
+        (FORWARD | {"engine": "vllm_omni"}, False),
+    ],
+    ids=["final latents", "shards", "trajectories", "validation", "another precision", "another engine"],
+)
+def test_rollouts_merge_adapters_where_no_trajectory_is_recorded(tiny_recipe, keys, merges):
+    """Of one huge layer, which is more than all the rest."""
+    placements = [{}] if "kind" in keys else [{"placement": "in_process"}, {"placement": "ray"}]
+    for placement in placements:
+        recipe = tiny_recipe("sd3", stages=[{"kind": "online"} | keys | placement], policy={"train": "lora"})
+        sizes, sample = measure(recipe.model)
+        made = estimate_of(recipe, 1, dataclasses.replace(sizes, linears={"attn.to_q": (10**6, 10**6)}), sample).memory
+        found = {label: memory.activations >= 4 * 10**12 for label, memory in made.items()}
+        generates = "training" if placement.get("placement") == "in_process" else "rollout"
+        of_stage = {label: label.endswith(generates) and merges for label in found if label.startswith("1.1")}
+        assert found == {"text encoding": False, "evaluation": True} | of_stage
 
 
 def test_processes_share_weights_and_optimiser_and_hold_one_block(tiny_recipe):

@@ -83,10 +83,8 @@ class Sample:
         return math.prod(self.latent_shape)
 
 
-def lora_parameters(linears: Mapping[str, Shape], targets: Sequence[str], rank: int, dora: bool = False) -> int:
-    """Parameters of LoRA adapters (2106.09685): rank (inputs + outputs) for each layer whose name is or ends in a target.
-
-    Of DoRA (2402.09353) as many as outputs more.
+def adapted_layers(linears: Mapping[str, Shape], targets: Sequence[str]) -> list[Shape]:
+    """The linear layers that LoRA adapts: those whose name is or ends in a target.
 
     Raises:
         SizeError: no layer has such a name.
@@ -94,4 +92,15 @@ def lora_parameters(linears: Mapping[str, Shape], targets: Sequence[str], rank: 
     adapted = [shape for name, shape in linears.items() if any(f".{name}".endswith(f".{target}") for target in targets)]
     if not adapted:
         raise SizeError(f"no layer of the transformer is called {' or '.join(targets)}; see policy.targets")
-    return sum(rank * (inputs + outputs) + dora * outputs for inputs, outputs in adapted)
+    return adapted
+
+
+def lora_parameters(linears: Mapping[str, Shape], targets: Sequence[str], rank: int, dora: bool = False) -> int:
+    """Parameters of LoRA adapters (2106.09685): rank (inputs + outputs) for each layer that they adapt.
+
+    Of DoRA (2402.09353) as many as outputs more.
+
+    Raises:
+        SizeError: no layer has such a name.
+    """
+    return sum(rank * (inputs + outputs) + dora * outputs for inputs, outputs in adapted_layers(linears, targets))

@@ -14,7 +14,8 @@ activations    n s h L 34 b / 2 (2205.05198, without the scores that flash atten
                modulation and gates, which that transformer lacks. With ``gradient_checkpointing``
                n s h (L b + 34 1.5 b / 2). Twice with classifier-free guidance in training. Without
                gradients n s h 10 b: a token's residual, its modulated copy, and the 4 h of the feed-forward
-               layer before and after its nonlinearity; or the VAE while it decodes, if that is more
+               layer before and after its nonlinearity; or the VAE while it decodes, if that is more. Where adapters
+               are merged to generate (``Policy.merged``), 4 bytes for each element of the weights that they adapt
 samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each trained step
 others         text encoders, VAE or reward networks that are loaded at the same time
 =============  =================================================================================================
@@ -123,12 +124,18 @@ def _online(memory: ProcessMemory, ctx: StageContext) -> dict[str, Memory]:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """The memory of every kind of process of a recipe, with ``trained`` parameters."""
+    """The memory of every kind of process of a recipe.
+
+    Attributes:
+        trained: parameters.
+        adapted: elements of the weights that a LoRA adapts.
+    """
 
     recipe: Recipe
     sizes: Sizes
     sample: Sample
     trained: int
+    adapted: int
 
     @property
     def prompt_bytes(self) -> int:
@@ -155,6 +162,11 @@ class ProcessMemory:
         trained = self.weights(self.recipe.model.precision) - self.frozen
         return self.frozen + trained // shards + (trained // self.sizes.blocks if processes > 1 else 0)
 
+    def merged(self, precision: Precision) -> int:
+        """The weights that stand in for the adapted ones while adapters are merged, to generate in a precision."""
+        merges = precision == self.recipe.model.precision == "float32" and not self.recipe.policy.dora
+        return 4 * self.adapted if merges else 0
+
     def copies(self, ctx: StageContext) -> int:
         """Of the copies that the policy of a stage has."""
         made_rollouts = "rollout" in ctx.algorithm.copies(ctx.config.hyper)
@@ -175,10 +187,11 @@ class ProcessMemory:
     def evaluation(self) -> Memory:
         """All samples at once; the drift takes two velocities for each of its noise levels, of one sample of every prompt."""
         prompts, samples = self.recipe.prompts.validation + self.recipe.prompts.held_out, self.recipe.num_evaluated
+        precision = self.recipe.model.precision
         return Memory(
-            weights=self.weights(self.recipe.model.precision),
+            weights=self.weights(precision),
             copies=2 * 4 * self.trained,
-            activations=self._generating(samples, self.recipe.evaluation.micro_batch, self.recipe.model.precision),
+            activations=self._generating(samples, self.recipe.evaluation.micro_batch, precision) + self.merged(precision),
             samples=prompts * (self.prompt_bytes + self.latents * 2 * len(DRIFT_SIGMAS)) + samples * self.latents * 2,
             others=_reward_bytes([*self.recipe.rewards, *self.recipe.guardrails]),
         )
@@ -186,13 +199,12 @@ class ProcessMemory:
     def rollout(self, ctx: StageContext) -> Memory:
         """Of a shard: whole groups, as many as fit into ``micro_batch``, at a time."""
         config = ctx.config
-        precision = config.rollout_precision or self.recipe.model.precision
         samples = max(1, config.micro_batch // config.group_size) * config.group_size
         swapped = 4 * self.trained if ctx.algorithm.generates != "current" else 0
         return Memory(
-            weights=self.weights(precision),
+            weights=self.weights(config.rollout_precision or self.recipe.model.precision),
             copies=self.copies(ctx) + swapped,
-            activations=self._generating(samples, config.micro_batch, precision),
+            activations=self._rolling_out(ctx, samples),
             samples=samples * (self.prompt_bytes + self.latents),
         )
 
@@ -200,12 +212,8 @@ class ProcessMemory:
         """Rollout, rewards and training take turns in one process; the samples of a step stay."""
         alone, config = self.online_rank(ctx), ctx.online
         samples = config.prompts_per_step * config.group_size
-        generating = self._generating(samples, config.micro_batch, config.rollout_precision or self.recipe.model.precision)
-        return replace(
-            alone,
-            activations=max(generating, alone.activations),
-            others=self.judging(ctx),
-        )
+        activations = max(self._rolling_out(ctx, samples), alone.activations)
+        return replace(alone, activations=activations, others=self.judging(ctx))
 
     def judging(self, ctx: StageContext) -> int:
         """The networks that an online stage scores with: guardrails are only loaded for a validation."""
@@ -242,9 +250,16 @@ class ProcessMemory:
         predictions = len(compared_copies(ctx)) + ctx.config.reference.guided
         return samples * (self.prompt_bytes + trained_steps(ctx) * self.latents * (3 + predictions))
 
-    def _generating(self, samples: int, at_once: int, precision: Precision) -> int:
-        """The network's, or the VAE's after it."""
-        network = min(samples, at_once) * inference_bytes(self.sizes.width, self.sample.tokens, precision)
+    def _rolling_out(self, ctx: StageContext, samples: int) -> int:
+        """Our engine merges adapters for samples without a trajectory: those of final latents, and of a validation."""
+        config = ctx.config
+        precision = config.rollout_precision or self.recipe.model.precision
+        merges = config.engine == "diffusers" and (config.kind != "online" or not config.window or bool(config.validation))
+        return self._generating(samples, config.micro_batch, precision, self.merged(precision) if merges else 0)
+
+    def _generating(self, samples: int, at_once: int, precision: Precision, merged: int = 0) -> int:
+        """The network's with ``merged`` bytes of weights, or the VAE's after it."""
+        network = merged + min(samples, at_once) * inference_bytes(self.sizes.width, self.sample.tokens, precision)
         decoded = min(samples, max(1, PIXELS_AT_ONCE // self.sample.pixels)) * self.sample.pixels
         frames = self.recipe.model.frames
         decoded = decoded * min(frames, self.sizes.frames_per_latent) // frames  # a latent's at a time

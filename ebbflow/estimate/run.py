@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from ebbflow.data.model_sizes import Sample, Sizes, lora_parameters
+from ebbflow.data.model_sizes import Sample, Shape, Sizes, adapted_layers, lora_parameters
 from ebbflow.estimate.memory import Memory, ProcessMemory, stage_memory
 from ebbflow.estimate.work import BYTES, PNG_BYTES_PER_PIXEL, Work, work_of
 from ebbflow.recipe import Recipe
@@ -69,7 +70,7 @@ def estimate_of(recipe: Recipe, processes: int, sizes: Sizes, sample: Sample, no
         SizeError: no layer is called as ``policy.targets`` says.
     """
     trained = trained_parameters(recipe, sizes)
-    of = ProcessMemory(recipe, sizes, sample, trained)
+    of = ProcessMemory(recipe, sizes, sample, trained, adapted_weights(recipe, sizes))
     contexts = [StageContext(recipe, 0, index) for index, stage in enumerate(recipe.stages) if stage.kind != "custom"]
     work = {ctx.label: work_of(ctx, sizes, sample, trained) for ctx in contexts}
     judged = recipe.num_evaluated
@@ -105,11 +106,28 @@ def trained_parameters(recipe: Recipe, sizes: Sizes) -> int:
     Raises:
         SizeError: no layer is called as ``policy.targets`` says.
     """
-    policy, linears = recipe.policy, sizes.linears
-    if policy.layers is not None:
-        linears = {name: shape for name, shape in linears.items() if any(fnmatchcase(name, layer) for layer in policy.layers)}
+    policy, linears = recipe.policy, _chosen_layers(recipe, sizes)
     if policy.train == "lora":
         return lora_parameters(linears, policy.targets or sizes.lora_targets, policy.rank, policy.dora)
     if policy.layers is None:
         return sizes.parameters
     return sum(inputs * outputs + outputs for inputs, outputs in linears.values())
+
+
+def adapted_weights(recipe: Recipe, sizes: Sizes) -> int:
+    """Elements of the weights that the recipe's LoRA adapts; none in full training.
+
+    Raises:
+        SizeError: no layer is called as ``policy.targets`` says.
+    """
+    if recipe.policy.train == "full":
+        return 0
+    adapted = adapted_layers(_chosen_layers(recipe, sizes), recipe.policy.targets or sizes.lora_targets)
+    return sum(inputs * outputs for inputs, outputs in adapted)
+
+
+def _chosen_layers(recipe: Recipe, sizes: Sizes) -> Mapping[str, Shape]:
+    """The linear layers, or those of them that ``policy.layers`` names."""
+    if (layers := recipe.policy.layers) is None:
+        return sizes.linears
+    return {name: shape for name, shape in sizes.linears.items() if any(fnmatchcase(name, layer) for layer in layers)}
