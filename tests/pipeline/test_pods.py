@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -257,8 +256,8 @@ def test_sixty_four_pods_share_the_work_of_a_stage(cluster: Cluster, recipe: Pat
     with _tracking_server(tmp_path) as uri:
         own = replace(cluster, homes=homes, lost=(), pods=[], environment={**cluster.environment, "MLFLOW_TRACKING_URI": uri})
         found = execute(own, decoded(package(tmp_path)), "workflows.post_training.post_train", given, "a6f2")
-    tasks = Counter(pod.split(" ")[1] for pod in own.pods)
-    assert tasks["tasks.generate_rollouts.generate_rollouts"] == tasks["tasks.score_rollouts.score_rollouts"] == 64
+    for name in ("generate_rollouts", "score_rollouts"):  # a map task has a longer name
+        assert sum(name in pod for pod in own.pods) == 64
     candidate = msgpack.unpackb(found["candidate"].scalar.binary.value)
     assert own.store.exists(f"{candidate['policy']['folder']['path']}/COMMIT")
     scored = own.store.glob(f"{BUCKET}/raw/a6f2/**/scores.parquet")
