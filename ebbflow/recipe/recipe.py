@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, ValidationInfo, field_validator, model_validator
 
 from ebbflow.recipe.algorithms import EmaScheduleConfig
 from ebbflow.recipe.base import (
@@ -392,9 +392,9 @@ class Recipe(Strict):
                 )
         return self
 
-    @model_validator(mode="wrap")
+    @model_validator(mode="wrap")  # type: ignore[arg-type, unused-ignore]  # mypy finds it or not, by the order of the files
     @classmethod
-    def _explain_what_is_wrong(cls, data: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Recipe:
+    def _explain_what_is_wrong(cls, data: Any, handler: ModelWrapValidatorHandler[Recipe], info: ValidationInfo) -> Recipe:
         context = info.context or {}
         locate = context.get("locate", nowhere)
         try:
