@@ -75,7 +75,7 @@ def _of_first_rank_that_failed(error: Exception) -> str | None:
 
 
 def _written(error: Exception) -> str:
-    """Where the traceback is now; the error is told all the same where no file can be written."""
+    """Where the traceback is now; where no file can be written, only how to see it."""
     try:
         file = private_folder() / f"traceback-{os.getpid()}.txt"
         file.write_text(redact("".join(traceback.format_exception(error))))

@@ -23,7 +23,7 @@ from ebbflow.tracking.sinks import require_sinks
 from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
 
 LOCAL_PATH = "is a local path, which pods cannot see; upload it and give its URI"
-WHERE = "a relative path is looked for beside the recipe, then in the working directory"
+WHERE = "a relative path is looked for next to the recipe, then in the working directory"
 TRIED_PROMPTS = 2
 TRIED_SIZE = 64
 """Pixels a side of the images that a reward is tried on, where the recipe leaves the size to the model."""

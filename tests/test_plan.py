@@ -71,7 +71,7 @@ class VirtualTime(asyncio.SelectorEventLoop):
         super()._run_once()
 
 
-class Busy:
+class SleepingWorker:
     """A worker that takes seconds."""
 
     def __init__(self, index: int, seconds: TaskSeconds) -> None:
@@ -103,7 +103,7 @@ def looped(ctx: StageContext, seconds: TaskSeconds, requests: int, rollout: int,
 
     async def run() -> list[float]:
         pools = {
-            role: WorkerPool(role, [Busy(index, seconds) for index in range(number)], None)
+            role: WorkerPool(role, [SleepingWorker(index, seconds) for index in range(number)], None)
             for role, number in (("rollout", rollout), ("reward", reward))
         }
         queue, ends = Queue(ctx, SimpleNamespace(**pools), [], None), []

@@ -24,13 +24,13 @@ class Sizes:
 
     Attributes:
         parameters: of the transformer.
-        buffers: numbers in its checkpoint beside them.
+        buffers: numbers in its checkpoint that are no parameters.
         blocks: of the transformer.
         width: of a token in them.
         linears: the transformer's linear layers by name.
         lora_targets: the layers that LoRA adapts where the recipe names none.
         text_encoders: parameters.
-        frozen: parameters of another network that denoises beside it and is never trained.
+        frozen: parameters of another network that also denoises and is never trained.
         vae: parameters.
         decoding: bytes that the VAE's tensors take at most while it decodes, per pixel of an image.
         vae_encodes_prompts: prompts come with an image.

@@ -22,7 +22,7 @@ others         text encoders, VAE or reward networks that are loaded at the same
 
 In offline stages FSDP2 shards the first three over the processes, or over those of a node (HSDP); a block is gathered while it
 computes, and every process loads all weights first. A network that is never trained lies whole on each of them. The activations
-are an estimate: in small models of all families autograd saved .7 to 1.8 times as much (``tests/test_estimate.py``). CUDA's
+are an estimate: in small models autograd saved .7 to 1.8 times as much (``tests/estimate/test_activations.py``). CUDA's
 context and fragmentation are not counted: leave a tenth.
 """
 
@@ -43,7 +43,7 @@ from ebbflow.stage import StageContext
 BLOCK_BYTES = 34
 """Bytes that a block saves per token and unit of width, in 16 bits (2205.05198, equation 2 without 5 a s / h)."""
 MODULATION = 1.5
-"""Factor for blocks whose norms are shifted, scaled and gated; measured (``tests/test_estimate.py``)."""
+"""Factor for blocks whose norms are shifted, scaled and gated; measured (``tests/estimate/test_activations.py``)."""
 INFERENCE_NUMBERS = 10
 """Elements alive per token and unit of width in a pass without gradients."""
 REWARD_PARAMETERS = {
@@ -148,7 +148,7 @@ class ProcessMemory:
 
     @property
     def frozen(self) -> int:
-        """The weights of a network that denoises beside the trained one."""
+        """The weights of a network that also denoises and is never trained."""
         return BYTES[self.recipe.model.precision] * self.sizes.frozen
 
     def weights(self, precision: Precision) -> int:

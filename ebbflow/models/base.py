@@ -104,14 +104,14 @@ class Tokens:
         image: of its latents.
         text: of its prompt, encoded, at most.
         edited: of the image that it edits.
-        beside: numbers of the conditioning that are no tokens: channels beside those of the latents.
+        condition_channels: numbers of the conditioning that are channels of the input, not tokens.
         joint: text goes through the blocks with the image, instead of only being attended to.
     """
 
     image: int
     text: int
     edited: int = 0
-    beside: int = 0
+    condition_channels: int = 0
     joint: bool = True
 
 

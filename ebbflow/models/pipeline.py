@@ -140,7 +140,7 @@ class PipelineModel:
         return sigmas
 
     def _shift(self, tokens: int, steps: int) -> dict[str, float]:
-        """What the scheduler is told of the image's tokens and of the steps."""
+        """The scheduler's arguments that depend on the number of the image's tokens and of the steps."""
         return dynamic_shift(self.pipeline.scheduler, tokens)
 
     def _unpack(self, prediction: Tensor) -> Tensor:

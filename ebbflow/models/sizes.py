@@ -65,7 +65,7 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
         tokens=tokens.image + tokens.edited + (tokens.text if tokens.joint else 0),
         joint=tokens.joint,
         text_tokens=tokens.text,
-        conditioning=tokens.text * sizes.text_width + tokens.edited * 4 * channels + tokens.beside,
+        conditioning=tokens.text * sizes.text_width + tokens.edited * 4 * channels + tokens.condition_channels,
         passes=2 if model.guidance > 1 and adapter.guided else 1,
     )
     return sizes, sample

@@ -102,14 +102,14 @@ def resolve_paths(data: Any, folder: Path) -> Any:
 def _resolved(text: str, folder: Path) -> str:
     if not text or "://" in text or text.startswith(SHIPPED) or os.path.isabs(text):
         return text
-    if not os.path.exists(beside := os.path.join(folder, text)):
+    if not os.path.exists(in_folder := os.path.join(folder, text)):
         return text
     if os.path.exists(text):
-        if os.path.samefile(text, beside):
+        if os.path.samefile(text, in_folder):
             return text
         warnings.warn(f"{text} is in {folder} and in the working directory; the first is used: rename one", stacklevel=2)
-    relative = os.path.relpath(beside)
-    return os.path.abspath(beside) if relative.startswith("..") else relative
+    relative = os.path.relpath(in_folder)
+    return os.path.abspath(in_folder) if relative.startswith("..") else relative
 
 
 PathText = Annotated[str, AfterValidator(require_path)]

@@ -64,7 +64,7 @@ class PromptsConfig(Strict):
 
     source: PathText | None = None
     """A .txt, .jsonl, .csv or .parquet file; left out: random strings for the glyph model. A relative path, here as for every
-    input, is looked for beside the recipe, then in the working directory. ``ebbflow:datasets/signs/prompts.txt`` is
+    input, is looked for next to the recipe, then in the working directory. ``ebbflow:datasets/signs/prompts.txt`` is
     installed with Ebbflow, so that every pod has it."""
     mixture: list[PromptSetConfig] = []
     """Several files instead of ``source``: every step takes prompts of all of them, in proportion to their weights."""
@@ -467,7 +467,7 @@ def parse_recipe(text: str | bytes, name: str, folder: Path = Path()) -> Recipe:
 
 
 def _nearest_recipe(path: Path) -> str:
-    """A hint for a path that leads nowhere: a recipe beside it, or one of ours."""
+    """A hint for a path that leads nowhere: a recipe in the same folder, or one of ours."""
     folders = [folder for folder in (path.parent, Path(SHIPPED)) if os.path.isdir(folder)]
     known = {file.stem: str(file) for folder in reversed(folders) for file in sorted(folder.glob("*.yaml"))}
     near = nearest(path.stem, known)

@@ -80,7 +80,7 @@ def test_a_prompt_varies_if_it_has_advantages(combine):
     assert varied == np.unique(prompt_ids[compute_advantages(scores, weights, prompt_ids, config).keep]).tolist()
 
 
-class Judge(Darkness):
+class VariedReward(Darkness):
     """The samples of the prompts with these ids score differently."""
 
     def __init__(self, varied):
@@ -95,12 +95,12 @@ class Judge(Darkness):
 
 @pytest.fixture
 def run(make_recipe, make_prompts, base_folder):
-    """``run(judge, **online)``: the metrics of each step."""
+    """``run(reward, **online)``: the metrics of each step."""
 
-    def stage(judge, **online):
+    def stage(reward, **online):
         ctx, recorder = StageContext(make_recipe(online={"group_size": 2, "micro_batch": 16, **online}), 0, 0), MetricsRecorder()
         updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
-        run_online_stage(ctx, local_workers(ctx, updater, Scorer(((judge, 1.0),))), make_prompts(8), recorder)
+        run_online_stage(ctx, local_workers(ctx, updater, Scorer(((reward, 1.0),))), make_prompts(8), recorder)
         return recorder.metrics
 
     return stage
@@ -148,9 +148,12 @@ def test_a_shard_of_an_offline_stage_has_the_shares_too(mixed):
 
 def test_a_stage_trains_on_a_mixture(mixed, base_folder):
     ctx, prompts = mixed(group_size=2, micro_batch=8, updates_per_step=1)
-    judge, updater = Judge(set(range(9))), PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
-    run_online_stage(ctx, local_workers(ctx, updater, Scorer(((judge, 1.0),))), prompts, MetricsRecorder())
-    assert [sum(prompt % 3 == 0 for prompt in seen) for seen in judge.seen] == [1, 1]
+    reward, updater = (
+        VariedReward(set(range(9))),
+        PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online),
+    )
+    run_online_stage(ctx, local_workers(ctx, updater, Scorer(((reward, 1.0),))), prompts, MetricsRecorder())
+    assert [sum(prompt % 3 == 0 for prompt in seen) for seen in reward.seen] == [1, 1]
     assert updater.updates == 2
 
 
@@ -222,7 +225,7 @@ def test_prompts_are_drawn_in_proportion_to_their_weights(sampler_of):
 @pytest.mark.parametrize(("steps", "prompts_per_step"), [(4, 4), pytest.param(14, 2, marks=pytest.mark.exhaustive)])
 def test_a_curriculum_comes_back_to_what_varies(run, steps, prompts_per_step):
     """One prompt of eight varies. Once all were seen it is in every step; in turn it would be in every second or fourth."""
-    rows = run(Judge({5}), steps=steps, prompts_per_step=prompts_per_step, curriculum={"floor": 0.001})
+    rows = run(VariedReward({5}), steps=steps, prompts_per_step=prompts_per_step, curriculum={"floor": 0.001})
     taught = [row["group/zero_std_share"] < 1 for row in rows]
     assert sum(taught) > steps / 2
     assert all(taught[-steps // 3 :])
@@ -250,15 +253,15 @@ def test_rollouts_in_flight_keep_their_prompts(make_recipe, make_prompts, base_f
 
 
 def test_a_filtered_stage_trains_on_what_is_left_alone(run):
-    judge = Judge({1, 2, 6})
-    rows = run(judge, steps=3, prompt_filter={"samples": 2, "min_std": 1e-6})
+    reward = VariedReward({1, 2, 6})
+    rows = run(reward, steps=3, prompt_filter={"samples": 2, "min_std": 1e-6})
     assert rows[0]["prompts/kept"] == 3
-    assert {prompt for seen in judge.seen[1:] for prompt in seen} == {1, 2, 6}
-    assert judge.seen[0] == list(range(8))
+    assert {prompt for seen in reward.seen[1:] for prompt in seen} == {1, 2, 6}
+    assert reward.seen[0] == list(range(8))
     assert [row["group/zero_std_share"] for row in rows] == [0, 0, 0]
 
 
-class Failing(Judge):
+class Failing(VariedReward):
     """Scores the samples of these prompts alone; they score differently."""
 
     def __call__(self, images, prompts):
@@ -295,13 +298,13 @@ class Stale(Diffusers):
 
 def test_an_engine_passes_the_gate_before_it_makes_the_first_pass(make_recipe, make_prompts, base_folder):
     keys = {"engine": f"{__name__}:Stale", "prompt_filter": {"samples": 2, "max_reward": 1}}
-    ctx, judge = StageContext(make_recipe(online=keys), 0, 0), Judge(set(range(8)))
+    ctx, reward = StageContext(make_recipe(online=keys), 0, 0), VariedReward(set(range(8)))
     policy, other = (Policy(load_model(base_folder), ctx.recipe.policy, 0) for _ in range(2))
     other.assign({name: 1.5 * value.detach() for name, value in other.parameters.items()})
     trainer, engine = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online)), RolloutWorker(Stale(ctx, other))
     with pytest.raises(ParityError, match="log-probs"):
-        run_online_stage(ctx, LocalWorkers(trainer, Scorer(((judge, 1.0),)), engine), make_prompts(8), MetricsRecorder())
-    assert judge.seen == []
+        run_online_stage(ctx, LocalWorkers(trainer, Scorer(((reward, 1.0),)), engine), make_prompts(8), MetricsRecorder())
+    assert reward.seen == []
 
 
 @pytest.mark.parametrize(
@@ -320,13 +323,13 @@ def test_what_cannot_be_is_explained(make_recipe, keys, message):
 def test_a_step_is_refilled_until_enough_groups_vary_or_the_rounds_are_over(run):
     """Two of eight prompts vary, and a step wants two: with enough rounds every step finds them, and then stops."""
     two = {3, 4}
-    found = run(Judge(two), steps=2, refill_rounds=7)
+    found = run(VariedReward(two), steps=2, refill_rounds=7)
     assert all(row["group/size"] == 2 and row["loss"] != 0 and row["skipped_updates"] == 0 for row in found)
     kept = [(2 + row["group/refilled"]) * (1 - row["group/zero_std_share"]) for row in found]
     assert kept == pytest.approx([2, 2])
-    nothing = Judge(set())
+    nothing = VariedReward(set())
     (row,) = run(nothing, steps=1, refill_rounds=2)
     assert (row["group/refilled"], row["group/zero_std_share"], row["skipped_updates"]) == (4, 1, 1)
     assert len({prompt for seen in nothing.seen for prompt in seen}) == 6
-    (row,) = run(Judge(set(range(8))), steps=1, refill_rounds=2)
+    (row,) = run(VariedReward(set(range(8))), steps=1, refill_rounds=2)
     assert row["group/refilled"] == 0

@@ -20,7 +20,7 @@ FAMILY = Family(adapter="FluxKontextModel", guided=False, edits_images=True, tin
 
 
 class FluxKontextModel(EditsImages, FluxModel):
-    """Adapter of ``FluxKontextPipeline``: the network sees the prompt table's ``image`` as tokens beside those that it denoises.
+    """Adapter of ``FluxKontextPipeline``: the network sees the prompt table's ``image`` as further tokens, not denoised.
 
     Unlike the pipeline it draws the size that it is asked for, and not about a megapixel of these proportions.
     """

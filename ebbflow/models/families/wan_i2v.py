@@ -35,7 +35,7 @@ class WanI2VModel(EditsImages, WanA14BModel):
 
     def tokens(self) -> Tokens:
         channels = self.transformer.config.in_channels - self.latent_shape[0]
-        return replace(super().tokens(), beside=channels * math.prod(self.latent_shape[1:]))
+        return replace(super().tokens(), condition_channels=channels * math.prod(self.latent_shape[1:]))
 
     def _scaled(self, picture: Image.Image) -> tuple[int, int]:
         return self.width, self.height

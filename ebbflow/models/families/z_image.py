@@ -28,7 +28,7 @@ class ZImageModel(PipelineModel):
     """Adapter of ``ZImagePipeline``, which counts guidance from 0: its scale is ours less 1.
 
     A prompt cannot be padded, for the image's positions begin after it. The network pads the rows of a pass to the longest of
-    them, so that a row's last bits depend on the rows beside it.
+    them, so that a row's last bits depend on the other rows of its batch.
     """
 
     pipeline_class = ZImagePipeline

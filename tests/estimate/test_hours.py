@@ -1,0 +1,111 @@
+"""Hours from throughput, and a command that answers at once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ebbflow.cli import main
+from ebbflow.data.prompts import Prompt
+from ebbflow.estimate.hours import forward_operations, hours
+from ebbflow.estimate.measured import cache_folder, measured
+from ebbflow.estimate.run import estimate
+from ebbflow.models import load_model, predict
+from ebbflow.models.sizes import measure
+
+RECIPES = Path(__file__).parents[2] / "workflows" / "recipes"
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux", "wan"])  # whose prompts are padded to the tokens that are counted
+def test_a_forward_pass_takes_what_torch_counts(tiny_recipe, family):
+    recipe = tiny_recipe(family, stages=[{"kind": "online"}])
+    measured_sizes, sample = measure(recipe.model)
+    model = load_model(Path(recipe.model.path), recipe.model)
+    conditioning = model.encode([Prompt(0, "A", "", "A", "here", "train", "{}")])
+    # Torch counts no fused attention of a CPU.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        predict(model, torch.zeros(1, *model.latent_shape), torch.ones(1), conditioning)
+    assert sample.passes * forward_operations(measured_sizes, sample) == pytest.approx(counter.get_total_flops(), rel=0.15)
+
+
+def test_hours_follow_the_throughput_and_the_machines(tiny_recipe):
+    def of(tflops=1.0, **keys):
+        made = estimate(tiny_recipe("sd3", **keys), processes=4)
+        return hours(made, tflops), made
+
+    stages = [{"kind": "online"}, {"kind": "offline", "shards": 2}]
+    found, made = of(stages=stages, rounds=3)
+    forward = forward_operations(made.sizes, made.sample) / 1e12 / 3600
+    online, offline = made.work["1.1 online"], made.work["1.2 offline"]
+    alone = forward * (online.denoising + 3 * online.training + online.comparing)
+    assert found["1.1 online"].wall == found["1.1 online"].gpu == pytest.approx(3 * alone)
+    shared = forward * (offline.denoising / 2 + (3 * offline.training + offline.comparing) / 4)
+    assert found["1.2 offline"].wall == pytest.approx(3 * shared)
+    assert found["evaluations"].gpu == pytest.approx(forward * made.evaluation * (2 + 3 * 2))
+    twice, _ = of(2.0, stages=stages, rounds=3)
+    assert twice["1.1 online"].gpu == pytest.approx(found["1.1 online"].gpu / 2)
+
+
+def test_workers_of_a_synchronous_stage_wait_for_each_other(tiny_recipe):
+    def wall(mode):
+        resources = {"training": {"count": 1}, "rollout": {"count": 2}, "reward": {"count": 1}}
+        stage = {"kind": "online", "placement": "ray", "mode": mode, "resources": resources}
+        made = estimate(tiny_recipe("sd3", stages=[stage]))
+        found, work = hours(made, 1.0)["1.1 online"], made.work["1.1 online"]
+        assert found.gpu == pytest.approx(3 * found.wall)
+        forward = forward_operations(made.sizes, made.sample) / 1e12 / 3600
+        return found.wall, work.denoising / 2 * forward, (3 * work.training + work.comparing) * forward
+
+    synchronous, rolling, training = wall("sync")
+    assert synchronous == pytest.approx(rolling + training)
+    overlapping, rolling, training = wall("one_step_off")
+    assert overlapping == pytest.approx(max(rolling, training))
+
+
+def test_the_command_prints_hours_where_it_is_told_the_throughput():
+    def shown(*options):
+        result = CliRunner().invoke(main, ["estimate", str(RECIPES / "glyph.yaml"), *options])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "--tflops" in shown()
+    assert re.search(r"^  the run +[\d.e-]+ +[\d.e-]+$", shown("--tflops", "0.1"), re.MULTILINE)
+
+
+def test_sizes_are_measured_once_for_a_model_as_it_is(tiny_recipe, monkeypatch):
+    model, calls = tiny_recipe("sd3").model, []
+    monkeypatch.setattr("ebbflow.models.sizes.measure", lambda config: calls.append(config) or measure(config))
+    assert measured(model) == measured(model) == measure(model)
+    assert len(calls) == 1
+    (kept,) = cache_folder().iterdir()
+    kept.write_text("{")
+    assert measured(model) == measure(model)
+    assert len(calls) == 2
+    measured(model.model_copy(update={"max_tokens": 7}))
+    assert len(calls) == 3
+
+
+def test_the_command_needs_no_torch_the_second_time(tmp_path):
+    command = [sys.executable, "-c", NO_TORCH, str(RECIPES / "glyph.yaml")]
+    first, second = (subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    *before, loaded = first.stdout.splitlines()
+    *after, loaded_again = second.stdout.splitlines()
+    assert before == after
+    assert (loaded, loaded_again) == ("True", "False")
+
+
+NO_TORCH = """
+import sys
+from ebbflow.cli import main
+main(["estimate", sys.argv[1]], standalone_mode=False)
+print("torch" in sys.modules)
+"""

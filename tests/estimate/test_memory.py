@@ -1,0 +1,155 @@
+"""The memory of each process, against tensors that are held."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+
+from ebbflow.estimate.hours import hours
+from ebbflow.estimate.memory import Memory
+from ebbflow.estimate.run import estimate, estimate_of, trained_parameters
+from ebbflow.estimate.text import describe
+from ebbflow.models import load_model
+from ebbflow.models.sizes import measure
+from ebbflow.online.local_workers import local_workers
+from ebbflow.online.loop import run_online_stage
+from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.training.policy import Policy
+from ebbflow.training.update import PolicyUpdater
+from tests.conftest import TINY_SIZES
+
+
+@pytest.mark.parametrize("family", TINY_SIZES)
+@pytest.mark.parametrize("targets", [None, ["to_q", "to_out.0"]])
+def test_lora_counts_are_pefts(tiny_recipe, family, targets):
+    recipe = tiny_recipe(family, policy={"train": "lora", "rank": 3, "targets": targets})
+    policy = Policy(load_model(Path(recipe.model.path), recipe.model), recipe.policy, 0)
+    assert trained_parameters(recipe, measure(recipe.model)[0]) == sum(map(torch.Tensor.numel, policy.parameters.values()))
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_weights_copies_and_optimiser_take_what_their_tensors_take(make_recipe, base_folder, make_prompts, scorer, train):
+    nft = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
+    recipe = make_recipe(nft, policy={"train": train, "ema": {}}, model={"path": str(base_folder)})
+    ctx, model = StageContext(recipe, 0, 0), load_model(base_folder)
+    policy = Policy(model, recipe.policy, 0)
+    policy.ensure("old")
+    policy.ensure("ema")
+    updater = PolicyUpdater(policy, ctx.online)
+    run_online_stage(ctx, local_workers(ctx, updater, scorer), make_prompts(8), MetricsRecorder())
+    memory = estimate(recipe).memory["1.1 online training"]
+    held = [value for copy in policy.copies.values() for value in copy.values()]
+    moments = [value for state in updater.optimizer.state.values() for value in state.values() if value.ndim]
+    gradients = [parameter.grad for parameter in policy.parameters.values()]
+    assert memory.copies == sum(value.nbytes for value in held)
+    assert memory.optimizer == sum(value.nbytes for value in (*moments, *gradients))
+    assert memory.weights == sum(value.nbytes for value in model.transformer.state_dict().values())
+
+
+def test_sixteen_bits_halve_the_weights_under_a_lora_and_add_casts_to_trained_ones(tiny_recipe):
+    def weights(precision, train):
+        recipe = tiny_recipe("sd3", {"precision": precision}, policy={"train": train}, stages=[{"kind": "online"}])
+        return estimate(recipe).memory["1.1 online training"].weights, recipe
+
+    (small, recipe), (large, _) = weights("bfloat16", "lora"), weights("float32", "lora")
+    sizes, _ = measure(recipe.model)
+    numbers, adapters = sizes.parameters + sizes.buffers, trained_parameters(recipe, sizes)
+    assert (small, large) == (2 * numbers + 4 * adapters, 4 * numbers + 4 * adapters)
+    assert weights("bfloat16", "full")[0] - weights("float32", "full")[0] == 2 * sizes.parameters
+
+
+def bytes_made_by_merging(recipe):
+    """Of the weights that a policy generates with instead of its own."""
+    policy = Policy(load_model(Path(recipe.model.path), recipe.model), recipe.policy, 0)
+    layers = [layer.get_base_layer() for layer in policy.model.transformer.modules() if isinstance(layer, LoraLayer)]
+    before = [layer.weight.data_ptr() for layer in layers]
+    with policy.merged():
+        return sum(layer.weight.nbytes for layer, own in zip(layers, before, strict=True) if layer.weight.data_ptr() != own)
+
+
+def test_an_evaluation_takes_what_merging_adapters_makes(tiny_recipe):
+    def activations(recipe):
+        return estimate_of(recipe, 1, *found).memory["evaluation"].activations
+
+    found = measure(tiny_recipe("sd3").model)
+    full = activations(tiny_recipe("sd3"))
+    some = {"targets": ["to_q", "to_out.0"], "layers": ["transformer_blocks.1.*"]}
+    for policy, merges in (({}, True), (some, True), ({"dora": True}, False)):
+        recipe = tiny_recipe("sd3", policy={"train": "lora", "rank": 3, **policy})
+        made = bytes_made_by_merging(recipe)
+        assert (activations(recipe) - full, made > 0) == (made, merges)
+    half = tiny_recipe("sd3", {"precision": "bfloat16"}, policy={"train": "lora"})
+    assert activations(half) == activations(half.model_copy(update={"policy": tiny_recipe("sd3").policy}))
+    assert bytes_made_by_merging(half) == 0
+
+
+FORWARD = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "merges"),
+    [
+        (FORWARD, True),
+        ({"kind": "offline"} | FORWARD, True),
+        ({"algorithm": {"name": "flow_grpo"}}, False),
+        ({"algorithm": {"name": "flow_grpo"}, "validation": {}}, True),
+        (FORWARD | {"rollout_precision": "bfloat16"}, False),
+        (FORWARD | {"engine": "vllm_omni"}, False),
+    ],
+    ids=["final latents", "shards", "trajectories", "validation", "another precision", "another engine"],
+)
+def test_rollouts_merge_adapters_where_no_trajectory_is_recorded(tiny_recipe, keys, merges):
+    """Of one huge layer, which is more than all the rest."""
+    placements = [{}] if "kind" in keys else [{"placement": "in_process"}, {"placement": "ray"}]
+    for placement in placements:
+        recipe = tiny_recipe("sd3", stages=[{"kind": "online"} | keys | placement], policy={"train": "lora"})
+        sizes, sample = measure(recipe.model)
+        made = estimate_of(recipe, 1, dataclasses.replace(sizes, linears={"attn.to_q": (10**6, 10**6)}), sample).memory
+        found = {label: memory.activations >= 4 * 10**12 for label, memory in made.items()}
+        generates = "training" if placement.get("placement") == "in_process" else "rollout"
+        of_stage = {label: label.endswith(generates) and merges for label in found if label.startswith("1.1")}
+        assert found == {"text encoding": False, "evaluation": True} | of_stage
+
+
+def test_processes_share_weights_and_optimiser_and_hold_one_block(tiny_recipe):
+    recipe = tiny_recipe("sd3", stages=[{"kind": "offline", "batch_size": 64}])
+    alone, four = (estimate(recipe, count).memory["1.1 offline training"] for count in (1, 4))
+    block = alone.weights // measure(recipe.model)[0].blocks
+    assert four.weights == alone.weights // 4 + block
+    assert (four.optimizer, four.copies) == (alone.optimizer // 4, alone.copies // 4)
+    assert four.samples == alone.samples // 4
+    assert (alone.loading, four.loading) == (0, alone.weights)
+
+
+def test_a_network_that_is_never_trained_lies_whole_on_every_process(tiny_recipe):
+    """FSDP2 shards the trained one alone."""
+    stages = [{"kind": "offline"}, {"kind": "online", "placement": "ray", "resources": {"training": {"count": 4}}}]
+    recipe = tiny_recipe("sd3", stages=stages)
+    sizes, sample = measure(recipe.model)
+    without, with_frozen = (
+        estimate_of(recipe, 4, dataclasses.replace(sizes, frozen=frozen), sample).memory for frozen in (0, 1000)
+    )
+    for label in ("1.1 offline training", "1.2 online training"):
+        more = {use: getattr(without[label], use) + 4 * 1000 for use in ("weights", "loading")}
+        assert with_frozen[label] == dataclasses.replace(without[label], **more)
+
+
+def test_nodes_share_the_model_or_have_a_replica_each(make_recipe):
+    recipe = make_recipe()
+    four, two = (estimate(recipe, count).memory["1.2 offline training"] for count in (4, 2))
+    on_two_nodes = estimate(recipe, 2, nodes=2)
+    assert on_two_nodes.memory["1.2 offline training"] == four
+    replicas = estimate(recipe, 2, nodes=2, hybrid=True)
+    assert replicas.memory["1.2 offline training"] == dataclasses.replace(two, samples=four.samples)
+    assert "stage: 2 on each of 2 nodes, with a replica of the model each" in describe(replicas)
+    alone = hours(estimate(recipe, 2), 100)["1.2 offline"]
+    assert hours(on_two_nodes, 100)["1.2 offline"].wall < alone.wall
+
+
+def test_what_is_loaded_before_it_is_shared_counts():
+    assert Memory(weights=10, copies=1, loading=40).total == 40
+    assert Memory(weights=10, copies=1, samples=2, others=3, activations=4, optimizer=5, loading=20).total == 25
