@@ -1,9 +1,9 @@
 """Every algorithm on the glyph task: ``python -m benchmarks.algorithms [--seeds 0 1 2] [--seconds 45] [--only NAME ...]``.
 
 All start from the same base model with the same prompts and get the same CPU-seconds, in which rollouts, OCR and updates count
-and evaluations do not. The entries are in ``algorithms.yaml`` beside this file; those that are given longer or meant to collapse
-run with the first seed only. A run whose result is there already is not repeated unless asked for by ``--again``; results go to
-``benchmarks/results/algorithms.json``, the table and the plot beside it.
+and evaluations do not. The entries are in ``algorithms.yaml`` in the same folder; those that are meant to collapse run with the
+first seed only. A run whose result is there already is not repeated unless asked for by ``--again``; results go to
+``benchmarks/results/algorithms.json``, the table and the plot next to it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "benchmarks"
 ENTRIES = Path(__file__).with_suffix(".yaml")
 RESULTS = ROOT / "benchmarks" / "results" / "algorithms.json"
-ONE_SEED = ("longer", "collapse")
-EVALUATE_EVERY = 8.0
+ONE_SEED = ("collapse",)
+EVALUATE_EVERY = 4.0
 """CPU-seconds of training between evaluations."""
 
 

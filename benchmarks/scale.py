@@ -31,6 +31,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
+import ebbflow.offline.shards
 import ebbflow.offline.training
 from ebbflow.data.prompts import Prompt, PromptRow, read_prompts, split_prompts, write_prompts
 from ebbflow.data.schema import ADVANTAGES
@@ -39,7 +40,6 @@ from ebbflow.models.base import Conditioning
 from ebbflow.offline import rollouts
 from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.scoring import score_shard
-from ebbflow.offline.shards import read_latents
 from ebbflow.offline.training import train_epochs
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import RewardResult
@@ -261,7 +261,7 @@ def latents(folder: Path, precision: str) -> dict[str, Any]:
     reads = []
     for _ in range(READS):
         with measured(found, "read"):
-            assert len(read_latents(shards[0])) == SD3_SHARD
+            assert sum(map(len, read(shards[0]))) == SD3_SHARD
         reads.append(found["read seconds"])
     samples = SD3_SHARDS * SD3_SHARD
     found["KiB"] = sum(path.stat().st_size for path in shards) / samples / 1024
@@ -278,6 +278,14 @@ def latents(folder: Path, precision: str) -> dict[str, Any]:
         train_epochs(ctx, model, updater, prompts, shards, advantages, MetricsRecorder())
     found["epoch, shards"] = found["epoch MiB"] / (4 * np.prod(SD3) * row_count(shards[0]) / 2**20)
     return found
+
+
+def read(path: Path) -> Sequence[Tensor]:
+    """The latents of a shard in a random order, as an epoch reads them."""
+    if not hasattr(ebbflow.offline.shards, "read_latent_parts"):  # an older checkout
+        return [ebbflow.offline.shards.read_latents(path)]
+    order = np.random.default_rng(0).permutation(SD3_SHARD)
+    return ebbflow.offline.shards.read_latent_parts(path, np.split(order, SD3_SHARD // SD3_BATCH))
 
 
 def _no_update(*_: object) -> dict[str, float]:

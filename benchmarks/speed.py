@@ -9,24 +9,20 @@ first in every other turn; the ratio is the median over the turns, so that other
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.gpu_sides import SIZES, Size, random_model, random_prompts
-from benchmarks.machine import machine
+from benchmarks.speed_report import Call, Case, Measured, report
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, Model
@@ -43,11 +39,6 @@ from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 
-NOTES = (
-    "An update is the mean of four, of which one measures the drift. What a rollout does beside its forward passes (noise, "
-    "guidance, the sampler's step, log-probs) takes less than a millisecond a step, which only a network of milliseconds feels. "
-    "The loops of other libraries are not compared, because none is installed here."
-)
 RESULTS = Path(__file__).parent / "results" / "speed.md"
 STEPS = 10
 FORWARD_STAGE = OnlineStageConfig.model_validate(
@@ -75,32 +66,6 @@ WIDE = replace(
     | {"num_attention_heads": 8, "attention_head_dim": 64, "caption_projection_dim": 512, "joint_attention_dim": 512},
     tokens=77,
 )
-
-
-Call = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A row of the table: the ratio of the CPU-seconds of two calls that do the same work.
-
-    Attributes:
-        wanted: what the ratio should be.
-    """
-
-    name: str
-    wanted: str
-    call: Call
-    other: Call
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Medians over the turns: of the ratio, and of the CPU-seconds of both calls."""
-
-    ratio: float
-    seconds: float
-    other_seconds: float
 
 
 @dataclass(frozen=True)
@@ -267,26 +232,6 @@ def cpu_seconds(call: Call) -> float:
     start = time.process_time()
     call()
     return time.process_time() - start
-
-
-def report(found: Mapping[Case, Measured], repeat: int) -> str:
-    """The page of the results."""
-    command = shlex.join(["python", "-m", "benchmarks.speed", *sys.argv[1:]])
-    on, versions = machine(), f"torch {torch.__version__}, diffusers {diffusers.__version__}"
-    lines = [
-        "# Speed against bare torch",
-        "",
-        f"Written by `{command}`: medians over {repeat} turns of both sides in one process, "
-        f"in CPU-seconds of one thread on {on['cpu']}, {versions}. The bare side has nothing but the network, a squared error "
-        "and the same fused AdamW.",
-        "",
-        "| measure | ratio | wanted | CPU-s | CPU-s of the other |",
-        "|---|---|---|---|---|",
-    ]
-    for case, measured in found.items():
-        seconds = f"{measured.seconds:.4f} | {measured.other_seconds:.4f}"
-        lines.append(f"| {case.name} | {measured.ratio:.3f} | {case.wanted or '–'} | {seconds} |")
-    return "\n".join([*lines, "", NOTES]) + "\n"
 
 
 if __name__ == "__main__":

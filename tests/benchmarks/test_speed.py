@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from benchmarks import speed
+from benchmarks import speed, speed_report
 from benchmarks.gpu_sides import SIZES, random_model, random_prompts
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.stage import WATCHED_ROWS
@@ -62,3 +63,25 @@ def test_the_ratio_is_that_of_the_turns(monkeypatch):
     found = speed.compare(side("one"), side("other"), repeat=3)
     assert (found.ratio, found.seconds, found.other_seconds) == (1.5, 3.0, 2.0)
     assert calls == ["one", "other", "other", "one", "one", "other", "other", "one"]
+
+
+def test_the_page_has_the_rows_of_other_benchmarks(tmp_path):
+    def runs(name: str, *seconds: float) -> list[dict]:
+        curves = [[{"ocr": 0.8, "cpu_seconds": 0.0}, {"ocr": 1.0, "cpu_seconds": 2 * each}] for each in seconds]
+        return [{"name": name, "curve": curve} for curve in curves]
+
+    latents = {"epoch, shards": 1.25, "read ms": 0.5, "KiB": 99.6}
+    results = {
+        "algorithms": {"runs": runs(speed_report.QUICK, 9, 10, 12) + runs(speed_report.ALL_STEPS, 40)},
+        "glyph_seeds": {"runs": {"0": {"wall_seconds": 120, "seconds": {"total": 100}}}},
+        "scale": {"now latents float32": latents, "now latents bfloat16": latents | {"read ms": 0.25}},
+    }
+    for name, found in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    assert [found for _, found, _, _ in speed_report.elsewhere(tmp_path)] == [
+        "0.25 (10.0 ÷ 40.0)",
+        "1.20",
+        "1.2",
+        "0.25 ms, 100 KiB",
+        "0.50 ms, 100 KiB",
+    ]

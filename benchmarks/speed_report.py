@@ -1,0 +1,107 @@
+"""The page of ``benchmarks.speed``: its own ratios, and those that other benchmarks have left in their results."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import diffusers
+import torch
+
+from benchmarks.algorithms_report import GOAL, seconds_to
+from benchmarks.machine import machine
+
+RESULTS = Path(__file__).parent / "results"
+NOTES = (
+    "An update is the mean of four, of which one measures the drift. What a rollout does besides its forward passes (noise, "
+    "guidance, the sampler's step, log-probs) takes less than a millisecond a step, which only a network of milliseconds feels. "
+    "The loops of other libraries are not compared, because none is installed here."
+)
+QUICK, ALL_STEPS = "diffusion_nft_quick", "flow_grpo_longer"
+"""Entries of ``benchmarks.algorithms``: the best recipe, and Flow-GRPO on all steps, given as long as it needs."""
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table: the ratio of the CPU-seconds of two calls that do the same work.
+
+    Attributes:
+        wanted: what the ratio should be.
+    """
+
+    name: str
+    wanted: str
+    call: Call
+    other: Call
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the turns: of the ratio, and of the CPU-seconds of both calls."""
+
+    ratio: float
+    seconds: float
+    other_seconds: float
+
+
+def report(found: Mapping[Case, Measured], repeat: int) -> str:
+    """The page of the results."""
+    command = shlex.join(["python", "-m", "benchmarks.speed", *sys.argv[1:]])
+    on, versions = machine(), f"torch {torch.__version__}, diffusers {diffusers.__version__}"
+    lines = [
+        "# Speed against bare torch",
+        "",
+        f"Written by `{command}`: medians over {repeat} turns of both sides in one process, "
+        f"in CPU-seconds of one thread on {on['cpu']}, {versions}. The bare side has nothing but the network, a squared error "
+        "and the same fused AdamW.",
+        "",
+        "| measure | ratio | wanted | CPU-s | CPU-s of the other |",
+        "|---|---|---|---|---|",
+    ]
+    for case, measured in found.items():
+        seconds = f"{measured.seconds:.4f} | {measured.other_seconds:.4f}"
+        lines.append(f"| {case.name} | {measured.ratio:.3f} | {case.wanted or '–'} | {seconds} |")
+    lines += ["", NOTES, "", "What other benchmarks have measured, from their results:", ""]
+    lines += ["| measure | found | wanted | command |", "|---|---|---|---|", *map(_row, elsewhere())]
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def elsewhere(results: Path = RESULTS) -> list[tuple[str, str, str, str]]:
+    """Rows of (measure, found, wanted, command)."""
+    names = ("algorithms", "glyph_seeds", "scale")
+    learning, demo, scale = (json.loads((results / f"{name}.json").read_text()) for name in names)
+    quick, steps = (_seconds_to_goal(learning["runs"], name) for name in (QUICK, ALL_STEPS))
+    walls = [run["wall_seconds"] / run["seconds"]["total"] for run in demo["runs"].values()]
+    exact, rounded = (scale[f"now latents {precision}"] for precision in ("float32", "bfloat16"))
+    read = [f"{row['read ms']:.2f} ms, {row['KiB']:.0f} KiB" for row in (rounded, exact)]
+    algorithms, scaled = "`python -m benchmarks.algorithms`", "`python -m benchmarks.scale`"
+    return [
+        (
+            f"CPU-s to held-out {GOAL:.2f}: {QUICK} ÷ {ALL_STEPS}",
+            f"{quick / steps:.2f} ({quick:.1f} ÷ {steps:.1f})",
+            "≤ .20",
+            algorithms,
+        ),
+        ("demo: wall ÷ seconds in stages", f"{median(walls):.2f}", "≤ 1.05", "`python -m benchmarks.glyph_seeds`"),
+        ("peak memory of an offline epoch ÷ one shard", f"{exact['epoch, shards']:.1f}", "≤ 2", scaled),
+        ("reading a latent of SD3.5 at 512 x 512, bfloat16", read[0], "≤ .4 ms, ≤ 100 KiB", scaled),
+        ("the same in float32, which is exact", read[1], "–", scaled),
+    ]
+
+
+def _seconds_to_goal(runs: list[dict[str, Any]], name: str) -> float:
+    """Median over the seeds of an entry."""
+    reached = [seconds_to(run["curve"], GOAL) for run in runs if run["name"] == name]
+    return median(seconds for seconds in reached if seconds is not None)
