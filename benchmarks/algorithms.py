@@ -56,6 +56,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "algorithms.json"
 ONE_SEED = ("collapse",)
 EVALUATE_EVERY = 4.0
 """CPU-seconds of training between evaluations."""
+STEPS = 1000
+"""Or epochs: more than any entry takes in its seconds."""
 
 
 class OutOfTime(Exception):
@@ -141,6 +143,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
         "alarms": updater.alarms,
         "warnings": sorted({str(warning.message) for warning in raised} - set(updater.alarms)),
         "stopped": stopped,
+        "evaluate_every": EVALUATE_EVERY,
         "curve": curve,
         "first_metrics": first,
         "last_metrics": last,
@@ -151,12 +154,15 @@ GUARDRAILS = ("tesseract", "similarity")
 
 
 def recipe_of(asked: dict[str, Any]) -> Recipe:
-    """The recipe of one run: the entry is its only stage, with steps or epochs enough for any number of seconds."""
+    """The recipe of one run: the entry is its only stage, with steps or epochs enough for its seconds.
+
+    Not with many more: an online stage chooses the prompts of all its steps before the first.
+    """
     settings = dict(asked["settings"])
     rewards = settings.pop("rewards", [{"name": "ocr"}])
     settings.pop("cpu_seconds", None)
     kind = settings.get("kind", "online")
-    stage = {"kind": kind, "steps" if kind == "online" else "epochs": 100_000} | settings
+    stage = {"kind": kind, "steps" if kind == "online" else "epochs": STEPS} | settings
     prompts = {"validation": 1, "held_out": 96}
     return Recipe.model_validate(
         {

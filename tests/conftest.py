@@ -35,7 +35,7 @@ settings.load_profile("ebbflow")
 TINY_SIZES = {"sd3": (64, 64), "flux": (64, 96), "qwen_image": (64, 64), "qwen_image_edit": (64, 64), "wan": (64, 96)}
 
 
-SLOWEST_FIRST = ["test_pods", "test_again", "test_ray_workers", "test_post_train", "test_ray"]
+SLOWEST_FIRST = ["test_doc_blocks", "test_pods", "test_again", "test_ray_workers", "test_post_train", "test_ray"]
 """Files that take minutes: first, or all cores but one would wait for the last of them."""
 
 

@@ -8,7 +8,7 @@ import logging
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -184,3 +184,9 @@ def test_modules_import_in_no_circle() -> None:
     for one in _imports():
         graph[one.by].add(one.module)
     TopologicalSorter(graph).prepare()
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Pytest imports a test file of a folder that is no package by its name alone, and refuses the second of a name."""
+    loose = [path for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    assert [name for name, count in Counter(path.name for path in loose).items() if count > 1] == []
