@@ -40,6 +40,7 @@ def _shown(output: NotebookNode) -> tuple[str, str]:
     return kinds[0], "" if kinds[0] != "text/plain" else NUMBER.sub("0", output.data["text/plain"])
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_runs_and_shows_what_is_stored() -> None:
     stored = nbformat.read(NOTEBOOK, as_version=4)
     assert sum(cell.cell_type == "code" for cell in stored.cells) > 5

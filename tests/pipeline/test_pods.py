@@ -216,16 +216,19 @@ def _series(client: MlflowClient, run: Run) -> Iterator[tuple[str, list[tuple[in
             yield key, [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)]
 
 
+@pytest.mark.exhaustive
 def test_the_policy_has_the_same_bytes(as_pods: Recorded, on_one_machine: Recorded) -> None:
     assert as_pods.policy == on_one_machine.policy
 
 
+@pytest.mark.exhaustive
 def test_the_evaluations_and_the_verdict_are_the_same(as_pods: Recorded, on_one_machine: Recorded) -> None:
     for key in ("before", "after", "promoted"):
         assert as_pods.summary[key] == on_one_machine.summary[key]
     assert as_pods.aliases == on_one_machine.aliases
 
 
+@pytest.mark.exhaustive
 def test_no_attempt_leaves_anything_twice(cluster: Cluster, as_pods: Recorded, on_one_machine: Recorded) -> None:
     again = {pod.split(" ")[1].rpartition(".")[0] for pod in cluster.pods if "/1 " in pod}
     assert again | {"tasks.promote_policy"} == LOST  # the gate decides whether there is a promotion
@@ -235,6 +238,7 @@ def test_no_attempt_leaves_anything_twice(cluster: Cluster, as_pods: Recorded, o
     assert len(as_pods.aliases) == 1
 
 
+@pytest.mark.exhaustive
 def test_everything_that_the_workflow_returns_is_in_the_store(cluster: Cluster, outputs: Values) -> None:
     for name in ("report", "summary"):
         assert cluster.store.exists(outputs[name].scalar.blob.uri)
