@@ -48,9 +48,9 @@ class Machine:
 def compare(made: Estimate, deployment: DeploymentConfig) -> tuple[list[str], list[str]]:
     """(a line for each kind of process with its need and its machine, a line with the fix for each that does not fit)."""
     lines, misfits = [], []
-    for name, memory in made.memory.items():
+    for name in made.memory:
         machine = machine_of(made, name, deployment)
-        need = memory.total if machine.gpu else memory.total + made.main_memory
+        need = _need(made, name, machine)
         fits = need <= machine.usable
         verdict = "fits" if fits else "DOES NOT FIT"
         lines.append(
@@ -62,6 +62,12 @@ def compare(made: Estimate, deployment: DeploymentConfig) -> tuple[list[str], li
             )
             misfits.append(f"{task}: {', or '.join(_fixes(made, name, machine, need))}")
     return lines, misfits
+
+
+def _need(made: Estimate, name: str, machine: Machine) -> int:
+    """Bytes of a process: of its GPU, or without one, of all that is in main memory."""
+    memory = made.memory[name]
+    return memory.total if machine.gpu else memory.total + memory.offloaded + made.main_memory
 
 
 def machine_of(made: Estimate, name: str, deployment: DeploymentConfig) -> Machine:
@@ -116,9 +122,9 @@ def _fixes(made: Estimate, name: str, machine: Machine, need: float) -> list[str
     """A change of the recipe or the deployment with which it fits, and a machine on which it does."""
     found = []
     for changed, change in _changes(made, name):
-        memory = changed.memory[name].total + (0 if machine.gpu else made.main_memory)
-        if memory <= machine.usable:
-            found.append(f"set {change} ({memory / GIB:.1f} GiB)")
+        less = _need(changed, name, machine)
+        if less <= machine.usable:
+            found.append(f"set {change} ({less / GIB:.1f} GiB)")
             break
     if not machine.gpu:
         return [*found, f"raise {machine.key}.mem by {math.ceil((need - machine.usable) / GIB)}Gi"]
@@ -143,6 +149,7 @@ def _changes(made: Estimate, name: str) -> Iterator[tuple[Estimate, str]]:
     if role == "training" and stage is not None:
         yield from _with_more_processes(made, stage)
     if made.recipe.policy.train == "full":
+        yield _with(made, {"model.cpu_offload": True})
         yield _with(made, {"policy.train": "lora"})
 
 

@@ -44,7 +44,7 @@ def train_offline(
     trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
     with (
         retry_on(Preempted, PeerLost),
-        process_group() as ranks,
+        process_group(recipe.model.cpu_offload) as ranks,
         node_run(run, ctx.label, policy.global_step) if ranks.rank == 0 else nullcontext() as run_logger,
     ):
         recorder, shards = MetricsRecorder(run_logger), [fetch_shared(shard) for shard in rollouts]

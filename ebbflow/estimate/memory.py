@@ -20,6 +20,9 @@ samples        4 D for each latent, and the encoded prompts; of a trajectory thr
 others         text encoders, VAE or reward networks that are loaded at the same time
 =============  =================================================================================================
 
+With ``model.cpu_offload`` the copies and AdamW's 8 A are in main memory, and where a model is sharded, its shard of the weights
+and the gradients too.
+
 In offline stages FSDP2 shards the first three over the processes, or over those of a node (HSDP); a block is gathered while it
 computes, and every process loads all weights first. A network that is never trained lies whole on each of them. The activations
 are an estimate: in small models autograd saved .7 to 1.8 times as much (``tests/estimate/test_activations.py``). CUDA's
@@ -62,6 +65,7 @@ class Memory:
 
     Attributes:
         loading: needed before the model is sharded; 0 where it is not.
+        offloaded: what waits in main memory, and not on the GPU.
     """
 
     weights: int = 0
@@ -71,6 +75,7 @@ class Memory:
     samples: int = 0
     others: int = 0
     loading: int = 0
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
@@ -201,9 +206,11 @@ class ProcessMemory:
         config = ctx.config
         samples = max(1, config.micro_batch // config.group_size) * config.group_size
         swapped = 4 * self.trained if ctx.algorithm.generates != "current" else 0
+        copies, offload = self.copies(ctx) + swapped, self.recipe.model.cpu_offload
         return Memory(
             weights=self.weights(config.rollout_precision or self.recipe.model.precision),
-            copies=self.copies(ctx) + swapped,
+            copies=0 if offload else copies,
+            offloaded=copies if offload else 0,
             activations=self._rolling_out(ctx, samples),
             samples=samples * (self.prompt_bytes + self.latents),
         )
@@ -225,25 +232,36 @@ class ProcessMemory:
         share = math.ceil(units_of(ctx)[0] / config.updates_per_step / ranks)  # of the samples, in an update
         recorded = 3 * trained_steps(ctx) if ctx.config.hyper.kind == "trajectory" else 0
         samples = config.prompts_per_step * config.group_size
-        return Memory(
-            weights=self.sharded_weights(ranks, ranks),
-            optimizer=12 * self.trained // ranks,
-            copies=self.copies(ctx) // ranks,
+        return replace(
+            self._training_state(ctx, ranks, ranks),
             activations=self._training(ctx),
             samples=samples * (self.prompt_bytes + self.latents * (1 + recorded)) + self._update(ctx, share),
-            loading=self.weights("float32") if ranks > 1 else 0,
         )
 
     def offline(self, ctx: StageContext, processes: int, shards: int) -> Memory:
         config = ctx.offline
-        return Memory(
+        return replace(
+            self._training_state(ctx, processes, shards),
+            activations=self._training(ctx),
+            samples=self._update(ctx, math.ceil(config.batch_size / processes)),
+        )
+
+    def _training_state(self, ctx: StageContext, processes: int, shards: int) -> Memory:
+        """Weights, optimiser and copies of one of several processes that train, and where they are."""
+        state = Memory(
             weights=self.sharded_weights(processes, shards),
             optimizer=12 * self.trained // shards,
             copies=self.copies(ctx) // shards,
-            activations=self._training(ctx),
-            samples=self._update(ctx, math.ceil(config.batch_size / processes)),
-            loading=0 if processes == 1 else self.weights("float32"),
+            loading=self.weights("float32") if processes > 1 else 0,
         )
+        if not self.recipe.model.cpu_offload:
+            return state
+        if processes == 1:
+            gradients = 4 * self.trained
+            return replace(state, optimizer=gradients, copies=0, offloaded=state.optimizer - gradients + state.copies)
+        shard = (self.weights(self.recipe.model.precision) - self.frozen) // shards
+        offloaded = shard + state.optimizer + state.copies
+        return replace(state, weights=state.weights - shard, optimizer=0, copies=0, offloaded=offloaded)
 
     def _update(self, ctx: StageContext, samples: int) -> int:
         """Of one optimiser step: three latents and a prediction of every copy for each term, and the encoded prompts."""

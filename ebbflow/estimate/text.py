@@ -17,6 +17,7 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
     kept = sum(made.stored.values())
     replicas = ", with a replica of the model each" if made.hybrid else ""
     nodes = f" on each of {made.nodes} nodes{replicas}" if made.nodes > 1 else ""
+    offloaded = max(memory.offloaded for memory in made.memory.values())
     lines = [
         f"{recipe.name}: {recipe.model.path or 'the glyph model'} ({recipe.model.family})",
         f"  transformer: {sizes.parameters:,} parameters in {sizes.blocks} blocks of width {sizes.width}",
@@ -32,6 +33,7 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
         ),
         f"  Beside it, in main memory: {made.main_memory / GIB:.1f} GiB of text encoders and VAE, and "
         f"{made.prompt / 2**20:.2f} MiB for each different prompt.",
+        *[f"  With model.cpu_offload, {offloaded / GIB:.2f} GiB more in each of the largest processes."] * bool(offloaded),
         "",
         f"evaluations of the network for one sample each, at most, in every one of rounds: {recipe.rounds}",
         *table(

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.model import ModelConfig, Precision
@@ -180,9 +181,11 @@ def predict(
 
 
 def device_of(model: Model) -> torch.device:
-    """The device of a model's network."""
-    device: torch.device = next(model.transformer.parameters()).device
-    return device
+    """The device that a model's network computes on."""
+    parameter: Tensor = next(model.transformer.parameters())
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
+        return default_device()  # the parameters themselves may wait in main memory
+    return parameter.device
 
 
 def default_device() -> torch.device:

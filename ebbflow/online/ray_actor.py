@@ -156,7 +156,7 @@ class RayTrainingWorker(TrainingWorker):
 def open_training_worker(ctx: StageContext, folders: Folders, rank: int, rendezvous: str) -> RayTrainingWorker:
     world = ctx.online.resources.training.count
     if world > 1:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = distributed.backend(ctx.recipe.model.cpu_offload)
         dist.init_process_group(backend, rendezvous, timeout=distributed.TIMEOUT, world_size=world, rank=rank)
     teacher = folders.teacher() if folders.teacher else None
     policy, metadata = load_policy(ctx, folders.base(), folders.policy(), teacher, shard=world > 1)

@@ -53,6 +53,9 @@ class ModelConfig(PretrainedSourceConfig):
     parameters are always float32."""
     gradient_checkpointing: bool = False
     """Recompute the activations of each block in the backward pass: slower, far less memory."""
+    cpu_offload: bool = False
+    """Keep in main memory what training needs only now and then: the optimiser's state and the copies of the policy; where
+    several processes share the model (FSDP2), its weights and gradients too, which go to the GPU block by block. Slower."""
     attention: str | None = None
     """An attention backend of diffusers (``native``, ``flash``, ``_flash_3_hub`` ...); left out, its default."""
     compile: Literal["blocks", "off"] = "off"

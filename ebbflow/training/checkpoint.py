@@ -32,7 +32,7 @@ from ebbflow.algorithms.base import FOLLOWING
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, new_folder, verify
 from ebbflow.training.distributed import Ranks, receive_file, send_file
-from ebbflow.training.policy import like
+from ebbflow.training.policy import Policy, like
 from ebbflow.training.update import PolicyUpdater
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def restore(folder: Path, updater: PolicyUpdater) -> None:
             policy.copies[kind] = whole
     with _opened(folder, OPTIMIZER) as values:
         for name, parameter in policy.parameters.items():
-            own = {key: _placed(values[key], parameter) for key in values if key.rpartition("/")[0] == name}
+            own = {key: _placed(policy, values[key], parameter) for key in values if key.rpartition("/")[0] == name}
             if own:
                 updater.optimizer.state[parameter] = {key.rpartition("/")[2]: value for key, value in own.items()}
     for name, value in json.loads((folder / COUNTERS).read_text()).items():
@@ -152,9 +152,9 @@ def _opened(folder: Path, kind: str) -> Iterator[_Whole]:
         yield _Whole([stack.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob(f"{kind}-*.safetensors"))])
 
 
-def _placed(value: Tensor, parameter: Tensor) -> Tensor:
+def _placed(policy: Policy, value: Tensor, parameter: Tensor) -> Tensor:
     """Moments lie like their parameters; counters are on their device, where fused AdamW wants them."""
-    placed = value.to(parameter.device, copy=True)
+    placed = policy.placed(value, parameter)
     return like(placed, parameter) if value.shape == parameter.shape and value.ndim else placed
 
 

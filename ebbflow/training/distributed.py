@@ -76,9 +76,16 @@ class Ranks:
             dist.barrier()
 
 
+def backend(cpu_offload: bool) -> str:
+    """Of a group: gloo on CPUs, NCCL on GPUs, and both where tensors of GPUs wait in main memory."""
+    if not torch.cuda.is_available():
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
+
+
 @contextmanager
-def process_group() -> Iterator[Ranks]:
-    """Join the group that an elastic launcher announced in the environment (gloo on CPUs, NCCL on GPUs); alone without one.
+def process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
+    """Join the group that an elastic launcher announced in the environment, with ``backend``; alone without one.
 
     Where the launcher names a file (``STORE``), all ranks are on this machine, and nothing listens on other interfaces than
     loopback. Otherwise they meet as ``torchrun`` says, at ``MASTER_ADDR`` and ``MASTER_PORT``.
@@ -92,7 +99,6 @@ def process_group() -> Iterator[Ranks]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
     if path := os.environ.get(STORE):
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -103,7 +109,7 @@ def process_group() -> Iterator[Ranks]:
             store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
         named = _name_lost_peers(store, rank)
     with named:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        dist.init_process_group(backend(cpu_offload), store=store, rank=rank, world_size=world, timeout=TIMEOUT)
         try:
             yield Ranks.current()
         finally:
@@ -213,4 +219,4 @@ def _shared(own: int) -> Tensor:
 
 def _device() -> str:
     """Where tensors lie that ranks exchange."""
-    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.choices import LearningRateScheduleConfig, OptimizerConfig
-from ebbflow.training.policy import Policy
+from ebbflow.training.policy import Policy, to_main_memory
 
 RateGroups = list[tuple[float, list[Tensor]]]
 """(factor of the learning rate, parameters)."""
@@ -35,15 +35,37 @@ class CombinedOptimizer:
             part.zero_grad(set_to_none)
 
 
+class OffloadedOptimizer(CombinedOptimizer):
+    """An optimiser for each parameter, whose state is in main memory but while it steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | CombinedOptimizer) -> None:
+        parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+        super().__init__(*(alone for part in parts for alone in _one_for_each_parameter(part)))
+
+    def step(self) -> None:
+        for part in self.parts:
+            (parameter,) = part.param_groups[0]["params"]
+            state, waiting = self.state[parameter], dict(self.state[parameter])
+            state.update({key: value.to(parameter.device) for key, value in waiting.items()})
+            part.step()
+            for key, value in state.items():
+                state[key] = waiting[key].copy_(value) if key in waiting else to_main_memory(value)
+
+
 AnyOptimizer = torch.optim.Optimizer | CombinedOptimizer
 
 
 def make_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
-    """The optimiser over the trained parameters.
+    """The optimiser over the trained parameters; its state is in main memory where the copies of the policy are.
 
     Raises:
         RecipeError: a pattern of ``lr_factors`` is the first to fit no trained parameter.
     """
+    optimizer = _make_optimizer(policy, config)
+    return OffloadedOptimizer(optimizer) if policy.offloaded else optimizer
+
+
+def _make_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
     groups = _rate_groups(policy, config)
     if config.name == "adamw":
         return _adamw(groups, config)
@@ -57,6 +79,11 @@ def make_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
         adjust_lr_fn="match_rms_adamw",
     )
     return CombinedOptimizer(*([_adamw(others, config)] if others else []), muon)
+
+
+def _one_for_each_parameter(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    kind: Any = type(optimizer)
+    return [kind([group | {"params": [parameter]}]) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _adamw(groups: RateGroups, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ebbflow.models.base import DTYPES, Model
@@ -49,26 +49,37 @@ class Policy:
     Args:
         shard: over the ranks of the process group (FSDP2), on all of them together.
         replicas: of the sharded model, each over as many ranks that follow each other (HSDP).
+        cpu_offload: keep the copies in main memory; of a sharded model the parameters and gradients too.
     """
 
-    def __init__(self, model: Model, config: PolicyConfig, seed: int, shard: bool = False, replicas: int = 1) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: PolicyConfig,
+        seed: int,
+        shard: bool = False,
+        replicas: int = 1,
+        cpu_offload: bool = False,
+    ) -> None:
         self.model = model
         self.config = config
         self.replicas = replicas
-        mesh = replica_mesh(replicas) if shard else None
+        self.sharded = shard
+        self.offloaded = cpu_offload and not shard  # FSDP2 keeps the copies of parameters in main memory where those are
         if config.train == "lora":
             _add_lora(model, config, seed)
         else:
             for name, parameter in model.transformer.named_parameters():
                 parameter.requires_grad_(_chosen(name.rpartition(".")[0], config))
+        sharding = _sharding(replicas, cpu_offload) if shard else {}
         for block in model.blocks() if shard else ():
             # Cast block by block: all of a large model in float32 would not fit beside what it was loaded as.
-            fully_shard(block.float() if config.train == "full" else block, mesh=mesh, reshard_after_forward=True)
+            fully_shard(block.float() if config.train == "full" else block, **sharding)
         if config.train == "full":
             model.transformer.float()
         if shard:
             # Without this the root keeps its gathered weights after a forward pass and would not see a copy swapped in.
-            fully_shard(model.transformer, mesh=mesh, reshard_after_forward=True)
+            fully_shard(model.transformer, **sharding)
         self.parameters: dict[str, Tensor] = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise _no_such_layers(model, config)
@@ -82,12 +93,23 @@ class Policy:
 
     def snapshot(self, name: str) -> None:
         """Make (or refresh) a copy from the current parameters."""
-        self.copies[name] = {key: p.detach().clone() for key, p in self.parameters.items()}
+        self.copies[name] = self._current()
+
+    def _current(self) -> dict[str, Tensor]:
+        """The parameters as they are, where copies are kept."""
+        if self.offloaded:
+            return {key: to_main_memory(p.detach()) for key, p in self.parameters.items()}
+        return {key: p.detach().clone() for key, p in self.parameters.items()}
 
     @torch.no_grad()
     def blend(self, name: str, decay: float) -> None:
         """copy <- decay * copy + (1 - decay) * current."""
-        torch._foreach_lerp_(list(self.copies[name].values()), [p.detach() for p in self.parameters.values()], 1 - decay)
+        copy = self.copies[name]
+        if self.offloaded:  # computed where the parameters are, one after another
+            for key, p in self.parameters.items():
+                copy[key].copy_(torch.lerp(copy[key].to(p.device), p.detach(), 1 - decay))
+            return
+        torch._foreach_lerp_(list(copy.values()), [p.detach() for p in self.parameters.values()], 1 - decay)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -98,7 +120,7 @@ class Policy:
         if name == "current":
             yield
             return
-        swap = self._overwritten if any(isinstance(p, DTensor) for p in self.parameters.values()) else self._replaced
+        swap = self._overwritten if self.sharded or self.offloaded else self._replaced
         with torch.no_grad(), swap(self.copies[name]):
             yield
 
@@ -124,8 +146,8 @@ class Policy:
 
     @contextmanager
     def _overwritten(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """As FSDP2 needs it, which keeps its own views of the parameters' memory."""
-        current = {key: p.detach().clone() for key, p in self.parameters.items()}
+        """As FSDP2 needs it, which keeps its own views of the parameters' memory, and where copies are not on the device."""
+        current = self._current()
         self.assign(values)
         try:
             yield
@@ -141,10 +163,9 @@ class Policy:
         nothing without adapters, where the policy is sharded, and below float32, whose rounding would lose most of an adapter;
         nor for DoRA, which does not only add.
         """
-        sharded = any(isinstance(p, DTensor) for p in self.parameters.values())
         exact = self.model.precision == (precision or self.model.precision) == "float32"
         layers = [layer for layer in self.model.transformer.modules() if isinstance(layer, LoraLayer)]
-        layers = layers if exact and not sharded and not self.config.dora else []
+        layers = layers if exact and not self.sharded and not self.config.dora else []
         weights = [layer.get_base_layer().weight for layer in layers]
         separate = [weight.data for weight in weights]
         try:
@@ -200,17 +221,21 @@ class Policy:
         Raises:
             ArtifactError, PolicyError: as for ``load``.
         """
-        current = {key: p.detach().clone() for key, p in self.parameters.items()}
+        current = self._current()
         self.load(folder)
         self.snapshot(name)
         self.assign(current)
 
     def distributed(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Full tensors in the layout of the parameters: copied to their device, sharded where they are.
+        """Full tensors in the layout of the parameters, sharded where they are: on their device, or in main memory.
 
         Copied even where they are there: kernels may add in another order on the unaligned memory of a file.
         """
-        return {key: like(full[key].to(p.device, copy=True), p) for key, p in self.parameters.items()}
+        return {key: like(self.placed(full[key], p), p) for key, p in self.parameters.items()}
+
+    def placed(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """A copy of a tensor where copies of a parameter, and the optimiser's state, are between steps."""
+        return to_main_memory(value) if self.offloaded else value.to(parameter.device, copy=True)
 
     def save(self, folder: Path, metadata: PolicyMetadata, write: bool = True, statistics: dict[str, Any] | None = None) -> None:
         """Write a policy folder. Under FSDP every rank must call it; those with ``write=False`` only take part in gathering.
@@ -302,9 +327,25 @@ def _targets(model: Model, config: PolicyConfig) -> list[str]:
     return sorted(set(chosen))
 
 
+def _sharding(replicas: int, cpu_offload: bool) -> dict[str, Any]:
+    """The arguments of ``fully_shard``."""
+    return {
+        "mesh": replica_mesh(replicas),
+        "reshard_after_forward": True,
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy(),
+    }
+
+
+def to_main_memory(value: Tensor) -> Tensor:
+    """A copy of a tensor in main memory, pinned where there is a GPU: other memory takes many times as long to copy."""
+    return torch.empty_like(value, device="cpu", pin_memory=torch.cuda.is_available()).copy_(value)
+
+
 def like(full: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor, sharded as a parameter is."""
-    return distribute_tensor(full, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else full
+    """A whole tensor, sharded as a parameter is; on its device, where it is sharded."""
+    if not isinstance(parameter, DTensor):
+        return full
+    return distribute_tensor(full, parameter.device_mesh, parameter.placements).to(parameter.device)
 
 
 def gathered(values: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:

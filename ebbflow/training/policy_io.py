@@ -50,7 +50,7 @@ def open_policy(
     Args:
         shard, replicas: as of ``Policy``.
     """
-    policy = Policy(model, ctx.recipe.policy, ctx.recipe.seed, shard, replicas)
+    policy = Policy(model, ctx.recipe.policy, ctx.recipe.seed, shard, replicas, ctx.recipe.model.cpu_offload)
     metadata = policy.load(folder, to_train=True)
     if metadata.progress.algorithm != ctx.config.algorithm_name:
         for name in FOLLOWING:

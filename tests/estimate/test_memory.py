@@ -125,6 +125,22 @@ def test_processes_share_weights_and_optimiser_and_hold_one_block(tiny_recipe):
     assert (alone.loading, four.loading) == (0, alone.weights)
 
 
+def test_what_is_offloaded_waits_in_main_memory(tiny_recipe):
+    stages = [{"kind": "offline", "batch_size": 64}]
+    recipes = [tiny_recipe("sd3", model, stages=stages) for model in ({}, {"cpu_offload": True})]
+    sizes, _ = measure(recipes[0].model)
+    for processes in (1, 4):
+        held, waiting = (estimate(recipe, processes).memory["1.1 offline training"] for recipe in recipes)
+        assert held.offloaded == 0
+        moved = [getattr(held, use) - getattr(waiting, use) for use in ("weights", "optimizer", "copies")]
+        assert sum(moved) == waiting.offloaded
+        shard = sizes.parameters // processes
+        whole = 4 * (sizes.parameters + sizes.buffers) // processes
+        assert moved == ([0, 8 * shard, held.copies] if processes == 1 else [whole, 12 * shard, held.copies])
+    assert f"{waiting.offloaded / 2**30:.2f} GiB more in each" in describe(estimate(recipes[1], 4))
+    assert "cpu_offload" not in describe(estimate(recipes[0], 4))
+
+
 def test_a_network_that_is_never_trained_lies_whole_on_every_process(tiny_recipe):
     """FSDP2 shards the trained one alone."""
     stages = [{"kind": "offline"}, {"kind": "online", "placement": "ray", "resources": {"training": {"count": 4}}}]

@@ -38,11 +38,12 @@ class Killed(Exception):
 def world(make_prompts, make_recipe, base_folder, scorer, tmp_path):
     """``world(**recipe)``: the folder of a stage with its rollouts, advantages, prompts and starting policy; its recipe."""
 
-    def prepared(offline=None, policy=None):
+    def prepared(offline=None, policy=None, model=None, name="stage"):
         stage = {"prompts": 8, "epochs": 2, "batch_size": 8, "checkpoints": {"every": 2}}
-        recipe = make_recipe(offline=stage | (offline or {}), policy=policy or {})
-        write_offline_stage(tmp_path, recipe, base_folder, make_prompts(8), scorer)
-        return tmp_path, recipe.model_dump(mode="json"), base_folder
+        recipe = make_recipe(offline=stage | (offline or {}), policy=policy or {}, model=model or {})
+        (tmp_path / name).mkdir()
+        write_offline_stage(tmp_path / name, recipe, base_folder, make_prompts(8), scorer)
+        return tmp_path / name, recipe.model_dump(mode="json"), base_folder
 
     return prepared
 
@@ -59,7 +60,7 @@ def train(world: tuple[Path, Any, Path], name: str, at: int | None = None, happe
             os.kill(os.getpid(), signal.SIGTERM)
         return update(updater, *arguments)
 
-    with pytest.MonkeyPatch.context() as patch, process_group(), warnings.catch_warnings():
+    with pytest.MonkeyPatch.context() as patch, process_group(recipe["model"]["cpu_offload"]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(PolicyUpdater, "update", doomed)
         rollouts, (prompts, advantages) = (
@@ -152,6 +153,21 @@ def as_a_rank(stage: tuple[Path, Any, Path], name: str, at: int | None, happens:
         train(stage, name, at, happens)
     except (Killed, Preempted) as error:
         (stage[0] / f"said-{os.environ['RANK']}").write_text(f"{type(error).__name__} {error}")
+
+
+def weights(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.safetensors")}
+
+
+@pytest.mark.exhaustive
+def test_two_processes_that_offload_learn_and_resume_with_the_same_bytes(world):
+    held, offloaded = world(), world(model={"cpu_offload": True}, name="offloaded")
+    as_two_ranks(as_a_rank, held, "whole", None, "")
+    as_two_ranks(as_a_rank, offloaded, "again", 3, "preempted")
+    assert kept(offloaded[0], "again")[-1] == "step-00004"
+    as_two_ranks(as_a_rank, offloaded, "again", None, "")
+    assert weights(offloaded[0] / "again") == weights(held[0] / "whole")
+    assert len(weights(held[0] / "whole")) == 2
 
 
 @pytest.mark.parametrize(

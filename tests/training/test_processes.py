@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.fsdp import CPUOffloadPolicy
 from training_cases import (
     ALONE,
     FULL,
@@ -33,6 +34,7 @@ from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import verify
+from ebbflow.training import policy as policy_module
 from ebbflow.training.distributed import Ranks, process_group
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata
@@ -49,6 +51,8 @@ CASES = {
     "groups": ({"name": "dgpo"}, FULL, GROUPS, 5, 2),
     "dora": (NFT, LORA.model_copy(update={"dora": True}), ALONE, 4, 2),
     "some layers": (NFT, PolicyConfig(layers=["*.attn.*"]), ALONE, 4, 2),
+    "offloaded": (NFT, FULL, ALONE, 4, 2),
+    "offloaded lora": (NFT, LORA, ALONE, 4, 2),
     "replicas": (NFT, LORA, ALONE, 4, 2),
 }
 """Algorithm, policy, groups, samples of the first process, and passes. The last has the whole model on both (HSDP)."""
@@ -59,7 +63,11 @@ def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[st
     algorithm, config, group_index, first, passes = CASES[case]
     config = config.model_copy(update={"ema": PolicyConfig(ema={"max_decay": 0.5}).ema})
     model = load_model(base)
-    policy = Policy(model, config, 0, shard=ranks.world > 1, replicas=ranks.world if case == "replicas" else 1)
+    replicas, offload = ranks.world if case == "replicas" else 1, case.startswith("offloaded")
+    with patch.object(policy_module, "fully_shard", wraps=policy_module.fully_shard) as fully_shard:
+        policy = Policy(model, config, 0, ranks.world > 1, replicas, offload)
+    for call in fully_shard.call_args_list:
+        assert isinstance(call.kwargs["offload_policy"], CPUOffloadPolicy) == offload
     policy.ensure("old")
     policy.ensure("ema")
     stage = stage_of(algorithm, reference={"weight": 0.1}, optimizer={"max_grad_norm": 0.01})
@@ -149,6 +157,12 @@ def test_two_processes_take_the_step_of_one(base_folder, two_processes, tmp_path
     for file in files:
         expected, found = load_file(tmp_path / "alone" / file), load_file(two_processes / case / file)
         assert farthest(expected, found) < 1e-5
+
+
+@pytest.mark.parametrize(("offloaded", "held"), [("offloaded", "full"), ("offloaded lora", "lora")])
+def test_where_the_shards_wait_changes_no_byte(two_processes, offloaded, held):
+    expected, found = verify(two_processes / held), verify(two_processes / offloaded)
+    assert found == expected
 
 
 def test_two_processes_stop_together(two_processes):

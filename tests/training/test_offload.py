@@ -1,0 +1,78 @@
+"""One process with its optimiser's state and copies in main memory learns the same bytes as one that holds them on its device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from training_cases import FULL, LORA, NFT, forward_rows, stage_of
+
+from ebbflow.models import load_model
+from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.storage.artifacts import new_folder
+from ebbflow.training.checkpoint import restore, write_part
+from ebbflow.training.optimizer import OffloadedOptimizer
+from ebbflow.training.policy import Policy
+from ebbflow.training.update import PolicyUpdater
+
+AVERAGED = PolicyConfig(ema={"slope": 0.5, "max_decay": 0.5})
+FACTORS = {"lr_factors": [{"parameters": "*.bias", "factor": 0.5}], "weight_decay": 0.1}
+CASES = {"adamw": (AVERAGED, FACTORS), "muon": (FULL, {"name": "muon", **FACTORS}), "lora": (LORA, {})}
+
+
+def begin(base, case, cpu_offload):
+    config, optimizer = CASES[case]
+    policy = Policy(load_model(base), config, 0, cpu_offload=cpu_offload)
+    for name in ("old", *(["ema"] if config.ema else [])):
+        policy.ensure(name)
+    updater = PolicyUpdater(policy, stage_of(NFT, reference={"weight": 0.1}, optimizer={"lr": 0.01, **optimizer}))
+    assert isinstance(updater.optimizer, OffloadedOptimizer) == cpu_offload
+    return updater
+
+
+def train(updater, count):
+    """(metrics, every tensor) after some updates."""
+    rows = forward_rows(updater.policy.model, updater.stage)
+    metrics = [updater.update(rows, 2) for _ in range(count)]
+    tensors = {"": updater.policy.parameters, **updater.policy.copies}
+    tensors |= {name: updater.optimizer.state[parameter] for name, parameter in updater.policy.parameters.items()}
+    return metrics, {(part, name): value.clone() for part, values in tensors.items() for name, value in values.items()}
+
+
+def same(one, other):
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    return all(torch.equal(value, other[1][name]) for name, value in one[1].items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_changes_no_byte_with_or_without_a_checkpoint_between(base_folder, tmp_path, case):
+    held, through, first, second = (begin(base_folder, case, offload) for offload in (False, True, True, True))
+    expected = train(held, 3)
+    assert same(train(through, 3), expected)
+    train(first, 2)
+    with new_folder(tmp_path / "checkpoint") as folder:
+        write_part(folder, first)
+    restore(tmp_path / "checkpoint", second)
+    resumed = train(second, 1)
+    assert same((expected[0][-1:], expected[1]), resumed)
+
+
+def test_a_checkpoint_is_of_either(base_folder, tmp_path):
+    """Where things wait is no part of what was learnt."""
+    held, waiting = begin(base_folder, "adamw", False), begin(base_folder, "adamw", True)
+    train(waiting, 2)
+    with new_folder(tmp_path / "checkpoint") as folder:
+        write_part(folder, waiting)
+    restore(tmp_path / "checkpoint", held)
+    assert same(train(held, 1), train(waiting, 1))
+
+
+def test_the_state_of_no_parameter_shares_memory_with_another(base_folder):
+    """Each is copied back into its own."""
+    updater = begin(base_folder, "adamw", True)
+    train(updater, 1)
+    before = {value.data_ptr() for state in updater.optimizer.state.values() for value in state.values()}
+    train(updater, 1)
+    after = {value.data_ptr() for state in updater.optimizer.state.values() for value in state.values()}
+    assert after == before
+    assert len(before) == sum(map(len, updater.optimizer.state.values()))
