@@ -63,6 +63,7 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
     if (start := recipe.policy.start) and not start.on_hub:
         _check_start(start.path or "", on_cluster)
     load_scorer(recipe.rewards, recipe.guardrails)
+    load_scorer(recipe.evaluated_rewards, ())
     require_sinks(recipe)
     if prompts and not on_cluster:
         _try_rewards(recipe, prompts)

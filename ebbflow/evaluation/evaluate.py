@@ -42,7 +42,7 @@ class EvaluationError(Exception):
 
 
 def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, label: str, samples: Path) -> Evaluation:
-    """Evaluate the policy of a folder with all rewards and guardrails of the recipe.
+    """Evaluate the policy of a folder with the guardrails of the recipe, and all of its rewards that score single images.
 
     The policy may be a champion of another recipe: its card says what it is, what it was trained from and how that generates.
 
@@ -63,7 +63,7 @@ def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, lab
     model = load_model(base, metadata.model)
     policy = Policy(model, metadata.config, recipe.seed)
     policy.load(folder)
-    scorer = load_scorer(recipe.rewards, recipe.guardrails)
+    scorer = load_scorer(recipe.evaluated_rewards, recipe.guardrails)
     chosen = [prompt for prompt in read_prompts(prompts) if prompt.split != "train"]
     return evaluate(recipe, model, policy, metadata.version, scorer, chosen, label, samples)
 

@@ -32,7 +32,7 @@ def score_shard(ctx: StageContext, scorer: Scorer, prompts: list[Prompt], rollou
     clock = Clock()
     with progress(f"{ctx.label} scoring", "image", total=row_count(rollouts)) as shown:
         parts = []
-        for batch in read_batches(rollouts, ctx.config.micro_batch, ["prompt_id", "sample", "finite", "image"]):
+        for batch in read_batches(rollouts, _rows_at_once(ctx, scorer), ["prompt_id", "sample", "finite", "image"]):
             with clock.phase("scoring"):
                 finite = batch["finite"].to_numpy(zero_copy_only=False)
                 scores = scorer(_images(rollouts, batch), [by_id[i] for i in batch["prompt_id"].to_pylist()]).where(finite)
@@ -43,6 +43,12 @@ def score_shard(ctx: StageContext, scorer: Scorer, prompts: list[Prompt], rollou
     schema = score_schema(sorted(scored.metrics))
     about = read_table_metadata(rollouts) | {"seconds": clock.seconds, "weights": scorer.reward_weights}
     write_table(path, schema, (_scored(schema, batch, table) for batch, table in parts), about)
+
+
+def _rows_at_once(ctx: StageContext, scorer: Scorer) -> int:
+    """Samples to score together: where a reward compares them, whole groups, which follow one another in a shard."""
+    size, group = ctx.config.micro_batch, ctx.config.group_size
+    return max(1, size // group) * group if scorer.compares else size
 
 
 def _images(path: Path, batch: pa.RecordBatch) -> np.ndarray:

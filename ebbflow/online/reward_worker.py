@@ -27,10 +27,11 @@ class RewardWorker:
         """Score images [N, ...], each against its prompt.
 
         Args:
-            with_guards: also score with the guardrail metrics, as a validation does.
+            with_guards: score as a validation does, which has an image of each prompt: with the guardrail metrics, and without
+                rewards that compare.
         """
         with self.timer.task("validation" if with_guards else "scoring", step, profiled):
-            scorer = self.scorer if with_guards else replace(self.scorer, guardrails=())
+            scorer = self.scorer.of_single_images() if with_guards else replace(self.scorer, guardrails=())
             statistics = image_statistics(images)  # first: a reward may write into its images
             scores = scorer(images, prompts)
         return RewardReport(scores, self.timer.drain(), statistics)

@@ -30,7 +30,7 @@ from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.paths import OutputText, PathText, StoreText, resolve_paths
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.registry import AnyRewardConfig, reward
-from ebbflow.recipe.rewards import CustomRewardConfig
+from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, ONLY_COMPARISONS, CustomRewardConfig, RewardConfig
 from ebbflow.recipe.stages import AnyStageConfig, CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.recipe.yaml_text import describe_yaml_error, read_yaml
 
@@ -304,6 +304,17 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
+    def _evaluations_have_a_reward(self) -> Recipe:
+        """Of rewards that come with Ebbflow: whether a user's own compares is known once it is imported."""
+        shipped = [reward for reward in self.rewards if not isinstance(reward, CustomRewardConfig)]
+        if len(shipped) == len(self.rewards) and all(reward.compares for reward in shipped):
+            raise ValueError(ONLY_COMPARISONS)
+        watched = [guardrail for guardrail in self.guardrails if not isinstance(guardrail, CustomRewardConfig)]
+        if compared := [guardrail.column for guardrail in watched if guardrail.compares]:
+            raise ValueError(GUARDRAIL_COMPARES.format(compared[0]))
+        return self
+
+    @model_validator(mode="after")
     def _tolerances_are_of_guardrails(self) -> Recipe:
         known, tolerance = [guardrail.column for guardrail in self.guardrails], self.promotion.guardrail_tolerance
         for unit in ("standard_deviations", "absolute"):
@@ -415,6 +426,18 @@ class Recipe(Strict):
         kinds = [stage.path for stage in self.stages if isinstance(stage, CustomStageConfig)]
         engines = [stage.engine for stage in self.stages]
         return [path for path in (*rewards, self.model.family, *engines, *kinds) if ":" in path]
+
+    @property
+    def evaluated_rewards(self) -> list[RewardConfig]:
+        """Those of ``rewards`` that score single images, as an evaluation does.
+
+        Raises:
+            RecipeError: there are none, or nothing can be imported from the path of a user's own.
+        """
+        found = [reward for reward in self.rewards if not reward.compares]
+        if not found:
+            raise RecipeError(ONLY_COMPARISONS)
+        return found
 
     @property
     def canonical(self) -> str:

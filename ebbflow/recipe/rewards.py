@@ -16,6 +16,12 @@ from ebbflow.recipe.plugins import import_path, name_or_path
 MAX_SCORE, MAX_WEIGHT = 1e30, 1e6
 """Of a score, in magnitude, and of a reward: float64 then holds the squares of weighted sums."""
 
+ONLY_COMPARISONS = (
+    "rewards: all of them compare the images of a prompt with each other, and an evaluation scores single images; add a reward "
+    "that does, so that policies can be compared"
+)
+GUARDRAIL_COMPARES = "guardrails: {} compares the images of a prompt, and an evaluation scores single ones; take it out"
+
 
 class RewardConfig(Strict):
     """The keys of every reward."""
@@ -36,9 +42,18 @@ class RewardConfig(Strict):
         """Whether it compares an image with the prompt's target text, which every prompt must then have."""
         return False
 
+    @property
+    def compares(self) -> bool:
+        """Whether it compares the images of a prompt with each other, so that it cannot score one by itself.
+
+        Raises:
+            RecipeError: nothing can be imported from the path of a user's own.
+        """
+        return False
+
     @abstractmethod
     def build(self) -> Any:
-        """The ``ebbflow.rewards.base.Reward`` with these options."""
+        """The ``ebbflow.rewards.base.Reward``, or ``GroupReward``, with these options."""
 
 
 class ReadingRewardConfig(RewardConfig):
@@ -70,6 +85,10 @@ class CustomRewardConfig(RewardConfig):
     @property
     def column(self) -> str:
         return self.label or self.path.rpartition(":")[2]
+
+    @property
+    def compares(self) -> bool:
+        return hasattr(import_path(self.path), "compare")
 
     def build(self) -> Any:
         """As of every reward.

@@ -12,12 +12,13 @@ How
     Every file in ``built_in/`` is one reward: the class of its options (``RewardConfig``, whose ``name`` a recipe writes) and
     what scores (``ebbflow.rewards.base.Reward``), which the options ``build``. Nothing else lists them: ``ebbflow.recipe`` finds
     the files. A user's own is named by its path (docs/extending.md). ``combine`` makes the weighted sum, ``server`` puts any
-    reward behind HTTP for ``remote``; the rest is shared by several rewards (``network``, ``weights``, ``clip``, ``ppocr``,
-    ``text``, ``http``).
+    reward behind HTTP for ``remote``; ``groups`` scores the images of a prompt against each other. The rest is shared by several
+    rewards (``network``, ``weights``, ``clip``, ``ppocr``, ``text``, ``http``, ``chat``).
 
 Gotchas
     - Reading a recipe imports every file in ``built_in/``: import numpy, torch and the like inside the functions that use them.
-    - A score depends on its image and prompt alone, never on the batch; a guardrail that depends on it measures nothing.
+    - A score depends on its image and prompt alone, never on the batch; a guardrail that depends on it measures nothing. What
+      compares images (``GroupReward``) gets whole groups, in training alone.
     - NaN is a failure of one sample; a number above 1e30 or a wrong shape is a bug of the reward and stops the run.
 """
 

@@ -1,10 +1,10 @@
-"""What a reward is: a deterministic function from images and their prompts to one number per image."""
+"""What a reward is: a deterministic function from images and their prompts, or from a prompt's group, to one number per image."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +42,26 @@ class Reward(Protocol):
         """Why the reward cannot run on this machine and how to fix it; None if it can."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult: ...
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """Compares the images of one prompt with each other; larger is better.
+
+    Stages score whole groups, so they can train on it. An evaluation scores single images and leaves it out: inside a group, a
+    win rate is one half on average, whatever the policy draws.
+    """
+
+    name: str
+
+    def unavailable(self) -> str | None:
+        """As of ``Reward``."""
+
+    def compare(self, images: np.ndarray, prompt: Prompt) -> RewardResult:
+        """Scores of the group of a prompt: at least two images, uint8 RGB [N, height, width, 3]."""
+
+
+AnyReward: TypeAlias = Reward | GroupReward
 
 
 @runtime_checkable

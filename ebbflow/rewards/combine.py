@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.plugins import import_path
-from ebbflow.recipe.rewards import MAX_SCORE, CustomRewardConfig, RewardConfig
-from ebbflow.rewards.base import FeatureReward, Reward, RewardError, RewardResult
+from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, MAX_SCORE, CustomRewardConfig, RewardConfig
+from ebbflow.rewards.base import AnyReward, FeatureReward, GroupReward, RewardError, RewardResult
+from ebbflow.rewards.groups import give_scores
 
 FRAMES_SCORED = 8
 """Frames of a video that are scored, evenly spaced from the first to the last; all frames of a shorter video."""
@@ -70,14 +71,23 @@ class ScoreTable:
 class Scorer:
     """The rewards of a run: trained ones with their weights, guardrails, and why some guardrails are unavailable."""
 
-    rewards: tuple[tuple[Reward, float], ...]
-    guardrails: tuple[Reward, ...] = ()
+    rewards: tuple[tuple[AnyReward, float], ...]
+    guardrails: tuple[AnyReward, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def reward_weights(self) -> dict[str, float]:
         """The weight of each trained reward, by its column."""
         return {reward.name: weight for reward, weight in self.rewards}
+
+    @property
+    def compares(self) -> bool:
+        """Whether it can score whole groups only."""
+        return any(isinstance(reward, GroupReward) for reward, _ in self.rewards)
+
+    def of_single_images(self) -> Scorer:
+        """The same without rewards that compare the images of a prompt with each other."""
+        return replace(self, rewards=tuple(row for row in self.rewards if not isinstance(row[0], GroupReward)))
 
     def features(self, images: np.ndarray) -> np.ndarray | None:
         """Features of images or videos, float32 [N, D], of the first reward or guardrail with ``features``; None without one.
@@ -93,7 +103,8 @@ class Scorer:
         """Score images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3], each against its prompt.
 
         Rewards score images: a video's reward and metrics are means over ``FRAMES_SCORED`` frames, each scored against the
-        video's prompt. A failed frame fails its video.
+        video's prompt. A failed frame fails its video. Where a reward compares, the images of a prompt are its whole group; of
+        videos, frames of the same time are compared.
 
         Raises:
             RewardError: images and prompts do not match, or a reward breaks its contract.
@@ -106,18 +117,30 @@ class Scorer:
         return ScoreTable(total, _columns(results), _reasons(results, len(images)))
 
 
-def _score(reward: Reward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-    return checked(reward.name, reward(images, prompts), len(images))
+def _score(reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+    return checked(reward.name, give_scores(reward, images, prompts), len(images))
 
 
-def _score_videos(reward: Reward, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+def _score_videos(reward: AnyReward, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
     shown = scored_frames(videos.shape[1])
-    frames = videos[:, shown].reshape(-1, *videos.shape[2:])
-    result = _score(reward, frames, [prompt for prompt in prompts for _ in shown])
+    if isinstance(reward, GroupReward):
+        result = _interleaved([_score(reward, videos[:, frame], prompts) for frame in shown])
+    else:
+        frames = videos[:, shown].reshape(-1, *videos.shape[2:])
+        result = _score(reward, frames, [prompt for prompt in prompts for _ in shown])
     return RewardResult(
         values=_over_frames(result.values, len(shown)),
         metrics={name: _over_frames(values, len(shown)) for name, values in result.metrics.items()},
         failures=_video_failures(result, shown),
+    )
+
+
+def _interleaved(parts: Sequence[RewardResult]) -> RewardResult:
+    """The results of the first frames of all videos, of their second ones and so on, as one, video by video."""
+    return RewardResult(
+        values=np.stack([part.values for part in parts], 1).ravel(),
+        metrics={name: np.stack([part.metrics[name] for part in parts], 1).ravel() for name in parts[0].metrics},
+        failures={index * len(parts) + frame: why for frame, part in enumerate(parts) for index, why in part.failures.items()},
     )
 
 
@@ -144,26 +167,29 @@ def _video_failures(result: RewardResult, shown: np.ndarray) -> dict[int, str]:
     return reasons
 
 
-def load_reward(config: RewardConfig) -> Reward:
+def load_reward(config: RewardConfig) -> AnyReward:
     """The reward of a recipe, named as the column of its scores.
 
     Raises:
         RewardError: a user's own reward lacks a method, or rejects its options.
         RecipeError: nothing can be imported from its path.
     """
-    made: Reward = _custom(config) if isinstance(config, CustomRewardConfig) else config.build()
+    made: AnyReward = _custom(config) if isinstance(config, CustomRewardConfig) else config.build()
     made.name = config.column
     return made
 
 
-def _custom(config: CustomRewardConfig) -> Reward:
+def _custom(config: CustomRewardConfig) -> AnyReward:
     import_path(config.path)  # whatever goes wrong in the module itself comes through as it is
     try:
-        made: Reward = config.build()
+        made: AnyReward = config.build()
     except TypeError as error:
         raise RewardError(f"{config.path} rejects the options {', '.join(config.options)}: {error}") from error
-    if missing := [part for part in ("unavailable", "__call__") if not hasattr(made, part)]:
+    compares = hasattr(made, "compare")
+    if missing := [part for part in ("unavailable", "compare" if compares else "__call__") if not hasattr(made, part)]:
         raise RewardError(f"{config.path} is not a reward: it lacks {missing[0]!r} (ebbflow.rewards.base.Reward)")
+    if compares and not config.compares:
+        raise RewardError(f"{config.path} leads to what makes a reward that compares; name the class with 'compare' itself")
     return made
 
 
@@ -171,13 +197,15 @@ def load_scorer(rewards: Sequence[RewardConfig], guardrails: Sequence[RewardConf
     """The scorer of a recipe. Guardrails that cannot run here are left out, with one warning.
 
     Raises:
-        RewardError: a trained reward cannot run here, or a user's own is not a reward.
+        RewardError: a trained reward cannot run here, a user's own is not a reward, or a guardrail compares.
     """
     trained = [(load_reward(reward), reward.weight) for reward in rewards]
     for reward, _ in trained:
         if reason := reward.unavailable():
             raise RewardError(f"the reward {reward.name!r} is trained on and cannot run here: {reason}")
     watched = [load_reward(guardrail) for guardrail in guardrails]
+    if compared := [guardrail.name for guardrail in watched if isinstance(guardrail, GroupReward)]:
+        raise RewardError(GUARDRAIL_COMPARES.format(compared[0]))
     left_out = {guardrail.name: reason for guardrail in watched if (reason := guardrail.unavailable())}
     if left_out:
         listed = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())

@@ -9,12 +9,15 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.base import sanitize
 from ebbflow.recipe.rewards import CustomRewardConfig
-from ebbflow.rewards.base import RewardError, RewardResult
+from ebbflow.rewards.base import GroupReward, RewardError, RewardResult
 from ebbflow.rewards.combine import checked, load_reward
+from ebbflow.rewards.groups import give_scores
 
 
 def try_reward(config: CustomRewardConfig, prompts: Sequence[Prompt], height: int, width: int) -> None:
     """Call a reward twice on noise, an image for each prompt, and check what it returns. One that cannot run here is left alone.
+
+    One that compares gets two images of each prompt.
 
     Raises:
         RewardError: it fails, returns anything but a ``RewardResult`` with a number or NaN for each image, or scores the same
@@ -25,9 +28,11 @@ def try_reward(config: CustomRewardConfig, prompts: Sequence[Prompt], height: in
     if reward.unavailable():
         return
     name = f"the reward {reward.name!r}, {config.path},"
+    if isinstance(reward, GroupReward):
+        prompts = [prompt for prompt in prompts for _ in range(2)]
     images = np.random.default_rng(0).integers(0, 256, (len(prompts), height, width, 3), np.uint8)
     try:
-        results = [reward(images.copy(), prompts) for _ in range(2)]
+        results = [give_scores(reward, images.copy(), prompts) for _ in range(2)]
     except Exception as error:  # a user's own code can raise anything
         reason = sanitize(f"{type(error).__name__}: {error}")
         raise RewardError(f"{name} fails on {len(images)} images of {height} x {width} pixels: {reason}") from error

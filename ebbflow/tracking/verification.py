@@ -213,7 +213,7 @@ def _file(name: str) -> Callable[[Registered], str]:
 def _rewards(found: Registered) -> str:
     found.file(stored.RECIPE)
     detail = _same(stored.rewards_digest(found.json(stored.RECIPE)), found.tag(stored.REWARDS_DIGEST))
-    weights = {config.column: config.weight for config in found.recipe.rewards}
+    weights = {config.column: config.weight for config in found.recipe.evaluated_rewards}
     for side in stored.SIDES:
         table = found.scores(side)
         total = np.sum([weight * _values(table, column) for column, weight in weights.items()], axis=0)

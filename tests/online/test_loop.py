@@ -22,6 +22,7 @@ from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
+from ebbflow.rewards.groups import win_rates
 from ebbflow.rollouts.generate import generate, join
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
@@ -250,6 +251,32 @@ def test_the_reward_steers(run, turned, name):
         policy, before, _, _ = run(judge=judge, **config)
         moves.append(torch.cat([(policy.parameters[n] - before[n]).flatten() for n in before]))
     assert torch.cosine_similarity(*moves, dim=0) < -0.99
+
+
+class Darkest:
+    """Stub reward of groups: the share of the other images that are lighter."""
+
+    name = "darkest"
+
+    def unavailable(self):
+        return None
+
+    def compare(self, images, prompt):
+        light = images.mean((1, 2, 3))
+        return RewardResult(win_rates(np.sign(light[None] - light[:, None]) / 2 + 0.5))
+
+
+def test_a_reward_that_compares_trains_on_whole_groups(run, scorer):
+    """On the glyph model as on any: of groups of four, in requests of two groups, with and without a reward of single images."""
+    policy, before, logged, record = run(judge=Scorer(((Darkest(), 1.0),)), steps=2)
+    assert changed(policy, before)
+    assert record.alarms == []
+    for metrics in logged:
+        assert metrics["reward/scored_share"] == 1
+        assert metrics["score/darkest"] == pytest.approx(0.5)
+        assert (metrics["reward/min"], metrics["reward/max"]) == (0, 1)
+    _, _, (both, _), _ = run(judge=Scorer(((Darkest(), 1.0), *scorer.rewards)), steps=2)
+    assert both["reward/mean"] == pytest.approx(0.5 + both["score/darkness"])
 
 
 def test_failed_samples_are_masked_and_too_many_stop_the_stage(run, make_prompts):

@@ -18,7 +18,8 @@ from served_cases import answering, hangs, says
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.registry import reward
 from ebbflow.rewards import http
-from ebbflow.rewards.built_in.vision_judge import VisionJudge, base_url
+from ebbflow.rewards.built_in.vision_judge import VisionJudge
+from ebbflow.rewards.chat import base_url
 from ebbflow.rewards.combine import load_reward
 from ebbflow.rewards.text import NO_TARGET
 

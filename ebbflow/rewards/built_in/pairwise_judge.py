@@ -1,0 +1,124 @@
+"""``pairwise_judge``: a vision-language model compares the images of a prompt, two at a time (Pref-GRPO, 2508.20751).
+
+    w_i = mean over j != i of P(image i is better than image j)
+
+All pairs of a group are compared once, so a group of G images takes G (G - 1) / 2 requests. Deviations from the published code
+(CodeGoat24/Pref-GRPO fastvideo/rewards): models prefer the first of two images or the second: each image is first in half of its
+comparisons, where the code always has the earlier sample first; an answer that names no winner is left out, where the code counts
+it as half a win for both.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from ebbflow.rewards.base import NO_TARGET, RewardResult
+from ebbflow.rewards.chat import ChatRewardConfig, Choice, ask_about, completions_url, missing_model, probability
+from ebbflow.rewards.http import NoAnswer, shown
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ebbflow.data.prompts import Prompt
+    from ebbflow.rewards.base import GroupReward
+
+MAX_TOKENS = {"probability": 1, "choice": 8, "reasoned": 4096}
+"""Of an answer: one token, one number with what may stand around it, or a chain of thought."""
+CHOICE = re.compile(r"[\W_]*(?:image\s*)?([12])[\W_]*", re.IGNORECASE)
+REASONED = re.compile(r"<answer>\s*image\s*([12])\s*is better[\s.]*</answer>\s*", re.IGNORECASE)
+WANTED = {
+    "probability": "neither 1 nor 2 is among the log-probs of its first token; take answer: choice where a server gives none",
+    "choice": "the whole answer must be 1 or 2",
+    "reasoned": "it must end with <answer>Image 1 is better</answer>, or 2",
+}
+"""Of an answer, for the message that it was something else."""
+
+
+class PairwiseJudgeConfig(ChatRewardConfig):
+    """Share of a prompt's other images that the image beats, 0 to 1, as a vision-language model behind a server compares them."""
+
+    name: Literal["pairwise_judge"] = "pairwise_judge"
+    question: str = Field('Which of these two images is better, for the prompt "{prompt}"? Answer 1 or 2.', min_length=1)
+    """``{prompt}`` and ``{target}`` stand for those of the images' prompt; no other braces are taken."""
+    answer: Literal["probability", "choice", "reasoned"] = "probability"
+    """``probability``: P(1) / (P(1) + P(2)) of the first token, a share of a win. ``choice``: 1 or 2. ``reasoned``: a text
+    that ends with ``<answer>Image 1 is better</answer>``, as UnifiedReward-Think answers. Every other answer is no comparison."""
+
+    @property
+    def compares(self) -> bool:
+        return True
+
+    def build(self) -> GroupReward:
+        return PairwiseJudge(self)
+
+
+class PairwiseJudge:
+    """The win rate of each image inside its group; NaN with a reason where more than half of its comparisons failed."""
+
+    name = "pairwise_judge"
+
+    def __init__(self, config: PairwiseJudgeConfig, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.config = config
+        self.sleep = sleep
+
+    def unavailable(self) -> str | None:
+        return missing_model(self.config, self.sleep)
+
+    def compare(self, images: np.ndarray, prompt: Prompt) -> RewardResult:
+        import numpy as np
+
+        from ebbflow.rewards.groups import win_rates
+
+        if self.config.reads and prompt.target is None:
+            return RewardResult(np.full(len(images), np.nan), failures=dict.fromkeys(range(len(images)), NO_TARGET))
+        wins, reasons = np.full((len(images), len(images)), np.nan), dict[int, str]()
+        pairs = balanced_pairs(len(images))
+        with ThreadPoolExecutor(self.config.concurrency) as pool:
+            outcomes = list(pool.map(lambda pair: self._judge(images[list(pair)], prompt), pairs))
+        for (first, second), outcome in zip(pairs, outcomes, strict=True):
+            if isinstance(outcome, str):
+                reasons = {first: outcome, second: outcome} | reasons
+            else:
+                wins[first, second], wins[second, first] = outcome, 1 - outcome
+        values = win_rates(wins)
+        failures = {int(index): reasons[int(index)] for index in np.flatnonzero(np.isnan(values))}
+        unanswered = (np.isnan(wins).sum(1) - 1) / (len(images) - 1)
+        return RewardResult(values, {f"{self.name}_unanswered": unanswered}, failures)
+
+    def _judge(self, two: np.ndarray, prompt: Prompt) -> float | str:
+        """The probability that the first of two images is the better one, or why there is none."""
+        answer = self.config.answer
+        try:
+            choice = ask_about(self.config, two, prompt, MAX_TOKENS[answer], answer == "probability", self.sleep)
+        except NoAnswer as error:
+            return str(error)
+        judged = probability(choice, "1", "2") if answer == "probability" else in_words(choice, answer)
+        if judged is None:
+            text = shown((choice.message.content or "")[-200:], self.config)
+            return f'{completions_url(self.config)} answered "{text}", which is no {answer}: {WANTED[answer]}'
+        return judged
+
+
+def balanced_pairs(count: int) -> list[tuple[int, int]]:
+    """Every pair of ``count`` images once, as (first, second): each image is first as often as it is second, or once more."""
+    return [(i, j) if (j - i) % 2 else (j, i) for i, j in combinations(range(count), 2)]
+
+
+def in_words(choice: Choice, answer: Literal["choice", "reasoned"]) -> float | None:
+    """1 where the answer names the first image, 0 where the second; None for an answer that is cut or names neither."""
+    text = choice.message.content or ""
+    match = CHOICE.fullmatch(text) if answer == "choice" else _last(REASONED, text)
+    return None if match is None or choice.finish_reason == "length" else float(match[1] == "1")
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The match at the end of a text."""
+    found = list(pattern.finditer(text))
+    return found[-1] if found and found[-1].end() == len(text) else None
