@@ -102,7 +102,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
     prompts = read_prompts(table, "train")
     held_out = read_prompts(table, "held_out")
     ctx, model = StageContext(recipe, 0, 0), open_model(recipe, base)
-    policy, metadata = open_policy(ctx, model, policy_folder, teacher_of(ctx))
+    policy, metadata = open_policy(ctx, model, policy_folder, teachers_of(ctx))
     updater, scorer = PolicyUpdater(policy, ctx.config, metadata), load_scorer(recipe.rewards, ())
     curve: list[dict[str, float]] = []
     training: list[dict[str, float]] = []
@@ -236,17 +236,17 @@ def keep(ctx: StageContext, updater: PolicyUpdater, metadata: PolicyMetadata, as
     save_policy(ctx, updater, metadata, record, folder)
 
 
-def teacher_of(ctx: StageContext) -> Path | None:
-    """The policy that an earlier entry left behind for the same seed."""
-    if not ctx.teacher:
-        return None
-    folder, seed = WORK / "policies" / f"{ctx.teacher}-{ctx.recipe.seed}", ctx.recipe.seed
-    if not folder.exists():
-        raise SystemExit(
-            f"{ctx.recipe.name} learns from the policy of {ctx.teacher} with seed {seed}, and there is none in {folder}; "
-            f"make it: python -m benchmarks.algorithms --only {ctx.teacher} --seeds {seed} --again"
-        )
-    return folder
+def teachers_of(ctx: StageContext) -> dict[str, Path]:
+    """The policies that earlier entries left behind for the same seed."""
+    seed = ctx.recipe.seed
+    folders = {copy: WORK / "policies" / f"{entry}-{seed}" for copy, entry in ctx.teachers.items()}
+    for copy, entry in ctx.teachers.items():
+        if not folders[copy].exists():
+            raise SystemExit(
+                f"{ctx.recipe.name} learns from the policy of {entry} with seed {seed}, and there is none in {folders[copy]}; "
+                f"make it: python -m benchmarks.algorithms --only {entry} --seeds {seed} --again"
+            )
+    return folders
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
     for index, stage in enumerate(recipe.stages):
         if stage.kind == "offline" and stage.pairs and "://" not in stage.pairs:
             _check_pairs(f"stages.{index}.pairs = {stage.pairs!r}", Path(stage.pairs), on_cluster)
-        _check_teacher(f"stages.{index}.algorithm", stage, on_cluster)
+        _check_teachers(f"stages.{index}.algorithm", stage, on_cluster)
     for path in recipe.own_paths:
         import_path(path)
     _try_losses(recipe)
@@ -157,11 +157,17 @@ def _check_pairs(key: str, path: Path, on_cluster: bool) -> None:
     check_pairs(path)
 
 
-def _check_teacher(algorithm: str, stage: StageConfig, on_cluster: bool) -> None:
-    teacher = getattr(stage.hyper, "teacher", None)
-    if teacher is None or "://" in teacher:
+def _check_teachers(algorithm: str, stage: StageConfig, on_cluster: bool) -> None:
+    section = f"{algorithm}.{'options.' * isinstance(stage.algorithm, CustomAlgorithmConfig)}"
+    if teacher := getattr(stage.hyper, "teacher", None):
+        _check_teacher(f"{section}teacher = {teacher!r}", teacher, on_cluster)
+    for name, teacher in getattr(stage.hyper, "teachers", {}).items():
+        _check_teacher(f"{section}teachers.{name} = {teacher!r}", teacher, on_cluster)
+
+
+def _check_teacher(key: str, teacher: str, on_cluster: bool) -> None:
+    if "://" in teacher:
         return
-    key = f"{algorithm}.{'options.' * isinstance(stage.algorithm, CustomAlgorithmConfig)}teacher = {teacher!r}"
     if on_cluster:
         raise RecipeError(f"{key} {LOCAL_PATH}")
     try:

@@ -27,6 +27,11 @@ WATCHED_FIRST, WATCHED_EVERY = 8, 4
 """So many updates of a stage are watched one by one, then every so many: on a small network another pass is felt."""
 
 
+def teacher_copy(prompt_set: str) -> str:
+    """The policy copy that is the teacher of a prompt set; the teacher of all prompts is the copy ``teacher``."""
+    return f"teacher:{prompt_set}"
+
+
 def drift_stride(updates: int, passes: int) -> int | None:
     """Every how many rows of an update, which follows ``updates`` others, the drift is measured; None: at none of them.
 
@@ -86,9 +91,11 @@ class StageContext:
         return self.algorithm.following(self.config.hyper)
 
     @property
-    def teacher(self) -> str | None:
-        """Where the policy folder of the stage's teacher lies, if it has one."""
-        return getattr(self.config.hyper, "teacher", None)
+    def teachers(self) -> dict[str, str]:
+        """Where the policy folders of the stage's teachers lie, by the policy copy that each becomes (``teacher_copy``)."""
+        hyper = self.config.hyper
+        one, several = getattr(hyper, "teacher", None), getattr(hyper, "teachers", {})
+        return {"teacher": one} if one else {teacher_copy(name): folder for name, folder in several.items()}
 
     @property
     def label(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,8 @@ def train_online(
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
-    teacher = fetch_folder(ctx.teacher) if ctx.teacher else None
-    return train_stage(ctx, run, fetch(base.folder), policy, prompts, teacher)
+    teachers = {copy: fetch_folder(uri) for copy, uri in ctx.teachers.items()}
+    return train_stage(ctx, run, fetch(base.folder), policy, prompts, teachers)
 
 
 def train_stage(
@@ -40,10 +41,10 @@ def train_stage(
     base: Path,
     policy: TrainedPolicy,
     prompts: FlyteFile,
-    teacher: Path | None = None,
+    teachers: Mapping[str, Path] | None = None,
     actors: Folders | None = None,
 ) -> TrainedPolicy:
-    """Run the stage and log it as a node. With ``actors``, ``base`` and ``teacher`` are not read: actors fetch their own."""
+    """Run the stage and log it as a node. With ``actors``, ``base`` and ``teachers`` are not read: actors fetch their own."""
     from ebbflow.online.loop import train_online_folder
     from ebbflow.stage import MetricsRecorder
     from ebbflow.tracking.child_run import node_run
@@ -54,7 +55,7 @@ def train_stage(
     with retry_on(Preempted), node_run(run, ctx.label, policy.global_step) as run_logger:
         recorder, checkpoints = MetricsRecorder(run_logger), open_checkpoints(run, ctx)
         record = train_online_folder(
-            ctx, base, fetch(policy.folder), fetch(prompts), trained, recorder, teacher, actors, checkpoints
+            ctx, base, fetch(policy.folder), fetch(prompts), trained, recorder, teachers, actors, checkpoints
         )
         log_stage(run_logger, record)
     recorder.write(metrics)

@@ -37,7 +37,8 @@ def train_online_ray(
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
-    folders = [str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)]
-    actors = Folders(*(partial(fetch_once_per_machine, uri) for uri in (*folders, *([ctx.teacher] if ctx.teacher else []))))
+    start = [str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)]
+    teachers = {copy: partial(fetch_once_per_machine, uri) for copy, uri in ctx.teachers.items()}
+    actors = Folders(*(partial(fetch_once_per_machine, uri) for uri in start), teachers)
     with retry_on(RecoverableStageError):
         return train_stage(ctx, run, Path(base.folder.path), policy, prompts, actors=actors)

@@ -99,6 +99,21 @@ def test_a_teacher_must_be_there_and_whole(tmp_path: Path, own: bool, key: str) 
         check("cut")
 
 
+def test_the_teacher_of_every_prompt_set_must_be_there(tmp_path: Path) -> None:
+    write_base_policy(tmp_path / "teacher", "base", "recipe", PolicyConfig())
+    stage = {"kind": "online", "algorithm": {"name": "distillation", "teachers": {"a": str(tmp_path / "teacher"), "b": "none"}}}
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("\n".join(f'"{name}{other}"' for other in "cdefghijkl"))
+    prompts = {
+        "mixture": [{"name": name, "source": str(tmp_path / f"{name}.txt")} for name in "ab"],
+        "validation": 1,
+        "held_out": 2,
+    }
+    recipe = Recipe.model_validate({"output": str(tmp_path), "prompts": prompts, "stages": [stage]})
+    with pytest.raises(RecipeError, match=r"stages\.0\.algorithm\.teachers\.b = 'none' is not the policy folder"):
+        check_recipe(recipe, SERVER, on_cluster=False)
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_cluster_needs_a_teacher_at_a_uri(tmp_path: Path, own: bool) -> None:
     write_base_policy(tmp_path / "teacher", "base", "recipe", PolicyConfig())

@@ -175,7 +175,7 @@ class ProcessMemory:
     def copies(self, ctx: StageContext) -> int:
         """Of the copies that the policy of a stage has."""
         made_rollouts = "rollout" in ctx.algorithm.copies(ctx.config.hyper)
-        further = len(ctx.following) + made_rollouts + bool(self.recipe.policy.ema) + bool(ctx.teacher)
+        further = len(ctx.following) + made_rollouts + bool(self.recipe.policy.ema) + len(ctx.teachers)
         return 4 * self.trained * (1 + further)
 
     def encoding(self) -> Memory:

@@ -59,13 +59,14 @@ def train_online_folder(
     prompts: Path,
     trained: Path,
     recorder: MetricsRecorder,
-    teacher: Path | None = None,
+    teachers: Mapping[str, Path] | None = None,
     actors: Folders | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> StageRecord:
     """Run the stage on the policy of ``folder`` and leave the trained one at ``trained``.
 
     Args:
+        teachers: policy folders, by the copy of the policy that each becomes.
         actors: where workers under ``placement: ray`` find what they load; left out, at the same paths on every machine.
         checkpoints: those of an earlier attempt, from which the stage resumes, and of this one.
 
@@ -73,7 +74,7 @@ def train_online_folder(
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
     validation, training = validation_prompts(ctx, prompts), read_prompts(prompts, "train")
-    with handle_sigterm(), closing(open_workers(ctx, base, folder, teacher, actors)) as workers:
+    with handle_sigterm(), closing(open_workers(ctx, base, folder, teachers, actors)) as workers:
         state = StageState(read_history(ctx, read_policy_metadata(folder), folder))
         loop = OnlineLoop(ctx, workers, training, recorder, state, validation, checkpoints)
 
@@ -85,14 +86,16 @@ def train_online_folder(
         return asyncio.run(run_and_save())
 
 
-def open_workers(ctx: StageContext, base: Path, folder: Path, teacher: Path | None, actors: Folders | None) -> StageWorkers:
+def open_workers(
+    ctx: StageContext, base: Path, folder: Path, teachers: Mapping[str, Path] | None, actors: Folders | None
+) -> StageWorkers:
     """The stage's workers, on the policy of ``folder``."""
     if ctx.online.placement == "ray":
         from ebbflow.online.ray_actor import Folders
         from ebbflow.online.ray_workers import RayWorkers
 
-        return RayWorkers(ctx, actors or Folders.at(base, folder, teacher))
-    policy, metadata = load_policy(ctx, base, folder, teacher)
+        return RayWorkers(ctx, actors or Folders.at(base, folder, teachers))
+    policy, metadata = load_policy(ctx, base, folder, teachers)
     guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
     scorer = load_scorer(ctx.recipe.rewards, guardrails)
     trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata)

@@ -6,8 +6,8 @@ into the object store, in one process the values themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -149,6 +149,7 @@ class TrainingBatch:
         conditioning, sample_index: as in a request, over all requests.
         advantages: [N].
         keep: bool [N], the samples to train on.
+        prompt_sets: the set of each prompt, by its id.
         profiled: whether to profile the step.
     """
 
@@ -158,6 +159,7 @@ class TrainingBatch:
     keys: SampleKeys
     advantages: np.ndarray
     keep: np.ndarray
+    prompt_sets: Mapping[int, str] = field(default_factory=dict)
     profiled: bool = False
 
 
@@ -172,5 +174,6 @@ def build_training_batch(batch: RolloutBatch, advantages: np.ndarray, keep: np.n
         keys=SampleKeys.cat([request.keys for request in requests]),
         advantages=advantages,
         keep=keep,
+        prompt_sets={prompt.prompt_id: prompt.source for prompt in batch.prompts},
         profiled=profiled,
     )

@@ -7,8 +7,8 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,16 +45,17 @@ Locate = Callable[[], Path]
 
 @dataclass(frozen=True)
 class Folders:
-    """Where actors find the base model, the policy that the stage starts from, and its teacher."""
+    """Where actors find the base model, the policy that the stage starts from, and its teachers by their copies."""
 
     base: Locate
     policy: Locate
-    teacher: Locate | None = None
+    teachers: Mapping[str, Locate] = field(default_factory=dict)
 
     @staticmethod
-    def at(base: Path, policy: Path, teacher: Path | None = None) -> Folders:
+    def at(base: Path, policy: Path, teachers: Mapping[str, Path] | None = None) -> Folders:
         """At these paths on every machine."""
-        return Folders(partial(Path, base), partial(Path, policy), partial(Path, teacher) if teacher else None)
+        located = {copy: partial(Path, folder) for copy, folder in (teachers or {}).items()}
+        return Folders(partial(Path, base), partial(Path, policy), located)
 
 
 class WorkerActor:
@@ -158,8 +159,8 @@ def open_training_worker(ctx: StageContext, folders: Folders, rank: int, rendezv
     if world > 1:
         backend = distributed.backend(ctx.recipe.model.cpu_offload)
         dist.init_process_group(backend, rendezvous, timeout=distributed.TIMEOUT, world_size=world, rank=rank)
-    teacher = folders.teacher() if folders.teacher else None
-    policy, metadata = load_policy(ctx, folders.base(), folders.policy(), teacher, shard=world > 1)
+    teachers = {copy: locate() for copy, locate in folders.teachers.items()}
+    policy, metadata = load_policy(ctx, folders.base(), folders.policy(), teachers, shard=world > 1)
     return RayTrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, rank)
 
 

@@ -7,7 +7,7 @@ its start or from a checkpoint before the step, as far as the step's rollouts. O
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ def replay_online_step(
     folder: Path,
     prompts: Path,
     step: int,
-    teacher: Path | None = None,
+    teachers: Mapping[str, Path] | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> ReplayedStep:
     """Generate, score and compare the samples of a step again. Nothing is tracked, and no checkpoint is written.
@@ -57,7 +57,7 @@ def replay_online_step(
         )
     ctx = _in_this_process(ctx)
     state = StageState(read_history(ctx, read_policy_metadata(folder), folder))
-    with closing(open_workers(ctx, base, folder, teacher, None)) as workers:
+    with closing(open_workers(ctx, base, folder, teachers, None)) as workers:
         loop = _ReplayLoop(ctx, workers, read_prompts(prompts, "train"), step, state, checkpoints)
         try:
             asyncio.run(loop.run())

@@ -5,7 +5,7 @@ The sample groups of an update are split over the ranks. Several ranks learn wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 
@@ -133,7 +133,7 @@ def train_on_batch(ctx: StageContext, updater: PolicyUpdater, batch: TrainingBat
         if left := groups if trajectory is None else trajectory.kept(np.concatenate(groups)):
             shard = shard_for_rank(left, Ranks.current())
             rows = _loss_rows(ctx, batch, rollouts, conditioning, trajectory, shard, updater.schedule)
-            updates.append(_update(ctx, updater, rows, left))
+            updates.append(_update(ctx, updater, rows, left, batch.prompt_sets))
     if updates and "ratio/deviation" in updates[0]:
         metrics["ratio/first_deviation"] = updates[0]["ratio/deviation"]
         metrics["ratio/first_dead_share"] = dead_share(updates[0])
@@ -173,11 +173,13 @@ def _loss_rows(
     return forward_batch(clean, conditioning, advantages, keys, group_index, hyper, schedule, visit=0)
 
 
-def _update(ctx: StageContext, updater: PolicyUpdater, rows: RowBatch, groups: SampleGroups) -> dict[str, float]:
+def _update(
+    ctx: StageContext, updater: PolicyUpdater, rows: RowBatch, groups: SampleGroups, prompt_sets: Mapping[int, str]
+) -> dict[str, float]:
     """One optimiser step of all ranks on some sample groups; ``rows`` are this rank's share of them."""
     world, config = Ranks.current().world, ctx.config
     draws = config.hyper.noise_levels if isinstance(config.hyper, ForwardConfig) else 1
-    metrics = updater.update(rows, num_micro_batches(groups, world, draws, config.micro_batch))
+    metrics = updater.update(rows, num_micro_batches(groups, world, draws, config.micro_batch), prompt_sets)
     if len(groups) < world and "grad_variance" in metrics:  # every rank had all of them, and each counted as another row
         metrics["grad_variance"] /= world
     return metrics

@@ -178,7 +178,7 @@ class CustomAlgorithmConfig(Strict):
             raise RecipeError(f"options of {self.path}:\n{explain(error, config)}") from None
         if hyper.kind == "trajectory" and "offline" in hyper.stages:
             raise RecipeError(f"{self.path}: offline stages store no trajectories; take them out of {config.__name__}.stages")
-        if "teacher" in algorithm.copies(hyper) and "teacher" not in config.model_fields:
+        if "teacher" in algorithm.copies(hyper) and not {"teacher", "teachers"} & config.model_fields.keys():
             raise RecipeError(
                 f"{self.path} asks for the copy 'teacher' and has no key for its path; give {config.__name__} a field "
                 "'teacher: str', its policy folder or URI"

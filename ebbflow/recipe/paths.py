@@ -18,6 +18,8 @@ PATTERN, HTTP_PATTERN = re.compile(r"[*?[]"), re.compile(r"[*[]")
 """What Flyte and fsspec take for the pattern of several files."""
 PATH_KEYS = {"path", "source", "pairs", "teacher"}
 """Keys of a recipe that name files, folders or ``package.module:name``."""
+PATH_MAPPINGS = {"teachers"}
+"""Keys of mappings whose values do."""
 SQLITE = re.compile(r"sqlite(\+\w+)?:")
 SHIPPED = "ebbflow:datasets/"
 """How the text of a path begins that names a file installed with Ebbflow: it means the same on every machine."""
@@ -82,19 +84,24 @@ def shipped_files() -> list[str]:
     return sorted(f"ebbflow:{path.relative_to(PACKAGE)}" for path in PACKAGE.glob("datasets/*/prompts.*"))
 
 
-def resolve_paths(data: Any, folder: Path) -> Any:
+def resolve_paths(data: Any, folder: Path, all_paths: bool = False) -> Any:
     """The data of a recipe in ``folder``, with its paths as the working directory sees them.
 
     A relative path is looked for in ``folder``, then in the working directory; one that is in neither stays as it is, and so does
     what a hub holds. Paths below the working directory stay relative, so that the recipe means the same on other machines.
+
+    Args:
+        all_paths: every text in this mapping is a path, whatever its key.
     """
     if isinstance(data, list):
         return [resolve_paths(item, folder) for item in data]
     if not isinstance(data, dict):
         return data
-    names = set() if data.get("revision") else PATH_KEYS
+    names = data.keys() if all_paths else set() if data.get("revision") else PATH_KEYS
     return {
-        key: _resolved(value, folder) if key in names and isinstance(value, str) else resolve_paths(value, folder)
+        key: _resolved(value, folder)
+        if key in names and isinstance(value, str)
+        else resolve_paths(value, folder, key in PATH_MAPPINGS)
         for key, value in data.items()
     }
 

@@ -341,6 +341,23 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
+    def _every_prompt_set_has_its_teacher(self) -> Recipe:
+        names = [part.label for part in self.prompts.mixture]
+        for index, stage in enumerate(self.stages):
+            if not (teachers := getattr(stage.hyper, "teachers", {})):
+                continue
+            given = f"stages.{index}.algorithm.teachers = {', '.join(teachers)}"
+            if strange := sorted(teachers.keys() - set(names)):
+                raise ValueError(
+                    f"{given}: prompts.mixture has no set {strange[0]!r}, only {', '.join(names) or 'no sets'}; name the sets"
+                )
+            if without := [name for name in names if name not in teachers]:
+                raise ValueError(
+                    f"{given}: the prompt set {without[0]} has no teacher; name one for every set of prompts.mixture"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _rollouts_can_be_computed(self) -> Recipe:
         rough = self.model.precision
         for index, stage in enumerate(self.stages):

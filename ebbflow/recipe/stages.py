@@ -104,7 +104,7 @@ class StageConfig(Strict):
         kind = getattr(self, "kind", "")
         if kind in ("online", "offline") and kind not in self.hyper.stages:
             raise ValueError(_wrong_stage(self.algorithm_name, kind))
-        if kind == "offline" and hasattr(self.hyper, "teacher"):
+        if kind == "offline" and (hasattr(self.hyper, "teacher") or hasattr(self.hyper, "teachers")):
             raise ValueError(f"{self.algorithm_name} learns from a teacher, which only online stages load; use it in one")
         if self.hyper.kind == "trajectory":
             self._check_trajectory()

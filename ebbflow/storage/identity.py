@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.paths import PATH_KEYS, local_path
+from ebbflow.recipe.paths import PATH_KEYS, PATH_MAPPINGS, local_path
 from ebbflow.storage.artifacts import COMMIT
 from ebbflow.storage.disk import sha256_of
 
@@ -66,9 +66,10 @@ def _versions() -> dict[str, str]:
 def _local_names(value: Any, parent: str = "") -> Iterator[tuple[str, str]]:
     """(dotted key, text) of everything in a resolved recipe that may name something on this machine."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    all_paths = parent.rpartition(".")[2] in PATH_MAPPINGS
     for name, item in items:
         key = f"{parent}.{name}" if parent else str(name)
-        if isinstance(item, str) and (name in PATH_KEYS or IMPORT_PATH.fullmatch(item)) and "://" not in item:
+        if isinstance(item, str) and (all_paths or name in PATH_KEYS or IMPORT_PATH.fullmatch(item)) and "://" not in item:
             yield key, item
         else:
             yield from _local_names(item, key)

@@ -144,7 +144,7 @@ def replay(
         if ctx.config.kind == "online":
             own = Checkpoints(ctx, run.folder / "checkpoints" / ctx.label.replace(" ", "-"))
             checkpoints = own.copied(Path(scratch) / "checkpoints", step)
-            samples = replay_online_step(ctx, base, folder, prompts, step, _teacher(ctx), checkpoints)
+            samples = replay_online_step(ctx, base, folder, prompts, step, _teachers(ctx), checkpoints)
         else:
             samples = replay_offline_step(ctx, base, folder, prompts, step, processes, Path(scratch))
     done = Replay(run.run.info.run_id, ctx.label, step, samples, _logged(run, ctx, step))
@@ -265,10 +265,10 @@ def _prompts(run: TrackedFolder) -> Path:
     raise ReplayError(f"{run.folder} has no prompts.parquet below nodes; give the folder of a local run")
 
 
-def _teacher(ctx: StageContext) -> Path | None:
-    if ctx.teacher and not Path(ctx.teacher).is_dir():
-        raise ReplayError(f"the teacher {ctx.teacher} is no folder of this machine, and the steps before need it")
-    return Path(ctx.teacher) if ctx.teacher else None
+def _teachers(ctx: StageContext) -> dict[str, Path]:
+    if elsewhere := [folder for folder in ctx.teachers.values() if not Path(folder).is_dir()]:
+        raise ReplayError(f"the teacher {elsewhere[0]} is no folder of this machine, and the steps before need it")
+    return {copy: Path(folder) for copy, folder in ctx.teachers.items()}
 
 
 def _made(run: TrackedFolder, name: str) -> list[Path]:

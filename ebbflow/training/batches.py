@@ -44,7 +44,7 @@ class ForwardInputs:
     sample_index: Tensor
     negative: Conditioning | None = None
 
-    def at(self, part: slice) -> tuple[Tensor, Tensor, Conditioning]:
+    def at(self, part: slice | Tensor) -> tuple[Tensor, Tensor, Conditioning]:
         """The arguments of the model's velocity at some rows."""
         return self.latents[part], self.sigma[part], self.conditioning.rows(self.sample_index[part])
 
@@ -69,6 +69,7 @@ class RowBatch(Protocol):
         inputs: where the network is evaluated, [M].
         weight: [M], of each row's loss; 1 where rollouts need no correction.
         group_index: integer [M], ascending: the rows of a group stay in one micro-batch.
+        keys: of the sample of each row, [M].
     """
 
     @property
@@ -79,6 +80,9 @@ class RowBatch(Protocol):
 
     @property
     def group_index(self) -> Tensor: ...
+
+    @property
+    def keys(self) -> SampleKeys: ...
 
     def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> TrajectoryRows | ForwardRows:
         """Rows of the loss, given the velocities there under the policy and under its copies."""

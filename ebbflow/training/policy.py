@@ -1,9 +1,9 @@
 """The policy: the trained parameters of a model, and named copies of them.
 
 Full-parameter and LoRA training, one process and FSDP2 differ only in which parameters are trained and how they are stored.
-A copy (``reference``, ``old``, ``sampling``, ``rollout``, ``ema``, ``teacher``) is a snapshot of the trained parameters;
-``using`` swaps it in for a forward pass without gradient. So the reference is always the base model: the untouched weights, or
-adapters whose second factor is zero.
+A copy (``reference``, ``old``, ``sampling``, ``rollout``, ``ema``, ``teacher`` or one for each prompt set) is a snapshot of the
+trained parameters; ``using`` swaps it in for a forward pass without gradient. So the reference is always the base model: the
+untouched weights, or adapters whose second factor is zero.
 """
 
 from __future__ import annotations

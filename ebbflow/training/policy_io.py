@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from ebbflow.algorithms.advantages import PromptStatistics
@@ -41,13 +42,19 @@ def open_model(recipe: Recipe, base: Path) -> Model:
 
 
 def open_policy(
-    ctx: StageContext, model: Model, folder: Path, teacher: Path | None = None, shard: bool = False, replicas: int = 1
+    ctx: StageContext,
+    model: Model,
+    folder: Path,
+    teachers: Mapping[str, Path] | None = None,
+    shard: bool = False,
+    replicas: int = 1,
 ) -> tuple[Policy, PolicyMetadata]:
     """The policy of a folder, ready for a stage, with every copy that the stage needs.
 
     Copies that the folder brought along are kept; the others start at its parameters.
 
     Args:
+        teachers: policy folders by the copy that each becomes.
         shard, replicas: as of ``Policy``.
     """
     policy = Policy(model, ctx.recipe.policy, ctx.recipe.seed, shard, replicas, ctx.recipe.model.cpu_offload)
@@ -55,9 +62,9 @@ def open_policy(
     if metadata.progress.algorithm != ctx.config.algorithm_name:
         for name in FOLLOWING:
             policy.copies.pop(name, None)
-    if teacher:
+    for copy, teacher in (teachers or {}).items():
         _require_same_base(metadata, read_policy_metadata(teacher), teacher)
-        policy.load_copy("teacher", teacher)
+        policy.load_copy(copy, teacher)
     for name in ctx.following:
         policy.ensure(name)
     if ctx.recipe.policy.ema:
@@ -66,7 +73,12 @@ def open_policy(
 
 
 def load_policy(
-    ctx: StageContext, base: Path, folder: Path, teacher: Path | None = None, shard: bool = False, replicas: int = 1
+    ctx: StageContext,
+    base: Path,
+    folder: Path,
+    teachers: Mapping[str, Path] | None = None,
+    shard: bool = False,
+    replicas: int = 1,
 ) -> tuple[Policy, PolicyMetadata]:
     """``open_policy`` on the base model in a folder, once that is the one that the policy was trained from.
 
@@ -75,7 +87,7 @@ def load_policy(
         PolicyError: the policy was trained from another base model.
     """
     require_base(read_policy_metadata(folder), base, folder)
-    return open_policy(ctx, open_model(ctx.recipe, base), folder, teacher, shard, replicas)
+    return open_policy(ctx, open_model(ctx.recipe, base), folder, teachers, shard, replicas)
 
 
 def _require_same_base(metadata: PolicyMetadata, other: PolicyMetadata, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
@@ -20,8 +21,9 @@ from ebbflow.flow.training_sigmas import schedule_points
 from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
-from ebbflow.stage import drift_stride
+from ebbflow.stage import drift_stride, teacher_copy
 from ebbflow.training.batches import ForwardInputs, RowBatch, parts
+from ebbflow.training.distributed import all_reduce_max
 from ebbflow.training.optimizer import AnyOptimizer, make_optimizer, set_learning_rate
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata, Progress, progress_of
@@ -31,6 +33,8 @@ class TrainingError(Exception):
     """Training that must not go on: names the sample, the step and the row, and what to change."""
 
 
+NOT_IN_A_METRIC = re.compile(r"[^A-Za-z0-9_.-]")
+"""What the name of a prompt set may have, as it may be that of a file, and the name of a metric should not."""
 FIRST_LOSS_SCALE = 2.0**16
 """Factor of the loss in float16; halved, and the passes repeated, whenever a gradient overflows: no step is skipped."""
 
@@ -97,12 +101,13 @@ class PolicyUpdater:
         if self.algorithm.generates != "current":
             self._let_copies_follow(self.progress.steps)
 
-    def update(self, batch: RowBatch, passes: int) -> dict[str, float]:
+    def update(self, batch: RowBatch, passes: int, prompt_sets: Mapping[int, str] | None = None) -> dict[str, float]:
         """Take one optimiser step on the mean loss over all rows of all processes.
 
         Args:
             batch: this process's share of the rows.
             passes: forward-backward passes, the same number on every process (they communicate in each).
+            prompt_sets: the set of each prompt, by its id, where prompt sets have their own teachers.
 
         Returns:
             The algorithm's metrics, averaged over the rows, and the gradient's.
@@ -111,11 +116,12 @@ class PolicyUpdater:
             TrainingError: the loss or the gradient is not finite; the parameters and their copies are as they were.
         """
         total = int(_over_processes(torch.tensor(len(batch.inputs), device=batch.weight.device)))
-        done = self._passes(batch, parts(batch.group_index, passes), total)
+        taught = self._rows_of_teachers(batch, prompt_sets or {})
+        done = self._passes(batch, parts(batch.group_index, passes), total, taught)
         means, norm = done.means(total), _gradient_norm(self.policy)
         while self.loss_scale > 1 and not torch.isfinite(norm) and all(map(math.isfinite, means.values())):
             self.loss_scale /= 2
-            done = self._passes(batch, parts(batch.group_index, passes), total)
+            done = self._passes(batch, parts(batch.group_index, passes), total, taught)
             means, norm = done.means(total), _gradient_norm(self.policy)
         # Both are the same on every process, so all of them stop here together.
         if not (torch.isfinite(norm) and all(math.isfinite(value) for value in means.values())):
@@ -129,15 +135,23 @@ class PolicyUpdater:
             self._let_copies_follow(self.progress.updates)
         if self.policy.config.ema:
             self.policy.blend("ema", self.policy.config.ema.decay(self.version + self.updates))
+        means |= done.means_of_teachers(taught)
         metrics = means | _gradient_metrics(norm, done.first_norm, passes, total) | {"lr": self.optimizer.param_groups[0]["lr"]}
         return metrics | self._watch(self.drift)
 
-    def _passes(self, batch: RowBatch, slices: list[slice], total: int) -> _Passes:
+    def _rows_of_teachers(self, batch: RowBatch, prompt_sets: Mapping[int, str]) -> dict[str, Tensor]:
+        """The rows that each teacher teaches, by its copy, where prompt sets have their own; nothing where one teaches all."""
+        copies = sorted(copy for copy in self.policy.copies if copy.startswith(teacher_copy("")))
+        own = [teacher_copy(prompt_sets[prompt_id]) for prompt_id in batch.keys.prompt_ids] if copies else []
+        rows = {copy: [row for row, name in enumerate(own) if name == copy] for copy in copies}
+        return {copy: torch.tensor(found, dtype=torch.int64, device=batch.weight.device) for copy, found in rows.items()}
+
+    def _passes(self, batch: RowBatch, slices: list[slice], total: int, taught: Mapping[str, Tensor]) -> _Passes:
         """Forward and backward over every part; the gradients are left in the parameters."""
         # FSDP averages gradients over processes; this weight makes the result the mean over all rows however they are dealt out.
         weight = self.loss_scale * _world_size() / total
         self.optimizer.zero_grad(set_to_none=True)
-        copies = self._copies(batch.inputs, slices)
+        copies = self._copies(batch.inputs, slices, taught)
         anchor = self._anchor(batch.inputs, slices, copies)
         base = copies.get("reference")
         watched = drift_stride(self.updates, len(slices)) if base is None else 1  # all rows where it costs nothing
@@ -182,15 +196,20 @@ class PolicyUpdater:
             metrics = metrics | {"kl/reference": divergence}
         return loss, metrics
 
-    def _copies(self, inputs: ForwardInputs, slices: list[slice]) -> dict[CopyName, Tensor]:
-        """The predictions of the copies that the loss needs, at every point."""
+    def _copies(self, inputs: ForwardInputs, slices: list[slice], taught: Mapping[str, Tensor]) -> dict[CopyName, Tensor]:
+        """The predictions of the copies that the loss needs, at every point; of several teachers that of each row's own."""
         needed = set(self.algorithm.copies(self.hyper))
         if self.stage.reference.weight > 0 and not self.stage.reference.guided:
             needed.add("reference")
         if self.updates == self.rollout_updates:
             needed.discard("rollout")
         # In the same order on every process: a swap communicates.
-        return {name: _velocities(self.policy, name, inputs, slices) for name in sorted(needed)}
+        return {
+            name: _velocities_of_teachers(self.policy, taught, inputs, slices)
+            if name == "teacher" and taught
+            else _velocities(self.policy, name, inputs, slices)
+            for name in sorted(needed)
+        }
 
     def _anchor(self, inputs: ForwardInputs, slices: list[slice], copies: Mapping[CopyName, Tensor]) -> Tensor | None:
         """What the reference penalty pulls to, at every point; None without a penalty."""
@@ -266,6 +285,16 @@ class _Passes:
         drift = {"velocity_drift": _shared_mean(torch.cat(self.drift)).item()} if self.drift else {}
         return dict(zip(names, (_over_processes(sums) / total).tolist(), strict=True)) | drift
 
+    def means_of_teachers(self, taught: Mapping[str, Tensor]) -> dict[str, float]:
+        """``kl/teacher`` of the rows of each teacher, over all processes; none where it has no rows."""
+        means = {}
+        for copy, rows in taught.items() if "kl/teacher" in self.rows else ():
+            divergence = torch.cat(self.rows["kl/teacher"]).double()[rows]
+            total, count = _over_processes(torch.stack([divergence.sum(), divergence.new_tensor(len(rows))])).tolist()
+            if count:
+                means[f"kl/teacher/{NOT_IN_A_METRIC.sub('_', copy.removeprefix(teacher_copy('')))}"] = total / count
+        return means
+
     def first_wrong(self, batch: RowBatch) -> str | None:
         """The first row of this process that is not finite, with what is wrong with it."""
         wrong = {name: ~torch.cat(values).isfinite() for name, values in self.rows.items()}
@@ -277,7 +306,7 @@ class _Passes:
         return f"{', '.join(name for name, where in wrong.items() if where[row])} of {batch.describe(row)}"
 
 
-def _velocity(policy: Policy, inputs: ForwardInputs, part: slice) -> Tensor:
+def _velocity(policy: Policy, inputs: ForwardInputs, part: slice | Tensor) -> Tensor:
     return predict(policy.model, *inputs.at(part))
 
 
@@ -285,6 +314,23 @@ def _velocities(policy: Policy, copy: CopyName, inputs: ForwardInputs, slices: l
     """Predictions of a policy copy over some parts: one swap of the parameters for all of them."""
     with policy.using(copy):
         return torch.cat([_velocity(policy, inputs, part) for part in slices])
+
+
+def _velocities_of_teachers(policy: Policy, taught: Mapping[str, Tensor], inputs: ForwardInputs, slices: list[slice]) -> Tensor:
+    """Predictions of each row's own teacher: of a teacher for its rows alone, in parts of the usual size.
+
+    Sharded processes communicate in every pass, so all of them take as many: one without rows left predicts its first again.
+    """
+    size = max(part.stop - part.start for part in slices)
+    found = []
+    for copy, rows in taught.items():
+        passes = all_reduce_max(math.ceil(len(rows) / size))
+        with policy.using(copy):
+            for part in rows.tensor_split(passes) if passes else ():
+                velocity = _velocity(policy, inputs, part if len(part) else slice(0, 1))
+                found += [velocity] if len(part) else []
+    order = torch.cat(list(taught.values())).argsort()
+    return torch.cat(found)[order]
 
 
 def _gradient_norm(policy: Policy, scale: float = 1.0) -> Tensor:

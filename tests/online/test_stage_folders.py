@@ -16,6 +16,7 @@ from ebbflow.online import loop, rollout_queue
 from ebbflow.online.loop import train_online_folder
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
+from ebbflow.storage.tables import read_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_policy
 from ebbflow.training.policy_metadata import PolicyMetadata, Progress, read_policy_metadata, write_base_policy
@@ -59,24 +60,48 @@ def test_windows_and_statistics_go_on_in_the_next_stage(make_recipe, base_folder
     assert read_policy_metadata(folder).progress.steps == 4
 
 
-def test_a_teacher_comes_from_a_folder_and_is_come_closer_to(make_recipe, base_folder, folders, tmp_path):
+@pytest.fixture
+def distilled(make_recipe, base_folder, folders, tmp_path):
+    """``distilled(sizes, algorithm, **recipe)``: metrics of a distillation from teachers so far from the base model."""
     prompts, start = folders
-    # Distillation trains the same steps all the time here, so that its losses can be compared.
-    algorithm, window = {"name": "distillation", "teacher": "elsewhere"}, {"kind": "fixed", "size": 2}
-    online = {"algorithm": algorithm, "window": window, "optimizer": {"lr": 1e-3}, "steps": 8}
-    ctx = StageContext(make_recipe(online=online), 0, 0)
-    teacher = Policy(load_model(base_folder), ctx.recipe.policy, 0)
-    move(teacher, 0.01)
-    metadata = PolicyMetadata(base_digest=verify(base_folder), recipe_digest="r", config=ctx.recipe.policy, version=5)
-    teacher.save(tmp_path / "teacher", metadata)
-    recorder = MetricsRecorder()
-    first = start(ctx.recipe)
-    train_online_folder(ctx, base_folder, first, prompts, tmp_path / "trained", recorder, tmp_path / "teacher")
-    losses = [metrics["loss"] for metrics in recorder.metrics]
+
+    def run(sizes, algorithm, **recipe):
+        # Distillation trains the same steps all the time here, so that its losses can be compared.
+        stage = {"algorithm": {"name": "distillation", **algorithm}, "window": {"kind": "fixed", "size": 2}}
+        ctx = StageContext(make_recipe(online={**stage, "optimizer": {"lr": 1e-3}, "steps": 8}, **recipe), 0, 0)
+        metadata = PolicyMetadata(base_digest=verify(base_folder), recipe_digest="r", config=ctx.recipe.policy, version=5)
+        for copy, size in sizes.items():
+            teacher = Policy(load_model(base_folder), ctx.recipe.policy, 0)
+            move(teacher, size)
+            teacher.save(tmp_path / copy, metadata)
+        recorder, teachers = MetricsRecorder(), {copy: tmp_path / copy for copy in sizes}
+        train_online_folder(ctx, base_folder, start(ctx.recipe), prompts, tmp_path / "trained", recorder, teachers)
+        return recorder.metrics
+
+    return run
+
+
+def test_a_teacher_comes_from_a_folder_and_is_come_closer_to(distilled, tmp_path):
+    found = distilled({"teacher": 0.01}, {"teacher": "elsewhere"})
+    losses = [metrics["loss"] for metrics in found]
     assert losses[0] > 1e-6
     assert losses[-1] < 0.5 * losses[0]
-    assert losses == pytest.approx([metrics["kl/teacher"] for metrics in recorder.metrics])
+    assert losses == pytest.approx([metrics["kl/teacher"] for metrics in found])
     assert read_policy_metadata(tmp_path / "trained").copies == ()
+
+
+def test_every_prompt_set_has_its_own_teacher(distilled, tmp_path):
+    table = read_table(tmp_path / "prompts.parquet").to_pylist()
+    sets = [row | {"source": "signs" if row["prompt_id"] % 2 else "words"} for row in table]
+    write_prompts(pa.Table.from_pylist(sets, PROMPTS), tmp_path / "prompts.parquet")
+    mixture = [{"name": name, "source": f"{name}.txt"} for name in ("words", "signs")]
+    teachers = {"words": "elsewhere", "signs": "elsewhere"}
+    found = distilled({"teacher:words": 0.01, "teacher:signs": 0}, {"teachers": teachers}, prompts={"mixture": mixture})
+    words, signs = ([metrics[f"kl/teacher/{name}"] for metrics in found] for name in teachers)
+    assert words[0] > 1e-6
+    assert signs[0] == pytest.approx(0, abs=1e-12)  # of this set the policy is its teacher until the other one pulls at it
+    assert words[-1] < words[0]
+    assert found[0]["kl/teacher"] == pytest.approx(words[0] / 2)
 
 
 def test_a_stage_hands_on_the_average_and_what_to_go_on_from(make_recipe, base_folder, folders, tmp_path):

@@ -59,8 +59,8 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_actors_find_their_folders(stage: Any, tmp_path: Path) -> None:
-    found = stage(lambda actors: (actors.base(), actors.policy(), actors.teacher))
-    assert found == (tmp_path, tmp_path, None)
+    found = stage(lambda actors: (actors.base(), actors.policy(), actors.teachers))
+    assert found == (tmp_path, tmp_path, {})
 
 
 def test_a_dead_trainer_is_worth_another_attempt(stage: Any) -> None:

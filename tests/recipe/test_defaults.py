@@ -19,7 +19,7 @@ NAMES = [name for name, config in ALGORITHMS.items() if config.published]
 KEYS = [(name, key) for name in NAMES for key in ALGORITHMS[name].published]
 WITHOUT_A_SOURCE = {"distillation"}
 """Algorithms that no code has with settings of its own."""
-NO_SETTINGS = {"name", "teacher"}
+NO_SETTINGS = {"name", "teacher", "teachers"}
 """Hyper-parameters without a row: what an algorithm is called and learns from."""
 UNTOUCHED = {f"algorithm.sigma.{key}": field.default for key, field in SigmaConfig.model_fields.items()}
 UNTOUCHED |= {"algorithm.old.min_decay": EmaScheduleConfig().min_decay}

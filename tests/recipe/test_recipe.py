@@ -363,6 +363,30 @@ def test_a_mixture_that_cannot_be_is_explained(prompts, message):
         Recipe.model_validate({"prompts": prompts})
 
 
+def taught(teachers, *sets):
+    stage = {"kind": "online", "algorithm": {"name": "distillation", "teachers": teachers}}
+    return {"prompts": {"mixture": [{"name": name, "source": f"{name}.txt"} for name in sets]}, "stages": [stage]}
+
+
+def test_every_prompt_set_may_have_its_own_teacher():
+    recipe = Recipe.model_validate(taught({"words": "s3://bucket/a", "signs": "b"}, "signs", "words"))
+    assert recipe.stages[0].hyper.teachers == {"words": "s3://bucket/a", "signs": "b"}
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("teachers", "sets", "message"),
+    [
+        ({"words": "a"}, ("words", "signs"), "teachers = words: the prompt set signs has no teacher; name one for every set"),
+        ({"words": "a", "sings": "b"}, ("words", "signs"), "prompts.mixture has no set 'sings', only words, signs"),
+        ({"words": "a"}, (), "prompts.mixture has no set 'words', only no sets"),
+    ],
+)
+def test_a_teacher_is_of_a_prompt_set(teachers, sets, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe.model_validate(taught(teachers, *sets))
+
+
 def test_a_stage_of_pairs_takes_no_share_of_a_mixture():
     """It reads its prompts from the pairs, and ``prompts`` stands for nothing there."""
     mixture = {"mixture": [{"source": "a.txt", "weight": 999}, {"source": "b.txt"}]}

@@ -10,7 +10,7 @@ import yaml
 from click.testing import CliRunner
 
 from ebbflow.cli import main
-from ebbflow.recipe import Recipe, RecipeError
+from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 from tests.nested import replaced
 
@@ -75,6 +75,17 @@ def test_a_path_that_no_file_can_have_is_refused(path: tuple, value: str, said: 
 @pytest.mark.parametrize("value", GOOD)
 def test_an_odd_path_that_works_is_taken(path: tuple, value: str) -> None:
     Recipe.model_validate(replaced(GIVEN, path, value))
+
+
+def test_teachers_of_prompt_sets_are_looked_for_next_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there" / "teacher").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    teachers = {"path": "teacher", "b": "elsewhere", "c": "s3://bucket/teacher"}
+    stage = {"kind": "online", "algorithm": {"name": "distillation", "teachers": teachers}}
+    mixture = [{"name": name, "source": f"{name}.txt"} for name in teachers]
+    (tmp_path / "there" / "recipe.yaml").write_text(yaml.safe_dump({"prompts": {"mixture": mixture}, "stages": [stage]}))
+    found = load_recipe(tmp_path / "there" / "recipe.yaml").stages[0].hyper
+    assert found.teachers == teachers | {"path": "there/teacher"}
 
 
 @pytest.mark.parametrize("path", NAMES, ids=str)

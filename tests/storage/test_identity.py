@@ -47,6 +47,16 @@ def test_inputs_in_a_folder(tmp_path: Path, committed: bool) -> None:
     assert inputs_digest(recipe) != before
 
 
+def test_the_teachers_of_prompt_sets_are_inputs(tmp_path: Path) -> None:
+    stage = {"kind": "online", "algorithm": {"name": "distillation", "teachers": {"words": str(tmp_path)}}}
+    mixture = [{"name": "words", "source": "s3://bucket/words.txt"}]
+    recipe = Recipe.model_validate({"prompts": {"mixture": mixture}, "stages": [stage]})
+    (tmp_path / "COMMIT").write_text("one")
+    before = inputs_digest(recipe)
+    (tmp_path / "COMMIT").write_text("another")
+    assert inputs_digest(recipe) != before
+
+
 def test_inputs_that_ebbflow_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "datasets" / "mine" / "prompts.txt"
     file.parent.mkdir(parents=True)

@@ -339,7 +339,7 @@ def test_a_teacher_is_what_its_folder_serves(base_folder, model, start, ctx, tmp
     metadata = PolicyMetadata(base_digest=base, recipe_digest="r", config=averaged(config), version=9, copies=("iterate",))
     teacher.save(tmp_path / "teacher", metadata)
     stage = ctx(averaged(config), online={"algorithm": {"name": "distillation", "teacher": "x"}})
-    policy, _ = open_policy(stage, load_model(base_folder), start(averaged(config)), teacher=tmp_path / "teacher")
+    policy, _ = open_policy(stage, load_model(base_folder), start(averaged(config)), teachers={"teacher": tmp_path / "teacher"})
     assert same(policy.copies["teacher"], teacher.copies["ema"])
     assert same(values(policy), policy.copies["reference"])
     assert "iterate" not in policy.copies
@@ -352,7 +352,7 @@ def test_a_teacher_of_another_base_is_refused(base_folder, model, start, ctx, tm
     stage = ctx(online={"algorithm": {"name": "distillation", "teacher": "x"}})
     named = other.get("base_digest", "mine.models:load")
     with pytest.raises(PolicyError, match=f"teacher in .*{named}.* take a teacher of the same base"):
-        open_policy(stage, load_model(base_folder), start(FULL), teacher=tmp_path / "teacher")
+        open_policy(stage, load_model(base_folder), start(FULL), teachers={"teacher": tmp_path / "teacher"})
 
 
 @BOTH

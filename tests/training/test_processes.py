@@ -27,12 +27,14 @@ from training_cases import (
     updater_of,
 )
 
+from ebbflow.algorithms.base import Algorithm, per_row
 from ebbflow.algorithms.built_in import diffusion_nft
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import load_model, predict
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.stage import teacher_copy
 from ebbflow.storage.artifacts import verify
 from ebbflow.training import policy as policy_module
 from ebbflow.training.distributed import Ranks, process_group
@@ -109,11 +111,30 @@ def velocities_of_experts(folder: Path, ranks: Ranks) -> list[float]:
     return velocity.std((1, 2, 3, 4)).tolist()
 
 
+def taught(base: Path, ranks: Ranks) -> dict[str, float]:
+    """A step from two teachers: all rows of the first process are of one of them, those of the second process of the other."""
+    model = load_model(base)
+    policy = Policy(model, LORA, 0, shard=ranks.world > 1)
+    for factor, name in ((1.1, "a"), (0.9, "b")):
+        policy.copies[teacher_copy(name)] = {key: factor * p.detach() + 0.01 for key, p in policy.parameters.items()}
+    updater = PolicyUpdater(policy, stage_of(NFT), optimizer=sgd(policy))
+
+    def loss(rows, config):
+        divergence = per_row((rows.velocity - rows.copies["teacher"]) ** 2)
+        return divergence, {"kl/teacher": divergence}
+
+    updater.algorithm = Algorithm(updater.algorithm.config, loss, copies=lambda config: frozenset({"teacher"}))
+    share = (0, 6) if ranks.world == 1 else [(0, 4), (4, 6)][ranks.rank]
+    sets = {prompt: "a" if prompt < 4 else "b" for prompt in range(6)}
+    return updater.update(forward_rows(model, updater.stage, ALONE, *share), 2, sets)
+
+
 def train_as_a_rank(base: Path, experts: Path, output: Path) -> None:
     """Join the group that the environment announces, train every case, and save an untrained policy."""
     with process_group() as ranks:
         assert ranks == Ranks(int(os.environ["RANK"]), 2)
         said = {case: two_steps(base, case, output / case, ranks) for case in CASES} | {"error": refused_together(base, ranks)}
+        said["taught"] = taught(base, ranks)
         said["experts"] = velocities_of_experts(experts, ranks)
     assert Ranks.current() == Ranks(0, 1)
     (output / f"said-{ranks.rank}.json").write_text(json.dumps(said))
@@ -174,6 +195,14 @@ def test_two_processes_stop_together(two_processes):
 def test_processes_predict_together_where_their_rows_are_of_different_experts(experts_folder, two_processes):
     together = [json.loads((two_processes / f"said-{rank}.json").read_text())["experts"] for rank in range(2)]
     assert sum(together, []) == pytest.approx(velocities_of_experts(experts_folder, Ranks(0, 1)), rel=1e-5)
+
+
+def test_processes_learn_together_where_their_rows_are_of_different_teachers(base_folder, two_processes):
+    together = [json.loads((two_processes / f"said-{rank}.json").read_text())["taught"] for rank in range(2)]
+    alone = taught(base_folder, Ranks(0, 1))
+    for said in together:
+        assert said | {"grad_variance": 0} == pytest.approx(alone | {"grad_variance": 0}, rel=1e-4)
+    assert alone["kl/teacher/a"] != pytest.approx(alone["kl/teacher/b"], rel=1e-2)
 
 
 def test_two_processes_save_the_same_adapters_as_the_same_bytes(two_processes):

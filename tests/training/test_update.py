@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from ebbflow.models import Conditioning, load_model
 from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.stage import teacher_copy
 from ebbflow.training.batches import ForwardBatch, ForwardInputs, forward_batch
 from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.update import PolicyUpdater, TrainingError
@@ -369,6 +371,49 @@ def test_a_policy_comes_closer_to_its_teacher(model):
     losses = [updater.update(batch, 1)["loss"] for _ in range(10)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.fixture
+def taught(model):
+    """(a distillation with a teacher for each of two prompt sets, its rows, the set of each of six prompts)."""
+    algorithm = {"name": "distillation", "teachers": {"a": "x", "b c": "y"}}
+    updater = updater_of(model, algorithm, lr=0)
+    for seed, name in enumerate(("a", "b c")):
+        updater.policy.copies[teacher_copy(name)] = moved(updater.policy, 0.01, seed)
+    return updater, trajectory_rows(model, updater.stage), {0: "a", 1: "b c", 2: "a", 3: "a", 4: "b c", 5: "a"}
+
+
+@pytest.mark.parametrize("passes", [1, 5])
+def test_every_row_learns_from_the_teacher_of_its_prompt_set(taught, passes):
+    updater, batch, prompt_sets = taught
+    found = updater.update(batch, passes, prompt_sets)
+    of_one = {}
+    for name in ("a", "b c"):  # the other teacher is the policy, from which nothing diverges
+        copies = updater.policy.copies
+        others = {copy: copies["reference"] for copy in copies if copy.startswith("teacher:") and copy != teacher_copy(name)}
+        with patch.dict(copies, others):
+            of_one[name] = updater.update(batch, passes, prompt_sets)["kl/teacher"]
+    assert found["loss"] == pytest.approx(sum(of_one.values()), rel=1e-5)
+    assert min(of_one.values()) > 1e-6
+    # Four of the six prompts are of the first set.
+    assert found["kl/teacher/a"] == pytest.approx(of_one["a"] * 6 / 4, rel=1e-5)
+    assert found["kl/teacher/b_c"] == pytest.approx(of_one["b c"] * 6 / 2, rel=1e-5)
+
+
+def test_two_prompt_sets_with_one_teacher_learn_as_one(taught):
+    updater, batch, prompt_sets = taught
+    copies = updater.policy.copies
+    copies["teacher"] = copies["teacher:b c"] = copies["teacher:a"]
+    found = updater.update(batch, 2, prompt_sets)
+    del copies["teacher:a"], copies["teacher:b c"]
+    assert updater.update(batch, 2)["loss"] == pytest.approx(found["loss"], rel=1e-5)
+
+
+def test_a_teacher_whose_prompts_are_not_drawn_has_no_metric(taught):
+    updater, batch, _ = taught
+    found = updater.update(batch, 2, dict.fromkeys(range(6), "a"))
+    assert found["kl/teacher/a"] == pytest.approx(found["kl/teacher"])
+    assert "kl/teacher/b_c" not in found
 
 
 # The drift alarm.
