@@ -37,8 +37,9 @@ def train_online_ray(
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
-    start = [str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)]
+    uris = [str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)]
+    start, trained = (partial(fetch_once_per_machine, uri) for uri in uris)
     teachers = {copy: partial(fetch_once_per_machine, uri) for copy, uri in ctx.teachers.items()}
-    actors = Folders(*(partial(fetch_once_per_machine, uri) for uri in start), teachers)
+    actors = Folders(start, trained, teachers)
     with retry_on(RecoverableStageError):
         return train_stage(ctx, run, Path(base.folder.path), policy, prompts, actors=actors)
