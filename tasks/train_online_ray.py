@@ -38,8 +38,8 @@ def train_online_ray(
 
     ctx = StageContext(recipe, round, stage)
     uris = [str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)]
-    start, trained = (partial(fetch_once_per_machine, uri) for uri in uris)
+    model, start = (partial(fetch_once_per_machine, uri) for uri in uris)
     teachers = {copy: partial(fetch_once_per_machine, uri) for copy, uri in ctx.teachers.items()}
-    actors = Folders(start, trained, teachers)
+    actors = Folders(model, start, teachers)
     with retry_on(RecoverableStageError):
         return train_stage(ctx, run, Path(base.folder.path), policy, prompts, actors=actors)
