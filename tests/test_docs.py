@@ -169,8 +169,9 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> Non
     assert [message for message in messages if not any(message in text for text in texts)] == []
 
 
-def test_the_page_of_choices_names_every_algorithm() -> None:
-    text = (ROOT / "docs" / "choosing.md").read_text()
+@pytest.mark.parametrize("page", ["choosing.md", "features.md"])
+def test_every_algorithm_is_in_the_pages_that_compare_them(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
     assert [name for name in ALGORITHMS if f"`{name}`" not in text] == []
 
 
