@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.recipe.base import sanitize
-from ebbflow.storage.disk import atomic_write, remove, sha256_of, sync
+from ebbflow.storage.disk import atomic_write, private_folder, remove, sha256_of, sync
+from ebbflow.storage.locks import wait_for_lock
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 MAX_LISTED = 5
 CLOCK_TICK = 2 * 10**9
 """Nanoseconds within which two changes of a file may get the same time: so young a folder is read each time."""
+LARGE = 4 * 2**30
+"""Bytes of a folder that one process of a machine reads for all: reading it takes longer than waiting until it is not young."""
 
 
 class ArtifactError(Exception):
@@ -105,7 +108,8 @@ def _manifest(folder: Path) -> str:
 def verify(folder: Path) -> str:
     """Check that ``folder`` is exactly what was committed and return its digest (the content of COMMIT).
 
-    A process reads the contents once, and again when name, size, inode or time of change of a file differ.
+    A process reads the contents once, and again when name, size, inode or time of change of a file differ. Of a large folder,
+    one process of the machine reads them.
 
     Raises:
         ArtifactError: it is missing, was never committed, holds a link to a folder, or a file was changed, added or lost.
@@ -113,8 +117,11 @@ def verify(folder: Path) -> str:
     if not (folder / COMMIT).is_file() or not (folder / MANIFEST).is_file():
         raise ArtifactError(f"{folder} has no COMMIT: it was never finished or is no artifact of Ebbflow; make it again")
     state = _state(folder)
-    newest = max(changed for *_, changed in state)
-    return _verified_once(folder, state) if newest < time.time_ns() - CLOCK_TICK else _verified(folder)
+    young = max(changed for *_, changed in state) >= time.time_ns() - CLOCK_TICK
+    if young and _is_large(state):
+        time.sleep(CLOCK_TICK / 10**9)
+        young = _state(folder) != state
+    return _verified(folder) if young else _verified_once(folder, state)
 
 
 def digest_of(folder: Path) -> str:
@@ -138,16 +145,33 @@ def _is_committed(folder: Path) -> bool:
     return (folder / COMMIT).exists() or (folder / MANIFEST).exists()
 
 
-def _state(folder: Path) -> tuple[tuple[str, int, int, int, int], ...]:
-    """(name, device, inode, size, time of change) of every file. Unlike that of modification, no program can set this time."""
+FileState = tuple[str, int, int, int, int]
+"""(name, device, inode, size, time of change) of a file. Unlike that of modification, no program can set this time."""
+
+
+def _state(folder: Path) -> tuple[FileState, ...]:
     stats = ((path.relative_to(folder).as_posix(), path.stat()) for path in [*_paths(folder), folder / MANIFEST, folder / COMMIT])
     return tuple((name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in stats)
 
 
+def _is_large(state: tuple[FileState, ...]) -> bool:
+    return sum(size for _, _, _, size, _ in state) >= LARGE
+
+
 @lru_cache(maxsize=256)
-def _verified_once(folder: Path, state: tuple[tuple[str, int, int, int, int], ...]) -> str:
+def _verified_once(folder: Path, state: tuple[FileState, ...]) -> str:
     """``_verified`` of a folder in this state; an error is not cached."""
-    return _verified(folder)
+    return _verified_on_this_machine(folder, state) if _is_large(state) else _verified(folder)
+
+
+def _verified_on_this_machine(folder: Path, state: tuple[FileState, ...]) -> str:
+    """``_verified`` by the first process that asks; the others wait for its record, which only this user can write."""
+    name = hashlib.sha256(repr((folder.absolute(), state)).encode()).hexdigest()
+    record = private_folder() / f"verified-{name}"
+    with wait_for_lock(record.with_suffix(".lock")):
+        if not record.exists() or record.read_text() != (folder / COMMIT).read_text(errors="replace"):
+            record.write_text(_verified(folder))
+        return record.read_text()
 
 
 def _verified(folder: Path) -> str:

@@ -257,3 +257,53 @@ def test_a_folder_that_changes_within_a_tick_of_the_clock_is_read_again(folder, 
     (folder / "a.txt").write_bytes(b"First")
     with pytest.raises(ArtifactError, match="does not match its manifest"):
         verify(folder)
+
+
+@pytest.fixture
+def another_process(tmp_path, monkeypatch):
+    """``another_process()``: what this process has verified is forgotten. Every folder is large, and records are in a new one."""
+    for name, value in {"CLOCK_TICK": 0, "LARGE": 1}.items():
+        monkeypatch.setattr(artifacts, name, value)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    artifacts._verified_once.cache_clear()
+    yield artifacts._verified_once.cache_clear
+    artifacts._verified_once.cache_clear()
+
+
+def test_one_process_of_a_machine_reads_a_large_folder(folder, another_process, tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(artifacts, "sha256_of", lambda path: read.append(path.name) or sha256_of(path))
+    digest = verify(folder)
+    assert len(read) == 5
+    another_process()
+    assert verify(folder) == digest
+    assert len(read) == 5
+    (record,) = (path for path in (tmp_path / "temporary").rglob("verified-*") if path.suffix != ".lock")
+    assert record.parent.stat().st_mode & 0o077 == 0
+    for damage in ("", digest[:-1], "0" * 64):  # a process was killed while it wrote the record
+        record.write_text(damage)
+        another_process()
+        assert verify(folder) == digest
+        assert record.read_text() == digest
+
+
+def test_a_large_folder_that_changed_is_read_again_by_all(folder, another_process):
+    verify(folder)
+    another_process()
+    (folder / "a.txt").write_bytes(b"First")
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match="does not match its manifest"):
+            verify(folder)
+        another_process()
+
+
+def test_a_large_folder_is_read_once_it_is_old_enough(folder, another_process, monkeypatch):
+    waited = []
+    monkeypatch.setattr(artifacts, "CLOCK_TICK", 10**12)
+    monkeypatch.setattr(artifacts.time, "sleep", waited.append)
+    digest = verify(folder)
+    another_process()
+    monkeypatch.setattr(artifacts, "_verified", lambda folder: pytest.fail("it was read again"))
+    assert verify(folder) == digest
+    assert waited == [1000.0, 1000.0]
