@@ -262,12 +262,19 @@ def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
     ("family", "name", "transformer", "encoders", "vae"),
     [
         ("z_image", "Tongyi-MAI/Z-Image", 6_154_908_736, 4_022_468_096, 83_819_683),
+        ("sana", "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers", 1_604_641_952, 2_614_341_888, 312_250_275),
+        ("sana", "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", 4_721_825_952, 2_614_341_888, 312_250_275),
+        ("flux2", "black-forest-labs/FLUX.2-dev", 32_223_281_152, 24_011_361_280, 84_046_115),
+        ("hunyuan_video", "hunyuanvideo-community/HunyuanVideo", 12_821_012_544, 7_628_247_296, 246_478_803),
+        ("ltx_video", "Lightricks/LTX-Video", 1_923_385_472, 4_762_310_656, 419_193_649),
+        ("lumina2", "Alpha-VLLM/Lumina-Image-2.0", 2_609_769_152, 2_614_341_888, 83_819_683),
         ("flux2_klein", "black-forest-labs/FLUX.2-klein-base-4B", 3_875_544_576, 4_022_468_096, 84_046_115),
         ("flux2_klein", "black-forest-labs/FLUX.2-klein-base-9B", 9_078_581_248, 8_190_735_360, 84_046_115),
     ],
 )
 def test_newer_models_have_the_numbers_of_the_hub(family, name, transformer, encoders, vae):
-    """6.15, 3.9 (7.75 GB) and 9 billion parameters, Qwen3's 4.02 and 8.19 billion, and the VAE of FLUX.2."""
+    """Of the networks 6.15, 1.6, 4.7 (SANA's "4.8"), 32, 13, 2, 2.6, 3.9 (7.75 GB) and 9 billion parameters; of the text encoders
+    Qwen3's 4.02 and 8.19 billion, Gemma 2's 2.61, Mistral Small 3.2's 24.0 and Llama 3's 7.5 without its head."""
     sizes = published(name, family)
     assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (transformer, encoders, vae)
 

@@ -34,7 +34,7 @@ class Sizes:
         vae: parameters.
         decoding: bytes that the VAE's tensors take at most while it decodes, per pixel of an image.
         vae_encodes_prompts: prompts come with an image.
-        frames_per_latent: of a video.
+        decoded_frames: of a video, that the VAE decodes at a time.
         text_width: of an encoded token of a prompt.
         stored: bytes of the weights as they are published.
     """
@@ -50,7 +50,7 @@ class Sizes:
     stored: int
     decoding: int = 0
     vae_encodes_prompts: bool = False
-    frames_per_latent: int = 1
+    decoded_frames: int = 1
     buffers: int = 0
     frozen: int = 0
 

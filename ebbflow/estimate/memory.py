@@ -280,7 +280,7 @@ class ProcessMemory:
         network = merged + min(samples, at_once) * inference_bytes(self.sizes.width, self.sample.tokens, precision)
         decoded = min(samples, max(1, PIXELS_AT_ONCE // self.sample.pixels)) * self.sample.pixels
         frames = self.recipe.model.frames
-        decoded = decoded * min(frames, self.sizes.frames_per_latent) // frames  # a latent's at a time
+        decoded = decoded * min(frames, self.sizes.decoded_frames) // frames
         return max(network, 4 * self.sizes.vae + self.sizes.decoding * decoded if self.sizes.vae else 0)
 
     def _training(self, ctx: StageContext) -> int:

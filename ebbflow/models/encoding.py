@@ -101,9 +101,16 @@ def _encoded(model: Model, prompts: Sequence[Prompt], negatives: bool) -> Condit
             raise ModelError(
                 f"reference.guidance needs classifier-free guidance, which {type(model).__name__} has not; set it to 1"
             )
-        empty = [replace(prompt, prompt=prompt.negative_prompt) for prompt in prompts]
-        table = replace(table, negative=model.encode(empty).to(torch.device("cpu")))
+        table = replace(table, negative=_negatives(model, prompts).to(torch.device("cpu")))
     return table
+
+
+def _negatives(model: Model, prompts: Sequence[Prompt]) -> Conditioning:
+    """A family of a user's own encodes negative prompts as prompts unless it has a function for them."""
+    if encode := getattr(model, "encode_negatives", None):
+        encoded: Conditioning = encode(prompts)
+        return encoded
+    return model.encode([replace(prompt, prompt=prompt.negative_prompt) for prompt in prompts])
 
 
 def _table(path: Path) -> Conditioning:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -97,6 +97,10 @@ class PipelineModel:
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """The network's inputs for each text; ``prompts`` hold the images to edit."""
 
+    def _encode_negative(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """The same for negative prompts, which some pipelines read without what they put before a prompt."""
+        return self._encode(texts, prompts)
+
     @abstractmethod
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """The network's own prediction, in the layout of its output."""
@@ -162,18 +166,27 @@ class PipelineModel:
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
         """As ``ebbflow.models.base.Model.encode``."""
+        return self._in_batches(self._encode_batch, prompts)
+
+    @torch.no_grad()
+    def encode_negatives(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """The negative prompts alone, a row each, whatever the guidance of the recipe."""
+        return self._in_batches(self._negatives, prompts)
+
+    def _in_batches(self, encode: Callable[[Sequence[Prompt]], Conditioning], prompts: Sequence[Prompt]) -> Conditioning:
         parts = []
         with self._on_device(*self.text_parts):
             for start in progress("encoding prompts", "batch", range(0, len(prompts), ENCODED_AT_ONCE)):
-                parts.append(self._encode_batch(prompts[start : start + ENCODED_AT_ONCE]).to(torch.device("cpu")))
+                parts.append(encode(prompts[start : start + ENCODED_AT_ONCE]).to(torch.device("cpu")))
         return Conditioning.cat(parts)
 
     def _encode_batch(self, prompts: Sequence[Prompt]) -> Conditioning:
         tensors = self._encode([prompt.prompt for prompt in prompts], prompts)
-        negative = None
-        if self.guided and self.config.guidance > 1:
-            negative = Conditioning(self._encode([prompt.negative_prompt for prompt in prompts], prompts))
+        negative = self._negatives(prompts) if self.guided and self.config.guidance > 1 else None
         return Conditioning(tensors, negative, self.config.guidance)
+
+    def _negatives(self, prompts: Sequence[Prompt]) -> Conditioning:
+        return Conditioning(self._encode_negative([prompt.negative_prompt for prompt in prompts], prompts))
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """As ``ebbflow.models.base.Model.velocity``."""
@@ -207,7 +220,12 @@ class PipelineModel:
 
     def _encode_pixels(self, images: Tensor) -> Tensor:
         pixels = images.movedim(-1, 1).float() / 127.5 - 1
-        return self._from_vae(self.pipeline.vae.encode(pixels).latent_dist.mode())
+        return self._from_vae(self._vae_latents(pixels))
+
+    def _vae_latents(self, pixels: Tensor) -> Tensor:
+        """What the VAE makes of pixels in [-1, 1]."""
+        latents: Tensor = self.pipeline.vae.encode(pixels).latent_dist.mode()
+        return latents
 
     def save(self, folder: Path) -> None:
         """As ``ebbflow.models.base.Model.save``."""
@@ -290,7 +308,7 @@ def _choose_attention(transformer: Any, backend: str, family: str) -> None:
     if backend not in choices:
         raise ModelError(f"model.attention = {backend!r}: diffusers has {', '.join(choices)}; take one of them, or leave it out")
     # Processors of an older kind do not ask which backend was set; theirs is the native one.
-    chosen = any(hasattr(processor, "_attention_backend") for processor in transformer.attn_processors.values())
+    chosen = any(hasattr(processor, "_attention_backend") for processor in getattr(transformer, "attn_processors", {}).values())
     if backend != "native" and not chosen:
         raise ModelError(f"model.attention = {backend!r}: diffusers has only 'native' for {family}; take that, or leave it out")
     try:

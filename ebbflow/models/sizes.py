@@ -55,7 +55,7 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
         vae=_parameters(pipeline.vae) if hasattr(pipeline, "vae") else 0,
         decoding=_decoding_bytes(pipeline.vae, adapter.latent_shape[0]) if hasattr(pipeline, "vae") else 0,
         vae_encodes_prompts="vae" in adapter.text_parts,
-        frames_per_latent=getattr(pipeline, "vae_scale_factor_temporal", 1),
+        decoded_frames=getattr(adapter, "decoded_frames", 1),
         stored=stored,
     )
     tokens, channels = adapter.tokens(), adapter.latent_shape[0]

@@ -10,13 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
+from diffusers import DiffusionPipeline, SanaPipeline, WanImageToVideoPipeline, WanPipeline
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.wan import pipeline_wan_i2v
-from pipeline_cases import EDITED_PIXELS, FirstOrderUniPC, family, guidance
+from pipeline_cases import EDITED_PIXELS, FirstOrderDpmSolver, FirstOrderUniPC, family, guidance
+from transformers import PreTrainedTokenizerFast
 
 from ebbflow.models import load_model
+from ebbflow.models.families.flux2 import TextProcessor
 from ebbflow.models.families.qwen_image_edit import PictureProcessor, QwenImageEditModel
 from ebbflow.models.pipeline import PipelineModel
 from ebbflow.models.tiny import build_tiny
@@ -106,11 +108,19 @@ def open_peer(tiny_folder: Folder) -> OpenPipeline:
         parts = dict.fromkeys(absent)
         if name.startswith("qwen_image_edit"):
             parts["processor"] = PictureProcessor.from_pretrained(path / "processor")
+        if name in ("flux2", "flux2_edit"):
+            parts["tokenizer"] = None
+        if name == "hunyuan_video":  # the class that it names loses the spaces of the text
+            parts["tokenizer"] = PreTrainedTokenizerFast.from_pretrained(path / "tokenizer")
         pipeline = DiffusionPipeline.from_pretrained(path, local_files_only=True, **parts)
+        if name in ("flux2", "flux2_edit"):
+            pipeline.register_modules(tokenizer=TextProcessor.read(path))
         pipeline.set_progress_bar_config(disable=True)
         if isinstance(pipeline, (WanPipeline, WanImageToVideoPipeline)):
             options = {"solver_order": 1, "disable_corrector": list(range(100))}
             pipeline.scheduler = FirstOrderUniPC.from_config(pipeline.scheduler.config, **options)
+        if isinstance(pipeline, SanaPipeline):
+            pipeline.scheduler = FirstOrderDpmSolver.from_config(pipeline.scheduler.config, solver_order=1)
         return pipeline
 
     return open_pipeline

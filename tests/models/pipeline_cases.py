@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, UniPCMultistepScheduler
+from diffusers import DiffusionPipeline, DPMSolverMultistepScheduler, UniPCMultistepScheduler
 from PIL import Image
 from torch import Tensor
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys, noise
+from ebbflow.models.families import adapter_of
 from ebbflow.models.pipeline import PackedPipelineModel, PipelineModel, pack, unpack
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.families import FAMILIES
@@ -22,11 +23,19 @@ from ebbflow.rollouts.generate import generate
 
 TINY = ("sd3", "flux", "qwen_image", "qwen_image_edit", "wan", "wan21")
 """The tiny folders that all tests of the families run on; the last two are versions 2.2 and 2.1 of Wan."""
-NEWER = ("z_image", "flux2_klein", "flux_kontext", "qwen_image_edit_plus", "wan_a14b", "wan_i2v")
+EDITING = ("flux_kontext", "flux2_edit", "qwen_image_edit_plus")
+VIDEOS = ("wan_a14b", "wan_i2v", "hunyuan_video", "ltx_video")
+NEWER = ("z_image", "flux2_klein", "sana", "flux2", "lumina2", *EDITING, *VIDEOS)
 """Those whose families differ less: the tests that tell most of a family run on them, and the others only in ``exhaustive``."""
 EVERY = (*TINY, *NEWER)
 NEWER_LATER = [*TINY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NEWER)]
 """For the others."""
+NEWEST = ("sana", "flux2", "flux2_edit", "lumina2", "hunyuan_video", "ltx_video")
+"""Of those the ordinary tests show that they draw their pipeline's image, and of one of each kind that it takes our adapters."""
+NEWEST_LATER = [pytest.param(name, marks=pytest.mark.exhaustive) if name in NEWEST else name for name in EVERY]
+ALIKE_LATER = [
+    pytest.param(name, marks=pytest.mark.exhaustive) if name in ("flux2_edit", "lumina2", "ltx_video") else name for name in EVERY
+]
 SHORT = ('a sign that says "OPEN"', "two cats", "a red bicycle leans against a blue wall")
 LONG = "a bowl of ripe fruit, 4 apples and 2 oranges, " * 80
 """More tokens than any of the pipelines reads, the one for editing apart."""
@@ -37,6 +46,15 @@ EDITED_PIXELS = 64 * 64
 
 class FirstOrderUniPC(UniPCMultistepScheduler):
     """The published scheduler of Wan with steps of first order, which are Euler's; neither 1e-6 below 1 nor truncated."""
+
+    def set_timesteps(self, num_inference_steps: int, **rest: Any) -> None:
+        super().set_timesteps(num_inference_steps, **rest)
+        self.sigmas[0] = 1.0
+        self.timesteps = 1000 * self.sigmas[:-1]
+
+
+class FirstOrderDpmSolver(DPMSolverMultistepScheduler):
+    """The same of SANA's."""
 
     def set_timesteps(self, num_inference_steps: int, **rest: Any) -> None:
         super().set_timesteps(num_inference_steps, **rest)
@@ -57,8 +75,17 @@ def edits(name: str) -> bool:
     return FAMILIES[family(name)].edits_images
 
 
+def draws_videos(name: str) -> bool:
+    return adapter_of(family(name)).draws_videos
+
+
 def guidance(name: str) -> float:
     return 4.0 if guided(name) else 3.5
+
+
+def needs_torchvision(name: str) -> bool:
+    """Whether diffusers needs it to load the family's folders, for a processor of which Ebbflow needs less."""
+    return name.startswith(("qwen_image_edit", "flux2_edit")) or name == "flux2"
 
 
 def has_limit(name: str) -> bool:
@@ -80,7 +107,7 @@ def picture(width: int, height: int, seed: int = 0) -> bytes:
 
 
 def prompts(
-    name: str, texts: Sequence[str] = SHORT, negatives: Sequence[str] = (), size: tuple[int, int] = (48, 48)
+    name: str, texts: Sequence[str] = SHORT, negatives: Sequence[str] = (), size: tuple[int, int] = (64, 64)
 ) -> list[Prompt]:
     """Prompts with ids from zero, a negative prompt each, and an image of ``size`` where the family edits one.
 
@@ -116,6 +143,8 @@ def theirs(
     drawn = [_draw(pipeline, model, wanted[part], noises[part], steps) for part in parts]
     latents, images = torch.cat([latents for latents, _ in drawn]), 255 * np.concatenate([images for _, images in drawn])
     one_frame = images.ndim == 5 and model.config.frames == 1
+    if model.config.family == "ltx_video":  # packs pixels of the latents
+        latents = latents.mT.reshape(-1, *model.latent_shape)
     return unpack(latents, model.latent_shape) if _packs(model) else latents, images[:, 0] if one_frame else images
 
 
@@ -156,9 +185,13 @@ def _asked(model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor) -> di
         asked["guidance_scale"] = guidance - 1 if kind == "z_image" else guidance
     if guided(kind) and kind != "flux2_klein":
         asked["negative_prompt"] = [prompt.negative_prompt for prompt in wanted]
-    if kind.startswith("wan"):
+    if draws_videos(kind):
         asked["num_frames"] = model.config.frames
-    if kind == "flux2_klein":  # packs by itself, from latents whose channels are the patches'
+    if kind == "ltx_video":
+        asked["latents"] = noises.flatten(2).mT
+    if kind == "sana":
+        asked["use_resolution_binning"] = False
+    if kind.startswith("flux2"):  # packs by itself, from latents whose channels are the patches'
         _, height, width = model.latent_shape
         asked["latents"] = asked["latents"].mT.unflatten(-1, (height // 2, width // 2))
     if kind == "flux_kontext":

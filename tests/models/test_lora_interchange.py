@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
-from pipeline_cases import EVERY, NEWER_LATER, SHORT, family, our_latents, prompts, theirs
+from pipeline_cases import ALIKE_LATER, NEWER_LATER, SHORT, family, needs_torchvision, our_latents, prompts, theirs
 
 from ebbflow.models import pipeline as pipelines
 from ebbflow.recipe.model import ModelConfig
@@ -33,7 +33,7 @@ def trained(model, config, folder, drawn_by=ModelConfig(), base="base"):
     return policy
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ALIKE_LATER)
 def test_the_pipeline_loads_our_adapter_and_draws_our_image(open_tiny, tiny, open_peer, tmp_path, name):
     model, pipeline, wanted = open_tiny(name), open_peer(name), prompts(name, SHORT[:2])
     base = our_latents(tiny(name), wanted)
@@ -118,7 +118,7 @@ def test_an_exported_policy_is_a_pipeline_folder_in_shards(
     assert len(list((tmp_path / "exported" / "transformer").glob("*-of-*.safetensors"))) > 1
     pipeline = open_peer(name, folder=tmp_path / "exported")
     assert (theirs(pipeline, model, wanted)[0] - ours).abs().max() < 1e-4
-    if not name.startswith("qwen_image_edit"):  # diffusers' processor needs torchvision, which Ebbflow does not
+    if not needs_torchvision(name):
         names = {}
         exec(how_to_load_pipeline(tmp_path / "exported", family(name)), names)
         assert type(names["pipeline"]) is type(pipeline)

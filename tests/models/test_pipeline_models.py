@@ -15,9 +15,11 @@ from pipeline_cases import (
     EVERY,
     LONG,
     NEWER_LATER,
+    NEWEST_LATER,
     SHORT,
     TINY,
     FirstOrderUniPC,
+    draws_videos,
     edits,
     guided,
     has_limit,
@@ -35,7 +37,7 @@ from ebbflow.models.pipeline import PipelineModel, pack, unpack
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate
 
-IMAGES = ("sd3", "flux", "flux_kontext", "flux2_klein", "z_image")
+IMAGES = ("sd3", "flux", "flux_kontext", "flux2", "flux2_edit", "flux2_klein", "z_image", "sana", "lumina2")
 """Whose VAE is none of videos."""
 
 
@@ -79,12 +81,12 @@ def test_the_ode_is_the_pipeline_at_other_sizes(tiny, peer, name, texts, config)
     assert_same(tiny(name, **config), peer(name), prompts(name, texts))
 
 
-@pytest.mark.parametrize("name", ["wan", "wan21", "wan_i2v"])
-def test_videos_are_the_pipelines(tiny, peer, name):
-    model = tiny(name, frames=5)
+@pytest.mark.parametrize(("name", "frames"), [("wan", 5), ("wan21", 5), ("wan_i2v", 5), ("hunyuan_video", 5), ("ltx_video", 9)])
+def test_videos_are_the_pipelines(tiny, peer, name, frames):
+    model = tiny(name, frames=frames)
     assert_same(model, peer(name), prompts(name, SHORT[:2]))
     assert model.latent_shape[1] == 2
-    assert model.decode(torch.zeros(1, *model.latent_shape)).shape == (1, 5, 64, 64, 3)
+    assert model.decode(torch.zeros(1, *model.latent_shape)).shape == (1, frames, 64, 64, 3)
 
 
 def test_an_image_to_edit_keeps_its_proportions(tiny, peer):
@@ -130,7 +132,7 @@ def test_sd3_without_its_large_text_encoder_is_the_pipeline(tiny_folder, open_ti
     assert_same(open_tiny("sd3", folder), open_peer("sd3", folder, absent), prompts("sd3", SHORT[:1]))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", NEWEST_LATER)
 def test_the_image_depends_on_everything_that_the_pipeline_is_told(tiny, name):
     """Without this, an adapter that forgot any of it would still equal a pipeline that ignores it."""
     model, wanted = tiny(name), prompts(name, SHORT[:1])
@@ -140,7 +142,7 @@ def test_the_image_depends_on_everything_that_the_pipeline_is_told(tiny, name):
     if guided(name):
         others.append(our_latents(model, prompts(name, SHORT[:1], ["a wooden table"])))
     if edits(name):
-        others.append(our_latents(model, [replace(wanted[0], image=picture(80, 40, seed=9))]))
+        others.append(our_latents(model, [replace(wanted[0], image=picture(128, 64, seed=9))]))
     for other in others:
         assert (other - image).abs().max() > 1e-2
 
@@ -155,11 +157,19 @@ def test_prompts_beyond_the_limit_are_cut_there(tiny, name):
         assert short < long == 20
 
 
+def test_hunyuan_video_reads_the_words_of_a_prompt(tiny):
+    """The class that its folder names would lose the spaces of the text."""
+    tokenizer = tiny("hunyuan_video").pipeline.tokenizer
+    assert tokenizer.decode(tokenizer("two cats 漢").input_ids) == "<|begin_of_text|>two cats 漢"
+
+
 def test_limits_that_the_pipeline_would_not_keep_are_refused(open_tiny):
     with pytest.raises(ModelError, match="model.max_tokens = 1025: the pipeline reads 1024 at most"):
         open_tiny("qwen_image", max_tokens=1025)
     with pytest.raises(ModelError, match="model.max_tokens = 8: .*reads prompts whole; leave it out"):
         open_tiny("qwen_image_edit", max_tokens=8)
+    with pytest.raises(ModelError, match="model.max_tokens = 300: the network has positions for 299 at most"):
+        open_tiny("lumina2", max_tokens=300)
 
 
 # What follows from the family.
@@ -192,7 +202,10 @@ def test_stochastic_samples_have_the_size_of_deterministic_ones(tiny, name, samp
 @pytest.mark.parametrize("name", EVERY)
 def test_the_blocks_are_all_that_repeats_in_order(tiny, name):
     model = tiny(name)
-    repeated = [module for module in model.transformer.modules() if type(module).__name__ in model.transformer._no_split_modules]
+    kinds = [type(module).__name__ for module in model.transformer.modules()]
+    named = model.transformer._no_split_modules or model.transformer._repeated_blocks
+    several = {kind for kind in named if kinds.count(kind) > 1}  # some networks name their ends too
+    repeated = [module for module in model.transformer.modules() if type(module).__name__ in several]
     assert len(repeated) >= 2
     assert [id(block) for block in model.blocks()] == [id(block) for block in repeated]
 
@@ -225,6 +238,8 @@ def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
     if name.startswith("qwen"):
         tokens, length = pack(expected), pack(alone).norm(dim=-1, keepdim=True)
         expected = unpack(tokens / tokens.norm(dim=-1, keepdim=True) * length, model.latent_shape)
+    if name == "lumina2":  # of every row of the latents
+        expected = expected / expected.norm(dim=-1, keepdim=True) * alone.norm(dim=-1, keepdim=True)
     assert torch.allclose(pushed, expected, atol=1e-5)
     assert (pushed - alone).abs().max() > 1e-2
 
@@ -243,31 +258,36 @@ def test_packing_is_undone_by_unpacking():
 
 def shift_and_scale(name, vae):
     """What the pipelines subtract from the VAE's latents, and multiply them with."""
-    if name == "flux2_klein":  # of each of the four elements of a patch, here of 8 x 8 latents
+    if name.startswith("flux2"):  # of each of the four elements of a patch, here of 8 x 8 latents
         mean, variance = (values.view(-1, 2, 2).repeat(1, 4, 4) for values in (vae.bn.running_mean, vae.bn.running_var))
         return mean, (variance + vae.config.batch_norm_eps) ** -0.5
+    if name == "ltx_video":
+        return vae.latents_mean.view(-1, 1, 1, 1), 1 / vae.latents_std.view(-1, 1, 1, 1)
+    if name in ("sana", "hunyuan_video"):
+        return 0, vae.config.scaling_factor
     if name in IMAGES:
         return vae.config.shift_factor, vae.config.scaling_factor
     mean, std = (torch.tensor(values).view(-1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
     return mean, 1 / std
 
 
-@pytest.mark.parametrize("frames", [1, 5])
+@pytest.mark.parametrize("frames", [1, 9])
 @pytest.mark.parametrize("name", NEWER_LATER)
 def test_images_are_encoded_as_the_pipelines_encode_them(tiny, name, frames):
-    if frames > 1 and not name.startswith("wan"):
-        with pytest.raises(ModelError, match=f"model.frames = 5: {name} draws images; leave it out"):
+    if frames > 1 and not draws_videos(name):
+        with pytest.raises(ModelError, match=f"model.frames = 9: {name} draws images; leave it out"):
             tiny(name, frames=frames)
         return
     model = tiny(name, frames=frames)
-    shape = (3, 64, 64, 3) if frames == 1 else (3, 5, 64, 64, 3)
+    shape = (3, 64, 64, 3) if frames == 1 else (3, frames, 64, 64, 3)
     images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     vae = model.pipeline.vae
     pixels = torch.from_numpy(images).movedim(-1, 1) / 127.5 - 1
     pixels = pixels[:, :, None] if frames == 1 and name not in IMAGES else pixels
     with torch.no_grad():
         shift, scale = shift_and_scale(name, vae)
-        expected = ((vae.encode(pixels).latent_dist.mode() - shift) * scale).view(3, *model.latent_shape)
+        latents = vae.encode(pixels).latent if name == "sana" else vae.encode(pixels).latent_dist.mode()
+        expected = ((latents - shift) * scale).view(3, *model.latent_shape)
     encoded = model.encode_images(images)
     assert encoded.dtype == torch.float32
     assert (encoded - expected).abs().max() < 1e-5
@@ -333,6 +353,8 @@ def test_parts_are_on_the_device_only_while_they_are_called():
         ("wan", {"height": 80}, r"model.height = 80: wan draws multiples of 32 pixels; take (64|96)"),
         ("wan21", {"height": 72}, r"model.height = 72: wan draws multiples of 16 pixels; take (64|80)"),
         ("wan", {"frames": 4}, r"model.frames = 4: wan draws 1 \+ a multiple of 4 frames; take 5"),
+        ("ltx_video", {"frames": 5}, r"model.frames = 5: ltx_video draws 1 \+ a multiple of 8 frames; take (1|9)"),
+        ("sana", {"height": 80}, r"model.height = 80: sana draws multiples of 32 pixels; take (64|96)"),
     ],
 )
 def test_sizes_that_a_family_cannot_draw_are_refused_with_one_that_it_can(tiny, name, config, message):
@@ -409,7 +431,7 @@ def test_a_folder_with_two_transformers_is_refused(tiny_folder, open_tiny, tmp_p
 def test_gradient_checkpointing_changes_no_gradient(open_tiny, name):
     model, calls = open_tiny(name, gradient_checkpointing=True), []
     model.transformer.requires_grad_(True)
-    model.blocks()[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    model.blocks()[-1].register_forward_pre_hook(lambda *_: calls.append(1))
     latents = torch.randn(1, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     conditioning = model.encode(prompts(name, SHORT[:1]))
 

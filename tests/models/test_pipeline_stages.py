@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from pipeline_cases import EVERY, SHORT, TINY, few_tokens, prompts
+from pipeline_cases import NEWEST_LATER, SHORT, TINY, few_tokens, prompts
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models.base import predict
@@ -205,7 +205,7 @@ def test_a_stage_of_crd_trains_and_generates_without_guidance(start):
     assert any(not torch.equal(value, updater.policy.parameters[name]) for name, value in updater.policy.copies["old"].items())
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", NEWEST_LATER)
 def test_an_offline_update(start, name):
     offline = {
         "kind": "offline",

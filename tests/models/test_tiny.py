@@ -13,11 +13,16 @@ import torch
 from diffusers import (
     DiffusionPipeline,
     Flux2KleinPipeline,
+    Flux2Pipeline,
     FluxKontextPipeline,
     FluxPipeline,
+    HunyuanVideoPipeline,
+    LTXPipeline,
+    Lumina2Pipeline,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
+    SanaPipeline,
     StableDiffusion3Pipeline,
     WanImageToVideoPipeline,
     WanPipeline,
@@ -110,8 +115,53 @@ PUBLISHED = {
             "vae": "AutoencoderKLFlux2",
         },
     ),
+    "hunyuan_video": (
+        HunyuanVideoPipeline,
+        {
+            "scheduler": "FlowMatchEulerDiscreteScheduler",
+            "text_encoder": "LlamaModel",
+            "text_encoder_2": "CLIPTextModel",
+            "tokenizer": "LlamaTokenizerFast",
+            "tokenizer_2": CLIP,
+            "transformer": "HunyuanVideoTransformer3DModel",
+            "vae": "AutoencoderKLHunyuanVideo",
+        },
+    ),
+    "ltx_video": (
+        LTXPipeline,
+        {
+            "scheduler": "FlowMatchEulerDiscreteScheduler",
+            "text_encoder": "T5EncoderModel",
+            "tokenizer": T5,
+            "transformer": "LTXVideoTransformer3DModel",
+            "vae": "AutoencoderKLLTXVideo",
+        },
+    ),
+    "lumina2": (
+        Lumina2Pipeline,
+        {
+            "scheduler": "FlowMatchEulerDiscreteScheduler",
+            "text_encoder": "Gemma2Model",
+            "tokenizer": "GemmaTokenizerFast",
+            "transformer": "Lumina2Transformer2DModel",
+            "vae": "AutoencoderKL",
+        },
+    ),
+    "sana": (
+        SanaPipeline,
+        {
+            "scheduler": "DPMSolverMultistepScheduler",
+            "text_encoder": "Gemma2Model",
+            "tokenizer": "GemmaTokenizerFast",
+            "transformer": "SanaTransformer2DModel",
+            "vae": "AutoencoderDC",
+        },
+    ),
     "qwen_image_edit_plus": (QwenImageEditPlusPipeline, QWEN | {"processor": "Qwen2VLProcessor"}),
 }
+KLEIN = PUBLISHED["flux2_klein"][1]
+FLUX2_DEV = KLEIN | {"text_encoder": "Mistral3ForConditionalGeneration", "tokenizer": "PixtralProcessor"}
+PUBLISHED |= dict.fromkeys(("flux2", "flux2_edit"), (Flux2Pipeline, FLUX2_DEV))
 PUBLISHED["flux_kontext"] = (FluxKontextPipeline, PUBLISHED["flux"][1])
 CAT, SIGN = "a cat on a sofa", 'a sign that says "HELLO"'
 

@@ -146,6 +146,57 @@ PUBLISHED = {
         "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
         "evaluation": 40,
     },
+    "sana_nft": {
+        "model": {"family": "sana", "path": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers", "height": 1024, "width": 1024}
+        | {"guidance": 1.0, "precision": "bfloat16"},
+        "policy": {"train": "lora"},
+        "stage": {"prompts_per_step": 48, "group_size": 24, "updates_per_step": 1, "window": None},
+        "algorithm": {"name": "diffusion_nft", "beta": 1.0, "advantages": "all"},
+        "sampler": {"steps": 10, "eta": None},
+        "advantages": {"std": "global"},
+        "reference": {"weight": 1e-4, "penalty": "velocity"},
+        "optimizer": {"max_grad_norm": 1.0},
+        "evaluation": 40,
+    },
+    "flux2_dev": {
+        "model": {"family": "flux2", "path": "black-forest-labs/FLUX.2-dev", "height": 512, "width": 512}
+        | {"guidance": 4.0, "precision": "bfloat16"},
+        "policy": {"train": "lora", "rank": 64, "alpha": 128},
+        "stage": {"prompts_per_step": 48, "group_size": 16, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-4},
+        "sampler": {"name": "flow_sde", "steps": 8, "eta": 1.0},
+        "window": {"kind": "random", "size": 1},
+        "advantages": {"std": "group", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "evaluation": 28,
+    },
+    "flux2_edit": {
+        "model": {"family": "flux2_edit", "path": "black-forest-labs/FLUX.2-dev", "height": 384, "width": 384}
+        | {"guidance": 4.0, "precision": "bfloat16"},
+        "policy": {"train": "lora", "rank": 64, "alpha": 128},
+        "stage": {"prompts_per_step": 48, "group_size": 16, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-4},
+        "sampler": {"name": "flow_sde", "steps": 10, "eta": 1.0},
+        "window": {"kind": "random", "size": 1},
+        "advantages": {"std": "group", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "evaluation": 28,
+    },
+    "hunyuan_video": {
+        "model": {"family": "hunyuan_video", "path": "hunyuanvideo-community/HunyuanVideo", "height": 480, "width": 480}
+        | {"frames": 53, "guidance": 6.018, "gradient_checkpointing": True},
+        "policy": {"train": "lora"},
+        "stage": {"prompts_per_step": 32, "group_size": 24, "updates_per_step": 2, "shared_initial_noise": True},
+        "algorithm": {"name": "dance_grpo"},
+        "sampler": {"name": "dance_sde", "steps": 16, "eta": 0.25},
+        "window": {"kind": "share", "share": 0.6},
+        "advantages": {"std": "group", "keep_extremes": 4},
+        "reference": {"weight": 0.0},
+        "optimizer": {"weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "steps": 200,
+    },
     "wan22_5b": {
         "model": {"family": "wan", "path": "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "height": 704, "width": 1280}
         | {"frames": 9, "guidance": 5.0, "gradient_checkpointing": True},
@@ -170,6 +221,10 @@ REWARDS = {
     "qwen_image_edit_2511": ["pickscore"],
     "flux_kontext": ["pickscore"],
     "z_image": ["pickscore"],
+    "sana_nft": ["pickscore"],
+    "flux2_dev": ["pickscore"],
+    "flux2_edit": ["pickscore"],
+    "hunyuan_video": ["hps"],
     "flux_dev": ["pickscore"],
     "wan22_5b": ["hps"],
 }
@@ -224,6 +279,8 @@ def test_copies_follow_as_published():
         ("qwen_image_edit_2511", 3, {0, 1, 2, 3}),
         ("flux_kontext", 1, {1, 2, 3}),
         ("z_image", 1, {1, 2, 3}),
+        ("flux2_dev", 1, {1, 2, 3}),
+        ("flux2_edit", 1, {1, 2, 3}),
         ("wan22_5b", 2, {0, 1, 2, 3}),
         ("sd35_medium_ocr_512", 9, {0}),
         ("flux_dev", 5, {0}),
@@ -254,7 +311,7 @@ def test_the_same_repository_has_the_same_commit_everywhere():
     for path in RECIPES:
         for repository, commit in re.findall(r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()):
             commits.setdefault(repository, set()).add(commit)
-    assert len(commits) == 11
+    assert len(commits) == 14
     assert all(len(known) == 1 for known in commits.values())
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
-from ebbflow.models.pipeline import PipelineModel, channel_statistics
+from ebbflow.models.pipeline import channel_statistics
 from ebbflow.models.published import XXL, Part, Published
+from ebbflow.models.videos import DrawsVideos
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
@@ -46,7 +47,7 @@ PUBLISHED: Published = {
 }
 
 
-class WanModel(PipelineModel):
+class WanModel(DrawsVideos):
     """Adapter of ``WanPipeline``."""
 
     pipeline_class = WanPipeline
@@ -54,7 +55,6 @@ class WanModel(PipelineModel):
     lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]  # of self- and cross-attention
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (480, 832)
-    draws_videos = True
 
     @classmethod
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
@@ -66,11 +66,7 @@ class WanModel(PipelineModel):
     def _latent_shape(self) -> tuple[int, ...]:
         scale, pace = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         self._require_multiple(scale * self.transformer.config.patch_size[1])
-        if (self.config.frames - 1) % pace:
-            near = round((self.config.frames - 1) / pace) * pace + 1
-            raise ModelError(f"model.frames = {self.config.frames}: wan draws 1 + a multiple of {pace} frames; take {near}")
-        frames = (self.config.frames - 1) // pace + 1
-        return (self.transformer.config.in_channels, frames, self.height // scale, self.width // scale)
+        return (self.transformer.config.in_channels, self._latent_frames(pace), self.height // scale, self.width // scale)
 
     def sigmas(self, steps: int) -> Tensor:
         """The schedule of the folder's scheduler. The published one, UniPC, takes second-order steps on it, at times cut
@@ -115,13 +111,6 @@ class WanModel(PipelineModel):
     def _from_vae(self, latents: Tensor) -> Tensor:
         mean, std = channel_statistics(self.pipeline.vae, latents)
         return (latents - mean) / std
-
-    def _decode(self, latents: Tensor) -> Tensor:
-        video = super()._decode(latents)
-        return video[:, 0] if self.config.frames == 1 else video
-
-    def _encode_pixels(self, images: Tensor) -> Tensor:
-        return super()._encode_pixels(images if images.ndim == 5 else images[:, None])
 
     def blocks(self) -> list[nn.Module]:
         return list(self.transformer.blocks)

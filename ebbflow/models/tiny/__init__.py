@@ -7,6 +7,7 @@ as the architectures allow. The pictures are noise that depends on the prompt: m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,9 +47,10 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
             if isinstance(part, nn.Module):
                 _draw_weights(part, gain=1.4 if isinstance(part, type(pipeline.transformer)) and by_attention else 1.0)
     pipeline.save_pretrained(folder)
-    # transformers 5 has one T5 tokenizer under two names, and the published folders go by the other one.
+    # transformers 5 has a tokenizer under several names, and the published folders go by another one.
     index = folder / INDEX
-    index.write_text(index.read_text().replace('"T5Tokenizer"', '"T5TokenizerFast"'))
+    named = re.sub(r'"(T5|Gemma)Tokenizer"', r'"\1TokenizerFast"', index.read_text())
+    index.write_text(named.replace('"TokenizersBackend"', '"LlamaTokenizerFast"'))
 
 
 @torch.no_grad()

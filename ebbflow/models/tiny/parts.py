@@ -9,6 +9,9 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3Model,
@@ -74,6 +77,21 @@ def qwen3(kind: type[Qwen3Model], tokenizer: Qwen2Tokenizer, width: int, layers:
             tie_word_embeddings=True,
             bos_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+
+
+def gemma2(tokenizer: GemmaTokenizer, width: int) -> Gemma2Model:
+    return Gemma2Model(
+        Gemma2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            query_pre_attn_scalar=8,
         )
     )
 

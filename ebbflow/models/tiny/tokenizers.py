@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import string
 from collections.abc import Sequence
 
 from diffusers import QwenImageEditPipeline, QwenImagePipeline
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from tokenizers import Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import CLIPTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer, T5Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer, T5Tokenizer
 
 SENTENCES = (
     'A sign that says "OPEN" hangs above the door of a small bakery.',
@@ -46,6 +49,8 @@ QWEN_SPECIALS = (
     *("<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
     *("<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
+SYSTEM_PROMPT = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
+LLAMA_SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<pad>")
 BYTES = sorted(ByteLevel.alphabet())
 """The letters that stand for the 256 bytes, in the published order: "!", with which SD3 pads, has id 0."""
 
@@ -103,6 +108,65 @@ def qwen3_tokenizer() -> Qwen2Tokenizer:
         "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     )
     return tokenizer
+
+
+def mistral_tokenizer() -> PreTrainedTokenizerFast:
+    """Vocabulary in the order of Mistral's later models: special tokens, bytes, merges; pads on the left."""
+    tools = ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]")
+    images = ("[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", *SYSTEM_PROMPT)
+    specials = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", *tools, *images]
+    like = Qwen2Tokenizer()
+    merges = _byte_pairs(like, SENTENCES, BYTES, 400)
+    backend = Tokenizer(models.BPE(_numbered([*specials, *BYTES, *map("".join, merges)]), merges))
+    backend.pre_tokenizer, backend.decoder = like.backend_tokenizer.pre_tokenizer, like.backend_tokenizer.decoder
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        additional_special_tokens=specials,
+        padding_side="left",
+        model_max_length=131072,
+    )
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}"
+        "[SYSTEM_PROMPT]{{ message.content[0].text }}[/SYSTEM_PROMPT]"
+        "{% else %}[INST]{{ message.content[0].text }}[/INST]{% endif %}{% endfor %}"
+    )
+    return tokenizer
+
+
+def llama_tokenizer() -> PreTrainedTokenizerFast:
+    """Vocabulary in Llama 3's order: bytes, merges, special tokens; a start token before every text.
+
+    HunyuanVideo's pipeline cuts as many tokens off as the head of its template has: what the merges are trained on most.
+    """
+    head = DEFAULT_PROMPT_TEMPLATE["template"].split("{}")[0]
+    like = Qwen2Tokenizer()
+    merges = _byte_pairs(like, [*SENTENCES, *100 * [re.sub(r"<\|\w+\|>", "", head)]], BYTES, 500)
+    backend = Tokenizer(models.BPE(_numbered([*BYTES, *map("".join, merges), *LLAMA_SPECIALS]), merges))
+    backend.pre_tokenizer, backend.decoder = like.backend_tokenizer.pre_tokenizer, like.backend_tokenizer.decoder
+    start = LLAMA_SPECIALS[0]
+    backend.post_processor = TemplateProcessing(single=f"{start} $A", special_tokens=[(start, len(BYTES) + len(merges))])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=start,
+        eos_token="<|end_of_text|>",
+        pad_token="<pad>",
+        additional_special_tokens=list(LLAMA_SPECIALS),
+        padding_side="right",
+        model_max_length=131072,
+    )
+
+
+def gemma_tokenizer() -> GemmaTokenizer:
+    """Vocabulary in Gemma's order: special tokens, bytes for letters that are not in it, pieces."""
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    letters = ["▁", *string.ascii_letters, *string.digits, *string.punctuation]
+    merges = _byte_pairs(T5Tokenizer(), SENTENCES, letters, 300)
+    words = [*specials, *letters, *map("".join, merges)]
+    return GemmaTokenizer(_numbered(words), merges, add_bos_token=True, model_max_length=8192)
 
 
 def _empty_qwen_pipelines() -> list[QwenImagePipeline | QwenImageEditPipeline]:

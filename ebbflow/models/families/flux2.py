@@ -1,0 +1,133 @@
+"""The FLUX.2 family: dev, text to image, which takes the guidance as an input."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from diffusers import Flux2Pipeline
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, ProcessorMixin
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.models.base import Conditioning
+from ebbflow.models.folder import reading
+from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, load_pipeline, pack, unpack
+from ebbflow.models.published import Part, Published
+from ebbflow.recipe.families import Family
+from ebbflow.recipe.model import ModelConfig
+
+FAMILY = Family(adapter="Flux2Model", guided=False, tiny=("flux2",))
+FLUX2_VAE = Part("diffusers", "AutoencoderKLFlux2", {})
+FLUX2_DEV = {
+    "transformer": Part("diffusers", "Flux2Transformer2DModel", {}),
+    "text_encoder": Part("transformers", "Mistral3ForConditionalGeneration", {"tie_word_embeddings": False}),
+    "vae": FLUX2_VAE,
+}
+
+
+class TextProcessor(ProcessorMixin):  # type: ignore[misc, unused-ignore]  # mypy cannot follow transformers' lazy modules
+    """The text encoder's processor without its part for images, which none is shown and which would need torchvision."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
+        super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """That of a pipeline's folder."""
+        return cls(AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True))
+
+
+class Flux2Backbone(PackedPipelineModel):
+    """What dev and [klein] share: the network, the schedule, and a VAE whose statistics are those of a batch norm."""
+
+    lora_targets = [
+        *JOINT_ATTENTION,
+        "ff.linear_in",
+        "ff.linear_out",
+        "ff_context.linear_in",
+        "ff_context.linear_out",
+        "attn.to_qkv_mlp_proj",  # of the blocks with one stream; their "attn.to_out" is a list of layers in the others
+    ]
+    text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    default_size = (1024, 1024)
+
+    def _shift(self, tokens: int, steps: int) -> dict[str, float]:
+        return {"mu": compute_empirical_mu(tokens, steps)}
+
+    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        return self._encode_texts(texts)
+
+    def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
+        embeds, _ = self.pipeline.encode_prompt(texts, device=self.device, max_sequence_length=self.max_tokens)
+        return {"embeds": embeds}
+
+    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        return self._network(pack(latents), positions(latents), sigma, conditioning)
+
+    def _network(self, tokens: Tensor, places: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        guidance = torch.full_like(sigma, conditioning.guidance) if self.transformer.config.guidance_embeds else None
+        length = torch.arange(conditioning["embeds"].shape[1])
+        velocity: Tensor = self.transformer(
+            hidden_states=tokens,
+            timestep=sigma,
+            guidance=guidance,
+            encoder_hidden_states=conditioning["embeds"],
+            txt_ids=torch.cartesian_prod(*[torch.arange(1)] * 3, length).to(tokens),
+            img_ids=places,
+            return_dict=False,
+        )[0]
+        return velocity
+
+    def _to_vae(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics(latents)
+        return unpack(pack(latents) * std + mean, tuple(latents.shape[1:]))
+
+    def _from_vae(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics(latents)
+        return unpack((pack(latents) - mean) / std, tuple(latents.shape[1:]))
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each of a token's numbers, which the VAE keeps in a batch norm."""
+        norm, eps = self.pipeline.vae.bn, self.pipeline.vae.config.batch_norm_eps
+        return norm.running_mean.to(like), (norm.running_var + eps).sqrt().to(like)
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
+
+
+class Flux2Model(Flux2Backbone):
+    """Adapter of ``Flux2Pipeline`` without images to edit."""
+
+    pipeline_class = Flux2Pipeline
+    published: ClassVar[Published] = {"black-forest-labs/FLUX.2-dev": FLUX2_DEV}
+    guided = FAMILY.guided
+
+    @classmethod
+    def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Self:
+        """As ``ebbflow.models.base.Model.load``."""
+        pipeline = load_pipeline(cls, folder, config, device)
+        with reading(folder, config.family):
+            pipeline.register_modules(tokenizer=TextProcessor.read(folder))
+        return cls(pipeline, config, device)
+
+    @staticmethod
+    def _own_parts(folder: Path) -> dict[str, Any]:
+        return {"tokenizer": None}  # diffusers cannot read it without torchvision, nor accept ours for it
+
+    def save(self, folder: Path) -> None:
+        """As ``ebbflow.models.base.Model.save``; the processor as it was published: ours is a class that only Ebbflow has."""
+        super().save(folder)
+        published = Path(self.pipeline.config._name_or_path)
+        shutil.copytree(published / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
+        shutil.copyfile(published / "model_index.json", folder / "model_index.json")
+
+
+def positions(latents: Tensor, image: int = 0) -> Tensor:
+    """(image, row, column, 0) of every token of latents [N, C, H, W], [H/2 W/2, 4]."""
+    height, width = (torch.arange(side // 2) for side in latents.shape[-2:])
+    return torch.cartesian_prod(torch.tensor([image]), height, width, torch.arange(1)).to(latents)

@@ -1,0 +1,109 @@
+"""The LTX-Video family (2501.00103), text to video: the first release, whose VAE decodes without noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from diffusers import LTXPipeline
+from torch import Tensor, nn
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.models.base import Conditioning, ModelError, Tokens
+from ebbflow.models.pipeline import dynamic_shift
+from ebbflow.models.published import T5_XXL, Part, Published
+from ebbflow.models.videos import DrawsVideos
+from ebbflow.recipe.families import Family
+from ebbflow.recipe.model import ModelConfig
+
+FAMILY = Family(adapter="LTXVideoModel", tiny=("ltx_video",))
+PUBLISHED: Published = {
+    "Lightricks/LTX-Video": {
+        "transformer": Part("diffusers", "LTXVideoTransformer3DModel", {}),
+        "text_encoder": T5_XXL,
+        "vae": Part("diffusers", "AutoencoderKLLTXVideo", {}),
+    },
+}
+FRAME_RATE = 25
+"""Frames per second of the pipeline, in which the network counts time."""
+
+
+class LTXVideoModel(DrawsVideos):
+    """Adapter of ``LTXPipeline``; a latent is 32 x 32 pixels of eight frames, and a token."""
+
+    pipeline_class = LTXPipeline
+    published = PUBLISHED
+    lora_targets = [
+        *(f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+        "ff.net.0.proj",
+        "ff.net.2",
+    ]
+    text_parts = ("text_encoder",)
+    default_size = (512, 704)
+    default_max_tokens = 128
+
+    @classmethod
+    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+        if pipeline.vae.config.timestep_conditioning:
+            raise ModelError(
+                f"{config.path} has a VAE that draws noise to decode, as LTX-Video from .9.1 on; take the first release"
+            )
+
+    def _latent_shape(self) -> tuple[int, ...]:
+        scale, pace = self.pipeline.vae_spatial_compression_ratio, self.pipeline.vae_temporal_compression_ratio
+        self._require_multiple(scale)
+        return (self.transformer.config.in_channels, self._latent_frames(pace), self.height // scale, self.width // scale)
+
+    @property
+    def decoded_frames(self) -> int:
+        return self.config.frames
+
+    def tokens(self) -> Tokens:
+        return replace(super().tokens(), image=math.prod(self.latent_shape[1:]), joint=False)
+
+    def widths(self) -> tuple[int, int]:
+        config = self.transformer.config
+        return config.num_attention_heads * config.attention_head_dim, config.caption_channels
+
+    def _shift(self, tokens: int, steps: int) -> dict[str, float]:
+        return dynamic_shift(self.pipeline.scheduler, math.prod(self.latent_shape[1:]))
+
+    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        limit = self.max_tokens
+        embeds, mask = self.pipeline._get_t5_prompt_embeds(texts, max_sequence_length=limit, device=self.device)
+        return {"embeds": embeds, "mask": mask}
+
+    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        pipeline, (_, frames, height, width) = self.pipeline, self.latent_shape
+        scale = pipeline.vae_spatial_compression_ratio
+        velocity: Tensor = self.transformer(
+            hidden_states=latents.flatten(2).mT,
+            encoder_hidden_states=conditioning["embeds"],
+            timestep=1000 * sigma,
+            encoder_attention_mask=conditioning["mask"],
+            num_frames=frames,
+            height=height,
+            width=width,
+            rope_interpolation_scale=(pipeline.vae_temporal_compression_ratio / FRAME_RATE, scale, scale),
+            return_dict=False,
+        )[0]
+        return velocity.mT.reshape(latents.shape)
+
+    def _to_vae(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics(latents)
+        return latents * std + mean
+
+    def _from_vae(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics(latents)
+        return (latents - mean) / std
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel, which the VAE keeps with its weights."""
+        vae = self.pipeline.vae
+        mean, std = (values.view(-1, 1, 1, 1).to(like) for values in (vae.latents_mean, vae.latents_std))
+        return mean, std / vae.config.scaling_factor
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.transformer.transformer_blocks)

@@ -1,0 +1,88 @@
+"""Lumina-Image 2.0 (2503.21758)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from diffusers import Lumina2Pipeline
+from torch import Tensor, nn
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.models.base import Conditioning, ModelError
+from ebbflow.models.pipeline import PipelineModel, dynamic_shift
+from ebbflow.models.published import IMAGE_VAE, Part, Published
+from ebbflow.recipe.families import Family
+from ebbflow.recipe.model import ModelConfig
+
+FAMILY = Family(adapter="Lumina2Model", tiny=("lumina2",))
+PUBLISHED: Published = {
+    "Alpha-VLLM/Lumina-Image-2.0": {
+        "transformer": Part("diffusers", "Lumina2Transformer2DModel", {"cap_feat_dim": 2304}),
+        "text_encoder": Part("transformers", "Gemma2Model", {}),
+        "vae": IMAGE_VAE,
+    },
+}
+
+
+class Lumina2Model(PipelineModel):
+    """Adapter of ``Lumina2Pipeline``: guidance keeps the norm of the prompt's prediction, and is in every step.
+
+    The image's positions begin after the prompt. The network pads the rows of a pass to the longest prompt of them, so that a
+    row's last bits depend on the other rows of its batch.
+    """
+
+    pipeline_class = Lumina2Pipeline
+    published = PUBLISHED
+    lora_targets = [f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")]
+    text_parts = ("text_encoder",)
+    default_size = (1024, 1024)
+    default_max_tokens = 256
+
+    @classmethod
+    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+        limit = pipeline.transformer.config.axes_lens[0] - 1
+        if config.max_tokens is not None and config.max_tokens > limit:
+            raise ModelError(
+                f"model.max_tokens = {config.max_tokens}: the network has positions for {limit} at most; leave it out"
+            )
+
+    def _latent_shape(self) -> tuple[int, ...]:
+        patch, scale = self.transformer.config.patch_size, self.pipeline.vae_scale_factor
+        self._require_multiple(patch * scale)
+        return (self.transformer.config.in_channels, self.height // scale, self.width // scale)
+
+    def widths(self) -> tuple[int, int]:
+        return self.transformer.config.hidden_size, self.transformer.config.cap_feat_dim
+
+    def _shift(self, tokens: int, steps: int) -> dict[str, float]:
+        return dynamic_shift(self.pipeline.scheduler, self.latent_shape[0])  # the pipeline counts channels for tokens
+
+    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        limit = self.max_tokens
+        embeds, mask, _, _ = self.pipeline.encode_prompt(texts, False, device=self.device, max_sequence_length=limit)
+        return {"embeds": embeds, "mask": mask.bool()}
+
+    def _encode_negative(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        # Without the system prompt, which encode_prompt puts before every prompt.
+        embeds, mask = self.pipeline._get_gemma_prompt_embeds(texts, self.device, self.max_tokens)
+        return {"embeds": embeds, "mask": mask.bool()}
+
+    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        velocity: Tensor = self.transformer(
+            hidden_states=latents,
+            timestep=1 - sigma,  # from noise to image, as the prediction points
+            encoder_hidden_states=conditioning["embeds"],
+            encoder_attention_mask=conditioning["mask"],
+            return_dict=False,
+        )[0]
+        return -velocity
+
+    def _guide(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
+        guided = super()._guide(prediction, negative, guidance)
+        rescaled: Tensor = guided * (prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+        return rescaled
+
+    def blocks(self) -> list[nn.Module]:
+        network = self.transformer
+        return [*network.noise_refiner, *network.context_refiner, *network.layers]

@@ -1,0 +1,12 @@
+"""A tiny FLUX.2 [dev] to edit with."""
+
+from __future__ import annotations
+
+from diffusers import Flux2Pipeline
+
+from ebbflow.models.tiny.flux2 import flux2
+
+
+def flux2_edit() -> Flux2Pipeline:
+    """The layout of FLUX.2 [dev], which both draws and edits."""
+    return flux2()

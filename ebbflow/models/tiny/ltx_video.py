@@ -1,0 +1,43 @@
+"""A tiny LTX-Video."""
+
+from __future__ import annotations
+
+import torch
+from diffusers import AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXPipeline, LTXVideoTransformer3DModel
+
+from ebbflow.models.tiny.parts import t5
+from ebbflow.models.tiny.tokenizers import t5_tokenizer
+
+CHANNELS = 4
+
+
+def ltx_video() -> LTXPipeline:
+    """The layout of the first LTX-Video; four latent channels instead of 128."""
+    tokenizer = t5_tokenizer()
+    transformer = LTXVideoTransformer3DModel(
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        cross_attention_dim=32,
+        caption_channels=32,
+    )
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=CHANNELS,
+        block_out_channels=(8, 8, 16, 16),
+        decoder_block_out_channels=(8, 8, 16, 16),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+    )
+    vae.latents_mean.copy_(torch.randn(CHANNELS))
+    vae.latents_std.copy_(torch.rand(CHANNELS) + 0.5)
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_shift=0.95,
+        max_shift=2.05,
+        base_image_seq_len=1024,
+        max_image_seq_len=4096,
+        shift_terminal=0.1,
+    )
+    return LTXPipeline(scheduler, vae, t5(tokenizer, width=32), tokenizer, transformer)

@@ -1,0 +1,36 @@
+"""What the families that draw videos share: frames in latents, and one frame as an image."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ebbflow.models.base import ModelError
+from ebbflow.models.pipeline import PipelineModel
+
+
+class DrawsVideos(PipelineModel):
+    """A family of latents [N, C, frames, H, W]; a video of one frame is an image."""
+
+    draws_videos = True
+
+    @property
+    def decoded_frames(self) -> int:
+        """Frames that the VAE decodes at a time, for estimates: those of one latent frame."""
+        frames: int = self.pipeline.vae_scale_factor_temporal
+        return frames
+
+    def _latent_frames(self, pace: int) -> int:
+        """Of a video whose VAE makes one latent frame of the first frame, and one of every ``pace`` after it."""
+        if (self.config.frames - 1) % pace:
+            near = round((self.config.frames - 1) / pace) * pace + 1
+            raise ModelError(
+                f"model.frames = {self.config.frames}: {self.config.family} draws 1 + a multiple of {pace} frames; take {near}"
+            )
+        return (self.config.frames - 1) // pace + 1
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        video = super()._decode(latents)
+        return video[:, 0] if self.config.frames == 1 else video
+
+    def _encode_pixels(self, images: Tensor) -> Tensor:
+        return super()._encode_pixels(images if images.ndim == 5 else images[:, None])
