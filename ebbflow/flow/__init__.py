@@ -11,7 +11,7 @@ How
     - ``noise``: every random number is a function of (seed, prompt id, sample, step, stream), so neither the batch nor the
       process that computes it matters.
     - ``transition``: mean, std and log-prob of one stochastic step (Flow-SDE, Dance-SDE, CPS).
-    - ``dpm_solver``: deterministic second-order steps; ``windows``: which steps are stochastic and which are trained.
+    - ``dpm_solver``, ``unipc``: deterministic second-order steps; ``windows``: which steps are stochastic and which are trained.
     - ``trajectory``: what a rollout records at the trained steps.
 
 Gotchas

@@ -16,6 +16,7 @@ SAMPLERS = {
     "dance_sde": "the same noise at every step (DanceGRPO, 2505.07818); eta .3",
     "cps": "keeps the noise level of the path, so that no grain is left (2509.05952); eta .8",
     "dpm_solver": "deterministic second-order DPM-Solver++ (2211.01095): closer to the exact path in few steps",
+    "unipc": "the same with a corrector after each step (UniPC, 2302.04867), the published solver of Wan",
 }
 STOCHASTIC_SAMPLERS = ("flow_sde", "dance_sde", "cps")
 

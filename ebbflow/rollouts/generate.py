@@ -13,6 +13,7 @@ from ebbflow.flow import transition as flow
 from ebbflow.flow.dpm_solver import dpm_solver_step, shorter_schedule
 from ebbflow.flow.noise import SampleKeys, initial_noise, noise
 from ebbflow.flow.trajectory import Trajectory
+from ebbflow.flow.unipc import UniPCHistory, unipc_step
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, SamplerConfig
@@ -107,10 +108,14 @@ def _denoise(
     device, conditioning = conditioning.device, conditioning.for_precision(precision)  # cast once for all steps
     trained = plan.trained if plan else ()
     latents, clean, record = initial_noise(model.latent_shape, keys).to(device), None, []
+    history: UniPCHistory | None = None
     for step, solver in enumerate(solvers):
         velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning, precision)
         if solver == "dpm_solver":
             latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
+            continue
+        if solver == "unipc":
+            latents, history = unipc_step(latents, velocity, history, sigmas, step)
             continue
         clean = latents - sigmas[step] * velocity  # the history that a tail begins with, as in MixGRPO's code
         move = flow.transition(solver, latents, velocity, sigmas, step, sampler.eta)

@@ -53,6 +53,14 @@ class FirstOrderUniPC(UniPCMultistepScheduler):
         self.timesteps = 1000 * self.sigmas[:-1]
 
 
+class UnroundedUniPC(UniPCMultistepScheduler):
+    """The published scheduler of Wan with times as they are."""
+
+    def set_timesteps(self, num_inference_steps: int, **rest: Any) -> None:
+        super().set_timesteps(num_inference_steps, **rest)
+        self.timesteps = 1000 * torch.where(self.sigmas > 1 - 1e-5, 1.0, self.sigmas)[:-1]
+
+
 class FirstOrderDpmSolver(DPMSolverMultistepScheduler):
     """The same of SANA's."""
 

@@ -19,6 +19,7 @@ from pipeline_cases import (
     SHORT,
     TINY,
     FirstOrderUniPC,
+    UnroundedUniPC,
     draws_videos,
     edits,
     guided,
@@ -108,6 +109,16 @@ def test_the_rounding_of_times_is_all_that_differs_from_steps_of_first_order(ope
 
     model.transformer.register_forward_pre_hook(round_down, with_kwargs=True)
     assert (our_latents(model, wanted) - latents).abs().max() < 1e-4
+
+
+def test_unipc_is_the_published_solver_of_wan(tiny, open_peer):
+    """But for the rounding of times."""
+    model, pipeline, wanted = tiny("wan21"), open_peer("wan21"), prompts("wan21", SHORT[:1])
+    pipeline.scheduler = UnroundedUniPC.from_config(pipeline.scheduler.config, solver_order=2, disable_corrector=[])
+    latents, _ = theirs(pipeline, model, wanted, steps=5)
+    ours = generate(model, model.encode(wanted), keys(wanted), SamplerConfig(name="unipc", steps=5)).latents
+    assert (ours - latents).abs().max() < 1e-5 * ours.abs().max()
+    assert (ours - our_latents(model, wanted, steps=5)).abs().max() > 1e-2
 
 
 def test_flux_without_guidance_is_the_pipeline(tiny_folder, open_tiny, open_peer, tmp_path):

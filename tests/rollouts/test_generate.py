@@ -160,7 +160,7 @@ def test_little_noise_is_nearly_the_ode(model, make_keys):
         assert torch.allclose(generate(model, conditioning, make_keys(7), sampler).latents, ode, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["ode", "dpm_solver"])
+@pytest.mark.parametrize("name", ["ode", "dpm_solver", "unipc"])
 def test_a_plan_for_a_deterministic_sampler_is_an_error(model, make_keys, name):
     with pytest.raises(ValueError, match=f"{name}' has no log-probability"):
         generate(model, model.encode_texts(TEXTS), make_keys(7), SamplerConfig(name=name, steps=5), window(1))
@@ -212,6 +212,7 @@ def test_dpm_solver_ends_nearer_to_the_exact_flow_than_the_ode_with_as_many_eval
         return (images - exact).pow(2).mean().sqrt()
 
     assert error("dpm_solver") < error("ode") / 1.3
+    assert error("unipc") < error("dpm_solver")
 
 
 @pytest.mark.parametrize(

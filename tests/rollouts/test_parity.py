@@ -18,7 +18,7 @@ from ebbflow.rollouts.parity import ParityError, parity_bar
 from ebbflow.training.policy import Policy
 
 TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"]
-SAMPLERS = [SamplerConfig(name=name, steps=5) for name in ("flow_sde", "dance_sde", "cps", "ode", "dpm_solver")]
+SAMPLERS = [SamplerConfig(name=name, steps=5) for name in ("flow_sde", "dance_sde", "cps", "ode", "dpm_solver", "unipc")]
 PARITY = ParityConfig(samples=4, bar=1e-6)
 
 
