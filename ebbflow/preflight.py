@@ -9,7 +9,7 @@ from ebbflow.data.pairs import check_pairs
 from ebbflow.data.prepare import prepare
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.algorithms import CustomAlgorithmConfig
+from ebbflow.recipe.algorithms import CustomAlgorithmConfig, GradientConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.paths import SHIPPED, local_path, shipped_files
@@ -62,8 +62,11 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
     _check_model(recipe.model, on_cluster)
     if (start := recipe.policy.start) and not start.on_hub:
         _check_start(start.path or "", on_cluster)
-    load_scorer(recipe.rewards, recipe.guardrails)
+    scorer = load_scorer(recipe.rewards, recipe.guardrails)
     load_scorer(recipe.evaluated_rewards, ())
+    for stage in recipe.stages:
+        if isinstance(stage.hyper, GradientConfig):
+            scorer.require_gradients(stage.algorithm_name)
     require_sinks(recipe)
     if prompts and not on_cluster:
         _try_rewards(recipe, prompts)

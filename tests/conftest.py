@@ -57,6 +57,9 @@ class Darkness:
         values[list(failures)] = np.nan
         return RewardResult(values, {"brightness": 1 - values}, failures)
 
+    def with_gradient(self, images: torch.Tensor, prompts: Sequence[Prompt]) -> torch.Tensor:
+        return 1 - images.mean((1, 2, 3))
+
 
 @pytest.fixture(scope="session")
 def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -46,6 +46,8 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "crd": {"algorithm": {"noise_levels": 2}, "reference": {"guidance": 1}},  # the glyph model has no guidance
     "sft": {"algorithm": {"noise_levels": 2}, "sampler": {"name": "ode", "steps": 6}},
+    "refl": {"algorithm": {"weight": 1.0}, "sampler": {"name": "ode", "steps": 6}},
+    "draft": {"sampler": {"name": "ode", "steps": 6}, "reference": {"weight": 0.0}},
     "rwr": {"algorithm": {"noise_levels": 2}, "sampler": {"name": "ode", "steps": 6}},
 }
 """By algorithm, the keys of a stage in which a small model wants other values than the published defaults."""

@@ -12,6 +12,7 @@ from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import TrajectoryConfig
 from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.rewards.base import RewardError
 from ebbflow.storage.artifacts import new_folder
 from ebbflow.training.policy_metadata import write_base_policy
 
@@ -210,3 +211,10 @@ def test_a_start_must_be_there(tmp_path: Path) -> None:
     recipe = Recipe.model_validate({"output": str(tmp_path), "policy": {"train": "lora", "start": {"path": "owner/lora"}}})
     with pytest.raises(RecipeError, match=r"policy.start.path = 'owner/lora': no such .* policy.start.revision"):
         check_recipe(recipe, SERVER, on_cluster=False)
+
+
+def test_an_algorithm_on_the_gradient_of_the_reward_needs_rewards_that_have_one(tmp_path: Path) -> None:
+    stages = [{"kind": "online", "algorithm": {"name": "draft"}}]
+    recipe = {"output": str(tmp_path), "rewards": ["similarity"], "guardrails": [], "stages": stages}
+    with pytest.raises(RewardError, match="draft learns from the gradient of the rewards, and 'similarity' has none; train on"):
+        check_recipe(Recipe.model_validate(recipe), SERVER, on_cluster=False)

@@ -10,7 +10,8 @@ Why
 
 How
     - ``base``: ``Algorithm`` (loss, policy copies, grouping, how copies follow) and the rows that a loss gets:
-      ``TrajectoryRows`` (transitions with log-probs) or ``ForwardRows`` (noised final latents).
+      ``TrajectoryRows`` (transitions with log-probs), ``ForwardRows`` (noised final latents) or ``GradientRows`` (rewards with
+      gradient).
     - ``built_in``: a file per algorithm with its hyper-parameters and its loss. Nothing else lists them: ``ebbflow.recipe`` finds
       the files, and reads the classes of hyper-parameters from them.
     - ``registry``: the algorithm of a recipe's ``algorithm.name``, or of a user's ``package.module:Name``.

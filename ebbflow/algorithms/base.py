@@ -1,8 +1,9 @@
 """What an algorithm is: a pure function from typed rows to a loss for each, and a statement of what it needs.
 
 A *row* is one entry of the loss. Trajectory algorithms have a row per (sample, trained denoising step), forward-process
-algorithms one per (sample, draw of sigma and noise). The update averages over the rows, weighs them where rollouts are
-corrected, adds the reference penalty, and names a row that is not finite: no algorithm does any of this itself.
+algorithms one per (sample, draw of sigma and noise), algorithms on the gradient of the reward one per sample. The update averages
+over the rows, weighs them where rollouts are corrected, adds the reference penalty, and names a row that is not finite: no
+algorithm does any of this itself.
 """
 
 from __future__ import annotations
@@ -78,6 +79,39 @@ class ForwardRows:
     advantage: Tensor
     group_index: Tensor
     advantage_clip: float = ADVANTAGE_CLIP
+
+
+@dataclass(frozen=True)
+class GradientRows:
+    """M rows of a loss on the gradient of the reward, one per sample.
+
+    Attributes:
+        latents: x before the first denoising step with gradient, [M, ...], without gradient.
+        sigma: [M], there.
+        velocity: under the policy being trained, there, with gradient, [M, ...].
+        denoise: from ``velocity`` to the latents after this step and all that follow, with gradient, [M, ...].
+        reward: from final latents [M, ...] to the weighted sum of the rewards of their images, with gradient, [M].
+        copies: the velocity under each policy copy that the algorithm asked for.
+        advantage: [M].
+        advantage_clip: ``advantages.clip``; every advantage lies within plus and minus this.
+    """
+
+    latents: Tensor
+    sigma: Tensor
+    velocity: Tensor
+    denoise: Callable[[Tensor], Tensor]
+    reward: Callable[[Tensor], Tensor]
+    copies: Mapping[CopyName, Tensor]
+    advantage: Tensor
+    advantage_clip: float = ADVANTAGE_CLIP
+
+    @property
+    def clean(self) -> Tensor:
+        """The predicted clean latents x - sigma v, with gradient, [M, ...]."""
+        return self.latents - expand_like(self.sigma, self.velocity) * self.velocity
+
+
+AnyRows: TypeAlias = TrajectoryRows | ForwardRows | GradientRows
 
 
 @dataclass(frozen=True)

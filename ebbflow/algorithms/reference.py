@@ -15,14 +15,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import ForwardRows, TrajectoryRows, gaussian_kl, per_row
+from ebbflow.algorithms.base import AnyRows, TrajectoryRows, gaussian_kl, per_row
 from ebbflow.recipe.choices import ReferenceConfig
 
 ADAPTIVE_FLOOR = 1e-4
 """Weight of the penalty of the worst rows, as published."""
 
 
-def penalty(config: ReferenceConfig, rows: TrajectoryRows | ForwardRows, velocity: Tensor, reference: Tensor) -> Tensor:
+def penalty(config: ReferenceConfig, rows: AnyRows, velocity: Tensor, reference: Tensor) -> Tensor:
     """The penalty of each row, [M], before its weight; ``reference`` is the base model's velocity at the same points."""
     if config.penalty == "velocity":
         return per_row((velocity - reference) ** 2)
@@ -32,7 +32,7 @@ def penalty(config: ReferenceConfig, rows: TrajectoryRows | ForwardRows, velocit
     return divergence * rows.transition.dt.abs() if config.penalty == "kl_without_dt" and std_has_dt else divergence
 
 
-def penalty_weight(config: ReferenceConfig, rows: TrajectoryRows | ForwardRows) -> Tensor:
+def penalty_weight(config: ReferenceConfig, rows: AnyRows) -> Tensor:
     """The weight of each row's penalty, [M]."""
     if not config.adaptive:
         return torch.full_like(rows.advantage, config.weight)

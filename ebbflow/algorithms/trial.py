@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import Algorithm, ForwardRows, TrajectoryRows
+from ebbflow.algorithms.base import Algorithm, ForwardRows, GradientRows, TrajectoryRows, expand_like, per_row
 from ebbflow.flow.transition import log_prob, sample, transition
-from ebbflow.recipe.algorithms import AlgorithmConfig, ForwardConfig
+from ebbflow.recipe.algorithms import AlgorithmConfig
 from ebbflow.recipe.base import RecipeError, sanitize
 
 PROMPTS, GROUP, LATENT = 2, 4, (1, 4, 4)
@@ -30,7 +30,8 @@ def try_loss(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> None:
         RecipeError: one of them fails, the loss is not a finite number for each row, or no gradient reaches the prediction.
     """
     groups = _selected(path, algorithm, hyper)
-    rows, velocity = (_forward_rows if isinstance(hyper, ForwardConfig) else _trajectory_rows)(groups, algorithm, hyper)
+    make = {"forward": _forward_rows, "trajectory": _trajectory_rows, "gradient": _gradient_rows}[hyper.kind]
+    rows, velocity = make(groups, algorithm, hyper)
     count, name = len(velocity), f"the loss of {path}, {_name(algorithm.loss)},"
     try:
         returned: Any = algorithm.loss(rows, hyper)
@@ -89,6 +90,22 @@ def _trajectory_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any)
         for copy in algorithm.copies(hyper)
     }
     return TrajectoryRows(step, log_prob(step, after), old.mean, log_prob(old, after), copies, advantage), velocity
+
+
+def _gradient_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -> tuple[GradientRows, Tensor]:
+    """The rows, with a reward that is best at 0, and the prediction in them."""
+    draw, advantage, _ = _draws(groups)
+    latents, velocity, sigma = draw(), draw().requires_grad_(), torch.full((len(advantage),), 0.3)
+    rows = GradientRows(
+        latents=latents,
+        sigma=sigma,
+        velocity=velocity,
+        denoise=lambda v: latents - expand_like(sigma, v) * v,
+        reward=lambda clean: -per_row(clean**2),
+        copies={copy: velocity.detach() + DISTANCE * draw() for copy in algorithm.copies(hyper)},
+        advantage=advantage,
+    )
+    return rows, velocity
 
 
 def _draws(groups: list[np.ndarray]) -> tuple[Any, Tensor, Tensor]:

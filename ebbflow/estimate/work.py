@@ -9,7 +9,7 @@ import numpy as np
 
 from ebbflow.data.model_sizes import Sample, Sizes
 from ebbflow.flow.windows import plan, shortened
-from ebbflow.recipe.algorithms import ForwardConfig
+from ebbflow.recipe.algorithms import ForwardConfig, GradientConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import correction_of
 from ebbflow.stage import StageContext, drift_stride
@@ -55,10 +55,14 @@ def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Wo
         comparing -= rows * (config.steps if config.kind == "online" else 1) // updates
     if "reference" not in compared_copies(ctx):
         comparing += _watched_rows(updates, math.ceil(rows / updates), max(config.micro_batch, group_index))
+    gradient_steps = 1
+    if isinstance(config.hyper, GradientConfig):  # the steps before it are repeated without gradient, at most all of them
+        gradient_steps = config.hyper.steps_with_gradient
+        comparing += rows * (config.sampler.steps - gradient_steps)
     return Work(
         samples=samples,
         denoising=round(denoising_steps(ctx) * samples) * sample.passes,
-        training=rows * passes,
+        training=rows * gradient_steps * passes,
         comparing=comparing * passes,
         shards=shard_bytes(sample, samples, config.latent_precision) if config.kind == "offline" else 0,
         policy=4 * (trained * (1 + len(ctx.following) + bool(ctx.recipe.policy.ema)) + buffers),
@@ -73,7 +77,7 @@ def _watched_rows(updates: int, rows: int, together: int) -> int:
 
 def passes_of(ctx: StageContext, sample: Sample) -> int:
     """Of the network for a term: losses on final latents are without guidance, others where the stage says so."""
-    return sample.passes if ctx.config.hyper.kind == "trajectory" and ctx.config.guidance_in_loss else 1
+    return sample.passes if ctx.config.hyper.kind != "forward" and ctx.config.guidance_in_loss else 1
 
 
 def _amounts(ctx: StageContext) -> tuple[int, int, int]:
@@ -107,6 +111,8 @@ def trained_steps(ctx: StageContext) -> int:
     hyper, window = ctx.config.hyper, ctx.config.window
     if isinstance(hyper, ForwardConfig):
         return hyper.noise_levels
+    if isinstance(hyper, GradientConfig):
+        return 1
     assert window
     return len(plan(window, ctx.config.sampler.steps, 0, ctx.seed).trained)
 

@@ -72,7 +72,8 @@ def _corrected(history: UniPCHistory, clean: Tensor, sigmas: Tensor, step: int) 
         slope = (first - second) / (1 - ratio)
         target, weight = target + slope * (history.clean_before - history.clean) / ratio, first - slope
     kept = sigmas[step] / sigmas[step - 1]
-    return kept * history.latents + (1 - kept) * (target + weight * change)
+    corrected: Tensor = kept * history.latents + (1 - kept) * (target + weight * change)
+    return corrected
 
 
 def _ratio(sigmas: Tensor, step: int) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.model import ModelConfig, Precision
@@ -153,6 +154,9 @@ class Model(Protocol):
     def decode(self, latents: Tensor) -> np.ndarray:
         """Images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3]."""
 
+    def pixels(self, latents: Tensor) -> Tensor:
+        """``decode`` with gradient, for rewards that give one: RGB in [0, 1], [N, 3, height, width] or [N, frames, 3, ...]."""
+
     def encode_images(self, images: np.ndarray) -> Tensor:
         """Latents [N, *latent_shape] of uint8 RGB images or videos: the inverse of ``decode`` up to quantisation.
 
@@ -178,6 +182,14 @@ def predict(
     conditioning = conditioning.for_precision(precision)
     with torch.autocast(latents.device.type, DTYPES[precision], enabled=precision != "float32"):
         return model.velocity(latents, sigma, conditioning).float()
+
+
+def predict_checkpointed(model: Model, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    """``predict`` with a gradient that keeps no activations: the pass is repeated when the gradient is taken."""
+    velocity: Tensor = checkpoint(
+        predict, model, latents, sigma, conditioning, use_reentrant=False, preserve_rng_state=False
+    )  # nothing in the network is random
+    return velocity
 
 
 def device_of(model: Model) -> torch.device:

@@ -205,8 +205,17 @@ class PipelineModel:
 
     def _decode(self, latents: Tensor) -> Tensor:
         """uint8 [n, height, width, 3], or [n, frames, height, width, 3]."""
+        return (self._pixels(latents) * 255).round().to(torch.uint8)
+
+    def pixels(self, latents: Tensor) -> Tensor:
+        """As ``ebbflow.models.base.Model.pixels``. The VAE stays on the device, where the gradient needs it."""
+        self.pipeline.vae.to(self.device)
+        return self._pixels(latents).movedim(-1, -3)
+
+    def _pixels(self, latents: Tensor) -> Tensor:
+        """RGB in [0, 1], [n, height, width, 3], or [n, frames, height, width, 3]."""
         pixels: Tensor = self.pipeline.vae.decode(self._to_vae(latents.float()), return_dict=False)[0]
-        return ((pixels / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).movedim(1, -1)
+        return (pixels / 2 + 0.5).clamp(0, 1).movedim(1, -1)
 
     @torch.no_grad()
     def encode_images(self, images: np.ndarray) -> Tensor:

@@ -28,8 +28,8 @@ class DrawsVideos(PipelineModel):
             )
         return (self.config.frames - 1) // pace + 1
 
-    def _decode(self, latents: Tensor) -> Tensor:
-        video = super()._decode(latents)
+    def _pixels(self, latents: Tensor) -> Tensor:
+        video = super()._pixels(latents)
         return video[:, 0] if self.config.frames == 1 else video
 
     def _encode_pixels(self, images: Tensor) -> Tensor:

@@ -72,4 +72,4 @@ class LocalWorkers:
 
 def local_workers(ctx: StageContext, updater: PolicyUpdater, scorer: Scorer) -> LocalWorkers:
     """Workers around a policy of this process, which generates and trains."""
-    return LocalWorkers(TrainingWorker(ctx, updater), scorer)
+    return LocalWorkers(TrainingWorker(ctx, updater, scorer=scorer), scorer)

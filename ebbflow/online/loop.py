@@ -98,7 +98,7 @@ def open_workers(
     policy, metadata = load_policy(ctx, base, folder, teachers)
     guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
     scorer = load_scorer(ctx.recipe.rewards, guardrails)
-    trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata)
+    trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, scorer=scorer)
     engine = RolloutWorker(open_engine(ctx, base)) if ctx.online.engine != "diffusers" else None
     return LocalWorkers(trainer, scorer, engine)
 

@@ -151,6 +151,7 @@ class TrainingBatch:
         keep: bool [N], the samples to train on.
         prompt_sets: the set of each prompt, by its id.
         profiled: whether to profile the step.
+        prompts: [N], for rewards with gradient.
     """
 
     step: int
@@ -161,6 +162,7 @@ class TrainingBatch:
     keep: np.ndarray
     prompt_sets: Mapping[int, str] = field(default_factory=dict)
     profiled: bool = False
+    prompts: Sequence[Prompt] = ()
 
 
 def build_training_batch(batch: RolloutBatch, advantages: np.ndarray, keep: np.ndarray, profiled: bool = False) -> TrainingBatch:
@@ -176,4 +178,5 @@ def build_training_batch(batch: RolloutBatch, advantages: np.ndarray, keep: np.n
         keep=keep,
         prompt_sets={prompt.prompt_id: prompt.source for prompt in batch.prompts},
         profiled=profiled,
+        prompts=[prompt for request in requests for prompt in request.prompts],
     )

@@ -25,6 +25,7 @@ from ebbflow.online.reward_worker import RewardWorker
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageError
+from ebbflow.recipe.algorithms import GradientConfig
 from ebbflow.recipe.online import Role, WorkersConfig
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.rollouts.engine import Diffusers, open_engine
@@ -161,7 +162,8 @@ def open_training_worker(ctx: StageContext, folders: Folders, rank: int, rendezv
         dist.init_process_group(backend, rendezvous, timeout=distributed.TIMEOUT, world_size=world, rank=rank)
     teachers = {copy: locate() for copy, locate in folders.teachers.items()}
     policy, metadata = load_policy(ctx, folders.base(), folders.policy(), teachers, shard=world > 1)
-    return RayTrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, rank)
+    scorer = load_scorer(ctx.recipe.rewards, ()) if isinstance(ctx.config.hyper, GradientConfig) else None
+    return RayTrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, rank, scorer)
 
 
 def open_rollout_worker(ctx: StageContext, folders: Folders, index: int) -> RolloutWorker:

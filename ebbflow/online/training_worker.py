@@ -23,7 +23,8 @@ from ebbflow.models.encoding import Embeddings, embed
 from ebbflow.online.first_update_alarm import first_update_alarms
 from ebbflow.online.messages import RolloutRequest, TrainingBatch, TrainingReport
 from ebbflow.online.tracing import TaskTimer
-from ebbflow.recipe.algorithms import ForwardConfig
+from ebbflow.recipe.algorithms import ForwardConfig, GradientConfig
+from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import Rollouts, join
 from ebbflow.rollouts.parity import measure_parity, parity_bar
 from ebbflow.rollouts.weights import Tensors, WeightsVersion, bucketize, checksum
@@ -43,6 +44,7 @@ from ebbflow.training.checkpoint import restore, write_part
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy_io import save_policy
 from ebbflow.training.policy_metadata import PolicyMetadata
+from ebbflow.training.reward_gradients import gradient_batch
 from ebbflow.training.rollout_correction import apply_rollout_correction
 from ebbflow.training.update import PolicyUpdater
 
@@ -50,9 +52,24 @@ from ebbflow.training.update import PolicyUpdater
 class TrainingWorker:
     """Every method is called on all ranks of the group, with the same arguments."""
 
-    def __init__(self, ctx: StageContext, updater: PolicyUpdater, metadata: PolicyMetadata | None = None, rank: int = 0) -> None:
-        """``metadata``: of the policy folder that the stage starts from."""
-        self.ctx, self.updater, self.metadata, self.rank = ctx, updater, metadata, rank
+    def __init__(
+        self,
+        ctx: StageContext,
+        updater: PolicyUpdater,
+        metadata: PolicyMetadata | None = None,
+        rank: int = 0,
+        scorer: Scorer | None = None,
+    ) -> None:
+        """Args:
+            metadata: of the policy folder that the stage starts from.
+            scorer: the rewards, where the algorithm learns from their gradient.
+
+        Raises:
+            RewardError: a reward has no gradient, and the algorithm learns from it.
+        """
+        self.ctx, self.updater, self.metadata, self.rank, self.scorer = ctx, updater, metadata, rank, scorer
+        if scorer and isinstance(ctx.config.hyper, GradientConfig):
+            scorer.require_gradients(ctx.config.algorithm_name)
         self.timer = TaskTimer("training", rank)
 
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
@@ -62,7 +79,7 @@ class TrainingWorker:
     def train(self, batch: TrainingBatch, *rollouts: Rollouts) -> TrainingReport:
         """The updates of a step, on the rollouts of all its requests."""
         with self.timer.task("training", batch.step, batch.profiled):
-            metrics = train_on_batch(self.ctx, self.updater, batch, join(rollouts))
+            metrics = train_on_batch(self.ctx, self.updater, batch, join(rollouts), self.scorer)
             self.updater.finish_step()
         return TrainingReport(metrics, self.updater.updates, self.updater.alarms, self.timer.drain())
 
@@ -111,8 +128,13 @@ class TrainingWorker:
         restore(folder, self.updater)
 
 
-def train_on_batch(ctx: StageContext, updater: PolicyUpdater, batch: TrainingBatch, rollouts: Rollouts) -> dict[str, float]:
+def train_on_batch(
+    ctx: StageContext, updater: PolicyUpdater, batch: TrainingBatch, rollouts: Rollouts, scorer: Scorer | None = None
+) -> dict[str, float]:
     """All updates of a step, one after another.
+
+    Args:
+        scorer: the rewards, where the algorithm learns from their gradient.
 
     Returns:
         metrics averaged over the updates, and ``skipped_updates``: those for which no sample was left to train on.
@@ -132,7 +154,11 @@ def train_on_batch(ctx: StageContext, updater: PolicyUpdater, batch: TrainingBat
     for groups in _groups_of_updates(ctx, batch):
         if left := groups if trajectory is None else trajectory.kept(np.concatenate(groups)):
             shard = shard_for_rank(left, Ranks.current())
-            rows = _loss_rows(ctx, batch, rollouts, conditioning, trajectory, shard, updater.schedule)
+            if isinstance(ctx.config.hyper, GradientConfig):
+                assert scorer is not None, "who opens a worker for such an algorithm gives it the rewards"
+                rows = _gradient_rows(ctx, batch, updater, scorer, conditioning, np.concatenate(shard), _passes(ctx, left))
+            else:
+                rows = _loss_rows(ctx, batch, rollouts, conditioning, trajectory, shard, updater.schedule)
             updates.append(_update(ctx, updater, rows, left, batch.prompt_sets))
     if updates and "ratio/deviation" in updates[0]:
         metrics["ratio/first_deviation"] = updates[0]["ratio/deviation"]
@@ -173,13 +199,45 @@ def _loss_rows(
     return forward_batch(clean, conditioning, advantages, keys, group_index, hyper, schedule, visit=0)
 
 
+def _gradient_rows(
+    ctx: StageContext,
+    batch: TrainingBatch,
+    updater: PolicyUpdater,
+    scorer: Scorer,
+    conditioning: Conditioning,
+    samples: np.ndarray,
+    passes: int,
+) -> RowBatch:
+    """The rows of some samples whose rewards give a gradient."""
+    hyper, update = ctx.config.hyper, updater.progress.updates
+    assert isinstance(hyper, GradientConfig)
+    draw = generator(ctx.seed, prompt_id=0, sample=update, step=0, stream=Stream.WINDOWS)
+    return gradient_batch(
+        model=updater.policy.model,
+        conditioning=conditioning.rows(torch.from_numpy(batch.sample_index[samples])),
+        advantage=torch.from_numpy(batch.advantages[samples]).to(conditioning.device),
+        keys=batch.keys.take(samples),
+        prompts=[batch.prompts[sample] for sample in samples],
+        sigmas=updater.schedule,
+        first_step=hyper.first_step(ctx.config.sampler.steps, draw),
+        steps_with_gradient=hyper.steps_with_gradient,
+        score=scorer.with_gradient,
+        passes=passes,
+    )
+
+
+def _passes(ctx: StageContext, groups: SampleGroups) -> int:
+    """Forward-backward passes of an update on some sample groups, on every rank."""
+    draws = ctx.config.hyper.noise_levels if isinstance(ctx.config.hyper, ForwardConfig) else 1
+    return num_micro_batches(groups, Ranks.current().world, draws, ctx.config.micro_batch)
+
+
 def _update(
     ctx: StageContext, updater: PolicyUpdater, rows: RowBatch, groups: SampleGroups, prompt_sets: Mapping[int, str]
 ) -> dict[str, float]:
     """One optimiser step of all ranks on some sample groups; ``rows`` are this rank's share of them."""
-    world, config = Ranks.current().world, ctx.config
-    draws = config.hyper.noise_levels if isinstance(config.hyper, ForwardConfig) else 1
-    metrics = updater.update(rows, num_micro_batches(groups, world, draws, config.micro_batch), prompt_sets)
+    world = Ranks.current().world
+    metrics = updater.update(rows, _passes(ctx, groups), prompt_sets)
     if len(groups) < world and "grad_variance" in metrics:  # every rank had all of them, and each counted as another row
         metrics["grad_variance"] /= world
     return metrics

@@ -8,6 +8,7 @@ glyph, with 512, needs a wider one.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
@@ -62,10 +63,10 @@ class Published(NamedTuple):
 
 
 class AlgorithmConfig(Strict):
-    """What every algorithm declares. A user's own hyper-parameters derive from one of the two kinds below.
+    """What every algorithm declares. A user's own hyper-parameters derive from one of the three kinds below.
 
     Attributes:
-        kind: what its rows are made of: steps of a trajectory with log-probs, or noised final latents.
+        kind: what its rows are made of: steps of a trajectory with log-probs, noised final latents, or rewards with gradient.
         stages: where it can run.
         stage_defaults: keys of the stage that it sets unless the recipe does; a stage ignores those that its kind lacks.
         published: what its source has, by the dotted key of a stage (``algorithm.beta``, ``window.size``).
@@ -73,7 +74,7 @@ class AlgorithmConfig(Strict):
         paper: where it is published.
     """
 
-    kind: ClassVar[Literal["trajectory", "forward"]]
+    kind: ClassVar[Literal["trajectory", "forward", "gradient"]]
     stages: ClassVar[tuple[str, ...]]
     stage_defaults: ClassVar[dict[str, Any]] = {}
     published: ClassVar[dict[str, Published]] = {}
@@ -146,6 +147,28 @@ class ForwardConfig(AlgorithmConfig):
     """Where these draws lie."""
 
 
+class GradientConfig(AlgorithmConfig):
+    """Algorithms on the gradient of differentiable rewards: some denoising steps are taken again with gradient, and decoded."""
+
+    stage_defaults: ClassVar = {"sampler": {"name": "ode"}}
+
+    kind: ClassVar = "gradient"
+    stages: ClassVar = ("online",)
+
+    @property
+    def steps_with_gradient(self) -> int:
+        """Evaluations of the network that the gradient of a sample goes through."""
+        return 1
+
+    @abstractmethod
+    def first_step(self, steps: int, draw: Any) -> int:
+        """The first denoising step with gradient, of ``steps``.
+
+        Args:
+            draw: a numpy ``Generator``, another one for each update.
+        """
+
+
 class CustomAlgorithmConfig(Strict):
     """A user's own: ``path`` leads to an ``ebbflow.algorithms.base.Algorithm``, ``options`` are its hyper-parameters."""
 
@@ -176,7 +199,7 @@ class CustomAlgorithmConfig(Strict):
             hyper = config.model_validate(self.options)
         except ValidationError as error:
             raise RecipeError(f"options of {self.path}:\n{explain(error, config)}") from None
-        if hyper.kind == "trajectory" and "offline" in hyper.stages:
+        if hyper.kind != "forward" and "offline" in hyper.stages:
             raise RecipeError(f"{self.path}: offline stages store no trajectories; take them out of {config.__name__}.stages")
         if "teacher" in algorithm.copies(hyper) and not {"teacher", "teachers"} & config.model_fields.keys():
             raise RecipeError(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig
+from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig, GradientConfig
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.choices import (
     ENGINES,
@@ -106,10 +106,8 @@ class StageConfig(Strict):
             raise ValueError(_wrong_stage(self.algorithm_name, kind))
         if kind == "offline" and (hasattr(self.hyper, "teacher") or hasattr(self.hyper, "teachers")):
             raise ValueError(f"{self.algorithm_name} learns from a teacher, which only online stages load; use it in one")
-        if self.hyper.kind == "trajectory":
-            self._check_trajectory()
-        else:
-            self._check_forward()
+        checks = {"trajectory": self._check_trajectory, "forward": self._check_forward, "gradient": self._check_gradient}
+        checks[self.hyper.kind]()
         return self
 
     @model_validator(mode="after")
@@ -197,6 +195,30 @@ class StageConfig(Strict):
             raise ValueError(
                 f"reference.penalty = {self.reference.penalty!r} compares the steps of a trajectory and {name} has none; "
                 "take velocity, or leave it out"
+            )
+
+    def _check_gradient(self) -> None:
+        name, hyper, steps = self.algorithm_name, self.hyper, self.sampler.steps
+        assert isinstance(hyper, GradientConfig)
+        if self.sampler.name != "ode":
+            raise ValueError(
+                f"{name} takes the gradient through the steps of the sampler ode, and sampler.name = {self.sampler.name!r}; "
+                "leave sampler.name out"
+            )
+        if hyper.steps_with_gradient > steps:
+            raise ValueError(
+                f"{name} takes {hyper.steps_with_gradient} steps with gradient, and sampler.steps = {steps}; raise it"
+            )
+        if self.window is not None:
+            raise ValueError(f"{name} chooses its steps itself; leave 'window' out, or set algorithm.name to mix_grpo")
+        if self.correction is not None:
+            raise ValueError(f"{name} trains on samples of the policy as it is, which need no 'correction'; leave it out")
+        if not self.guidance_in_loss:
+            raise ValueError(f"the gradient of {name} goes through guided steps; leave 'guidance_in_loss' out")
+        if self.reference.penalty != "velocity" or self.reference.guided:
+            raise ValueError(
+                f"the reference of {name} is its velocity as it generates; take reference.penalty = velocity and "
+                "reference.guidance = 1, or leave them out"
             )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
 
     from ebbflow.data.prompts import Prompt
 
@@ -62,6 +63,14 @@ class GroupReward(Protocol):
 
 
 AnyReward: TypeAlias = Reward | GroupReward
+
+
+@runtime_checkable
+class DifferentiableReward(Reward, Protocol):
+    """A reward that also gives its gradient with respect to the image: algorithms such as ReFL and DRaFT learn from that."""
+
+    def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [N] with gradient of images, float32 RGB in [0, 1], [N, 3, height, width]; those of a call but for rounding."""
 
 
 @runtime_checkable

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,25 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
+from ebbflow.rewards.pixels import resized_units
 from ebbflow.rewards.weights import check_vocabulary, load_network
 
 
 @dataclass(frozen=True)
 class Clip:
-    """A CLIP with its tokenizer and its preprocessing, from uint8 RGB [n, height, width, 3] to pixel values."""
+    """A CLIP with its tokenizer and its preprocessing, from uint8 RGB [n, height, width, 3] to pixel values.
+
+    ``differentiable`` is the same for RGB in [0, 1], [n, 3, height, width], with gradient.
+    """
 
     model: Any
     tokenizer: Any
     pixels: Callable[[np.ndarray], Tensor]
+    differentiable: Callable[[Tensor], Tensor]
 
-    def embed_images(self, images: np.ndarray) -> Tensor:
-        """Unit vectors, float32 [n, width]."""
-        pixels = self.pixels(images).to(self.model.device)
+    def embed_images(self, images: np.ndarray | Tensor) -> Tensor:
+        """Unit vectors, float32 [n, width]; with gradient of RGB in [0, 1], [n, 3, height, width]."""
+        pixels = self.differentiable(images) if isinstance(images, Tensor) else self.pixels(images).to(self.model.device)
         return normalize(self.model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
 
     def embed_texts(self, texts: list[str]) -> Tensor:
@@ -41,7 +47,7 @@ class Clip:
         ).to(self.model.device)
         return normalize(self.model.get_text_features(tokens.input_ids, tokens.attention_mask).pooler_output, dim=-1)
 
-    def cosines(self, images: np.ndarray, texts: list[str]) -> Tensor:
+    def cosines(self, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
         """Of each image and its text, float32 [n]."""
         return (self.embed_images(images) * self.embed_texts(texts)).sum(-1)
 
@@ -58,4 +64,5 @@ def load_clip(folder: Path) -> Clip:
         values: Tensor = processor(list(images), input_data_format="channels_last", return_tensors="pt").pixel_values
         return values
 
-    return Clip(model, tokenizer, pixels)
+    differentiable = partial(resized_units, size=model.config.vision_config.image_size, margin=math.floor)
+    return Clip(model, tokenizer, pixels, differentiable)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, MAX_SCORE, CustomRewardConfig, RewardConfig
-from ebbflow.rewards.base import AnyReward, FeatureReward, GroupReward, RewardError, RewardResult
+from ebbflow.rewards.base import AnyReward, DifferentiableReward, FeatureReward, GroupReward, RewardError, RewardResult
 from ebbflow.rewards.groups import give_scores
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FRAMES_SCORED = 8
 """Frames of a video that are scored, evenly spaced from the first to the last; all frames of a shorter video."""
@@ -98,6 +102,34 @@ class Scorer:
         rewards = [*(reward for reward, _ in self.rewards), *self.guardrails]
         networks = (reward for reward in rewards if isinstance(reward, FeatureReward))
         return next((network.features(shown) for network in networks), None)
+
+    def require_gradients(self, algorithm: str) -> None:
+        """Check that all trained rewards are differentiable.
+
+        Raises:
+            RewardError: one is not; names it and the algorithm.
+        """
+        if lacking := [reward.name for reward, _ in self.rewards if not isinstance(reward, DifferentiableReward)]:
+            raise RewardError(
+                f"{algorithm} learns from the gradient of the rewards, and {lacking[0]!r} has none; train on imagereward, "
+                "pickscore, hps, clipscore, aesthetic or one of your own with 'with_gradient', or set algorithm.name to mix_grpo"
+            )
+
+    def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """The weighted sum of the trained rewards with gradient, [N], where all are differentiable.
+
+        Args:
+            images: RGB in [0, 1], [N, 3, height, width], or videos, [N, frames, 3, height, width], as in a call.
+        """
+        if images.ndim == 5:
+            shown = scored_frames(images.shape[1])
+            frames = self.with_gradient(images[:, shown].flatten(0, 1), [prompt for prompt in prompts for _ in shown])
+            return frames.view(len(images), -1).mean(1)
+        total = images.new_zeros(len(images))
+        for reward, weight in self.rewards:
+            assert isinstance(reward, DifferentiableReward)
+            total = total + weight * reward.with_gradient(images, prompts)
+        return total
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreTable:
         """Score images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3], each against its prompt.

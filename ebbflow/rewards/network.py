@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from ebbflow.data.prompts import Prompt
     from ebbflow.rewards.clip import Clip
 
-    Score = Callable[[np.ndarray, list[str]], Tensor]
-    """From n images, uint8 RGB [n, height, width, 3], and their n prompts to n scores."""
+    Score = Callable[[np.ndarray | Tensor, list[str]], Tensor]
+    """From n images, uint8 RGB [n, height, width, 3], and their n prompts to n scores; with gradient from RGB in [0, 1],
+    [n, 3, height, width]."""
 
 CLIP_FILES = ("config.json", "model*.safetensors", "*processor_config.json", "tokenizer.json")
 """Of a CLIP in the Hugging Face layout (``ebbflow.rewards.clip``)."""
@@ -112,6 +113,10 @@ class NetworkReward(ABC):
         failures = {int(index): f"the network gave {values[index]}" for index in np.flatnonzero(~np.isfinite(values))}
         values[list(failures)] = np.nan
         return RewardResult(values, failures=failures)
+
+    def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """As of ``ebbflow.rewards.base.DifferentiableReward``; all images in one forward pass."""
+        return self._score(images, [prompt.prompt for prompt in prompts])
 
     @cached_property
     def _score(self) -> Score:

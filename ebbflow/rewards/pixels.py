@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from PIL import Image
@@ -21,8 +23,17 @@ def resized_bytes(images: np.ndarray, size: int, device: torch.device) -> Tensor
 
 def resized_floats(images: np.ndarray, size: int, device: torch.device) -> Tensor:
     """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: resized as numbers, antialiased, neither rounded nor clipped."""
-    shape = _shorter_edge_to(size, *images.shape[1:3])
-    return _standardised(_cropped(interpolate(_unit(images, device), shape, mode="bicubic", antialias=True), size))
+    return resized_units(_unit(images, device), size)
+
+
+def resized_units(images: Tensor, size: int, margin: Callable[[float], int] = round) -> Tensor:
+    """RGB in [0, 1], [N, 3, H, W] -> float32 [N, 3, size, size], with gradient: as ``resized_floats``.
+
+    Args:
+        margin: how half of an odd number of pixels is rounded; transformers' processor of CLIP takes ``math.floor``.
+    """
+    shape = _shorter_edge_to(size, *images.shape[2:])
+    return _standardised(_cropped(interpolate(images, shape, mode="bicubic", antialias=True), size, margin))
 
 
 def _unit(images: np.ndarray, device: torch.device) -> Tensor:
@@ -34,9 +45,9 @@ def _shorter_edge_to(size: int, height: int, width: int) -> tuple[int, int]:
     return int(size * height / shorter), int(size * width / shorter)
 
 
-def _cropped(pixels: Tensor, size: int) -> Tensor:
-    """The middle; an odd margin is split as torchvision does, by rounding half to even."""
-    top, left = (round((edge - size) / 2) for edge in pixels.shape[-2:])
+def _cropped(pixels: Tensor, size: int, margin: Callable[[float], int] = round) -> Tensor:
+    """The middle; an odd margin is split as torchvision does, by rounding half to even, unless ``margin`` rounds otherwise."""
+    top, left = (margin((edge - size) / 2) for edge in pixels.shape[-2:])
     return pixels[..., top : top + size, left : left + size]
 
 

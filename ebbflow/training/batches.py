@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import CopyName, ForwardRows, TrajectoryRows, expand_like
+from ebbflow.algorithms.base import AnyRows, CopyName, ForwardRows, TrajectoryRows, expand_like
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.training_sigmas import training_sigmas
 from ebbflow.flow.trajectory import Trajectory
@@ -36,6 +36,7 @@ class ForwardInputs:
         conditioning: of the samples; large, so it is repeated for the rows of one micro-batch at a time.
         sample_index: integer [M], the sample of each row.
         negative: negative prompts of the samples, where ``conditioning`` leaves them out and there are any.
+        checkpointed: whether the pass with gradient keeps no activations and is repeated in the backward pass.
     """
 
     latents: Tensor
@@ -43,6 +44,7 @@ class ForwardInputs:
     conditioning: Conditioning
     sample_index: Tensor
     negative: Conditioning | None = None
+    checkpointed: bool = False
 
     def at(self, part: slice | Tensor) -> tuple[Tensor, Tensor, Conditioning]:
         """The arguments of the model's velocity at some rows."""
@@ -84,7 +86,7 @@ class RowBatch(Protocol):
     @property
     def keys(self) -> SampleKeys: ...
 
-    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> TrajectoryRows | ForwardRows:
+    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> AnyRows:
         """Rows of the loss, given the velocities there under the policy and under its copies."""
 
     def describe(self, row: int) -> str:

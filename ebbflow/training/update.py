@@ -18,7 +18,7 @@ from ebbflow.algorithms.base import CopyName, RowMetrics, per_row
 from ebbflow.algorithms.reference import penalty, penalty_weight
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.flow.training_sigmas import schedule_points
-from ebbflow.models.base import predict
+from ebbflow.models.base import predict, predict_checkpointed
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
 from ebbflow.stage import drift_stride, teacher_copy
@@ -307,7 +307,8 @@ class _Passes:
 
 
 def _velocity(policy: Policy, inputs: ForwardInputs, part: slice | Tensor) -> Tensor:
-    return predict(policy.model, *inputs.at(part))
+    forward = predict_checkpointed if inputs.checkpointed and torch.is_grad_enabled() else predict
+    return forward(policy.model, *inputs.at(part))
 
 
 def _velocities(policy: Policy, copy: CopyName, inputs: ForwardInputs, slices: list[slice]) -> Tensor:

@@ -50,6 +50,10 @@ def assert_same(model, pipeline, wanted, steps=3):
     assert decoded.dtype == np.uint8
     assert decoded.std() > 5
     assert np.abs(decoded - images).max() < 1
+    leaf = ours.clone().requires_grad_()
+    pixels = model.pixels(leaf)
+    assert np.abs((255 * pixels).detach().movedim(-3, -1).numpy() - decoded).max() < 0.51
+    assert torch.autograd.grad(pixels.sum(), leaf)[0].abs().max() > 0
 
 
 def copied(folder, target, *ignore):

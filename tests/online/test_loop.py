@@ -112,6 +112,8 @@ ITS_OWN = {
     "crd": {"crd/implied", "crd/miss", "crd/agreement", "kl/reference"},
     "sft": set(),
     "rwr": {"rwr/weight"},
+    "refl": {"refl/reward", "refl/active"},
+    "draft": {"draft/reward"},
 }
 
 
@@ -235,6 +237,9 @@ class Turned:
     def __call__(self, images, prompts):
         return RewardResult(self.factor * self.reward(images, prompts).values + 0.5)
 
+    def with_gradient(self, images, prompts):
+        return self.factor * self.reward.with_gradient(images, prompts) + 0.5
+
 
 @pytest.fixture
 def turned(scorer):
@@ -242,7 +247,7 @@ def turned(scorer):
     return lambda factor: Scorer(((Turned(scorer.rewards[0][0], factor), 1.0),))
 
 
-@pytest.mark.parametrize("name", ["mix_grpo", "grpo_guard", "flow_dppo", "dgpo", "awm"])
+@pytest.mark.parametrize("name", ["mix_grpo", "grpo_guard", "flow_dppo", "dgpo", "awm", "refl", "draft"])
 def test_the_reward_steers(run, turned, name):
     """The same stage with the reward turned round moves the parameters the other way, on the whole."""
     config = {"steps": 1, "updates_per_step": 1, "algorithm": {"name": name}, "reference": {"weight": 0}, "sgd": 0.01}

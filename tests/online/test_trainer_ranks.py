@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
@@ -21,6 +22,7 @@ from ebbflow.online.messages import RolloutRequest, TrainingBatch
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
+from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.rollouts.weights import TransferError
@@ -29,6 +31,7 @@ from ebbflow.training.batches import num_micro_batches, shard_for_rank
 from ebbflow.training.distributed import Ranks, process_group
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
+from tests.conftest import Darkness
 from tests.glyph_stages import small_stage
 from tests.two_processes import as_two_ranks
 
@@ -49,6 +52,8 @@ CASES = {
     "groups": {"algorithm": {"name": "dgpo", "noise_levels": 2}, **ODE},
     "two copies": {"algorithm": {"name": "crd", "old": {"slope": 0.5}, "sampling": {"slope": 0.7}}, **ODE, "policy": LORA},
     "a group an update": {"algorithm": {"name": "dgpo", "noise_levels": 2}, **ODE, "updates_per_step": 4},
+    "reward gradients": {"algorithm": {"name": "draft", "last_steps": 2}, "sampler": {"name": "ode", "steps": 3}, "policy": LORA},
+    "whole weights": {"algorithm": {"name": "draft", "last_steps": 2}, "sampler": {"name": "ode", "steps": 3}},
     "one term": {"algorithm": {"name": "mix_grpo"}, **SHIFTED, "updates_per_step": 1},
     "nothing": {"algorithm": {"name": "mix_grpo"}, **SHIFTED},
 }
@@ -84,7 +89,9 @@ def batch_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[Traini
         for row, value in zip(LEFT[case], left, strict=True):
             rollouts.trajectory.log_probs[row] = value
     advantages = np.array([2, -1, -1, 1, 0.5, -1.5, -1, -0.5, 1.5, 3, -1, -2, 0, 0, 0], np.float32)
-    return TrainingBatch(0, conditioning, sample_index, keys, advantages, sample_index < 4), rollouts
+    prompts = [Prompt(index, text, "", None, "", "train", "{}") for index, text in enumerate(TEXTS)]
+    shown = [prompts[index] for index in sample_index]
+    return TrainingBatch(0, conditioning, sample_index, keys, advantages, sample_index < 4, prompts=shown), rollouts
 
 
 def trainer_of(base: Path, ctx: StageContext, ranks: Ranks) -> TrainingWorker:
@@ -93,7 +100,7 @@ def trainer_of(base: Path, ctx: StageContext, ranks: Ranks) -> TrainingWorker:
         policy.ensure(name)
     # Adam's first step is a sign, which turns rounding into full steps.
     updater = PolicyUpdater(policy, ctx.online, optimizer=torch.optim.SGD(policy.parameters.values(), lr=0.05))
-    return TrainingWorker(ctx, updater, rank=ranks.rank)
+    return TrainingWorker(ctx, updater, rank=ranks.rank, scorer=Scorer(((Darkness(), 1.0),)))
 
 
 def two_steps(base: Path, case: str, file: Path, ranks: Ranks) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
 CONFIGS = ALGORITHMS
 TRAJECTORY = [name for name, config in CONFIGS.items() if config.kind == "trajectory"]
 FORWARD = [name for name, config in CONFIGS.items() if config.kind == "forward"]
+GRADIENT = [name for name, config in CONFIGS.items() if config.kind == "gradient"]
 STOCHASTIC = ["flow_sde", "dance_sde", "cps"]
 BYPASS = {"mode": "bypass", "weights": "none"}
 
@@ -70,7 +71,16 @@ REFUSED = [
       for name in FORWARD for p in ("kl", "kl_without_dt")),
     *((online(name, advantages={"clip": None}), name, "advantages.clip = null is for algorithms on trajectories", "such as 5")
       for name in FORWARD),
-    *((offline(name), name, "needs fresh trajectories", "online stage", "diffusion_nft") for name in TRAJECTORY),
+    *((offline(name), name, "needs fresh trajectories", "online stage", "diffusion_nft") for name in TRAJECTORY + GRADIENT),
+    *((online(name, sampler={"name": s}), f"{name} takes the gradient", f"sampler.name = '{s}'", "leave sampler.name out")
+      for name in GRADIENT for s in ("flow_sde", "dpm_solver")),
+    *((online(name, window={"kind": "all"}), f"{name} chooses its steps itself", "leave 'window' out") for name in GRADIENT),
+    *((online(name, correction={}), f"{name} trains on samples of the policy as it is", "leave it out") for name in GRADIENT),
+    *((online(name, guidance_in_loss=False), f"gradient of {name} goes through guided", "leave 'guid") for name in GRADIENT),
+    *((online(name, reference=r), f"the reference of {name} is its velocity", "reference.guidance = 1, or leave them out")
+      for name in GRADIENT for r in ({"penalty": "kl"}, {"weight": 1, "guidance": 2})),
+    (online("draft", algorithm={"name": "draft", "last_steps": 7}, sampler={"steps": 6}), "draft takes 7 steps with gradient",
+     "sampler.steps = 6"),
     *((online(name, window=None), name, "trains on a window", "leave 'window' out") for name in TRAJECTORY),
     (online("grpo_guard", sampler={"name": "cps"}), "grpo_guard needs log-probs that are densities", "1 / (2 b^2)",
      "flow_sde or dance_sde", "mix_grpo"),
@@ -337,7 +347,7 @@ def test_every_choice_is_a_stage_that_reloads_to_itself_or_explained(choice):
         return
     assert resolved(stage.model_dump()) == resolved(stage.model_dump(mode="json")) == stage
     assert (stage.window is not None) == (choice["name"] in TRAJECTORY)
-    assert choice["name"] in FORWARD or stage.sampler.name in STOCHASTIC
+    assert choice["name"] in FORWARD + GRADIENT or stage.sampler.name in STOCHASTIC
     for part in ("sampler", "window", "reference", "correction", "advantages"):
         for key, value in (choice.get(part) or {}).items():
             assert getattr(getattr(stage, part), key) == value

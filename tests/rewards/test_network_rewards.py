@@ -14,6 +14,7 @@ from network_cases import TEXTS, as_prompts, make_reward, some_images
 from ebbflow.models import hub
 from ebbflow.models.hub import HubError
 from ebbflow.recipe.registry import reward
+from ebbflow.rewards.base import DifferentiableReward
 from ebbflow.rewards.combine import RewardError, load_reward, load_scorer
 from ebbflow.rewards.network import PretrainedRewardConfig
 from ebbflow.rewards.weights import read_weights
@@ -176,3 +177,18 @@ def test_a_damaged_file_is_refused(tmp_path):
         (tmp_path / name).write_bytes(b"<html>404</html>")
         with pytest.raises(RewardError, match=f"{name} is damaged"):
             read_weights(tmp_path / name)
+
+
+def test_the_gradient_is_that_of_the_score(made):
+    """Of numbers instead of bytes, so up to the rounding of the resized image."""
+    assert isinstance(made, DifferentiableReward)
+    images = IMAGES // 2 + 64  # so that resizing clips nothing
+    pixels = (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255).requires_grad_()
+    scores, bytewise = made.with_gradient(pixels, PROMPTS), made(images, PROMPTS).values
+    assert scores.detach().numpy() == pytest.approx(bytewise, abs=0.05 * np.ptp(bytewise))
+    (gradient,) = torch.autograd.grad(scores.sum(), pixels)
+    norm = gradient.flatten(1).norm(dim=1)
+    with torch.no_grad():
+        step = 0.02 * gradient / norm.view(-1, 1, 1, 1)
+        up, down = (made.with_gradient(pixels + sign * step, PROMPTS) for sign in (1, -1))
+    torch.testing.assert_close((up - down) / 0.04, norm, rtol=0.05, atol=0.02 * float(norm.max()))

@@ -165,6 +165,11 @@ class GlyphModel:
         grey = ((pixels + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
         return grey.transpose(0, 2, 3, 1).repeat(3, axis=3)
 
+    def pixels(self, latents: Tensor) -> Tensor:
+        """As ``ebbflow.models.base.Model.pixels``."""
+        grey = ((latents.float() * PIXEL_SCALE + PIXEL_SHIFT).clamp(-1, 1) + 1) / 2
+        return grey.expand(-1, 3, -1, -1)
+
     def encode_images(self, images: np.ndarray) -> Tensor:
         """As ``ebbflow.models.base.Model.encode_images``."""
         _, height, width = self.latent_shape

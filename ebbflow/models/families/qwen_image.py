@@ -91,8 +91,8 @@ class QwenImageModel(PackedPipelineModel):
         mean, std = channel_statistics(self.pipeline.vae, latents)
         return ((latents - mean) / std)[:, :, 0]
 
-    def _decode(self, latents: Tensor) -> Tensor:
-        return super()._decode(latents)[:, 0]
+    def _pixels(self, latents: Tensor) -> Tensor:
+        return super()._pixels(latents)[:, 0]
 
     def _encode_pixels(self, images: Tensor) -> Tensor:
         return super()._encode_pixels(images[:, None])

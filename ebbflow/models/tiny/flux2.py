@@ -29,9 +29,20 @@ def flux2() -> Flux2Pipeline:
 
 
 def _mistral(vocabulary: int) -> Mistral3ForConditionalGeneration:
-    text = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
+    text: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+    }
     text |= {"model_type": "mistral", "num_key_value_heads": 1, "head_dim": 8, "vocab_size": vocabulary, "sliding_window": None}
-    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28}
+    vision: dict[str, Any] = {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "image_size": 28,
+    }
     vision |= {"num_attention_heads": 2, "patch_size": 14}
     return Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False))
 

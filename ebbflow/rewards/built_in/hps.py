@@ -68,7 +68,7 @@ class Hps(NetworkReward):
 
         from ebbflow.models.base import default_device
         from ebbflow.rewards.clip import Clip
-        from ebbflow.rewards.pixels import resized_floats
+        from ebbflow.rewards.pixels import resized_floats, resized_units
         from ebbflow.rewards.weights import build_network, check_vocabulary, read_weights
 
         checkpoint, processor = (files.folder() for files in self.files())
@@ -77,11 +77,12 @@ class Hps(NetworkReward):
         check_vocabulary(tokenizer, config.text_config.vocab_size, processor)
         weights = from_open_clip(read_weights(checkpoint / CHECKPOINT))
         model = build_network(CLIPModel, config, weights, checkpoint / CHECKPOINT)
-        pixels = partial(resized_floats, size=config.vision_config.image_size, device=default_device())
-        return partial(_cosines, Clip(model, tokenizer, pixels))
+        size = config.vision_config.image_size
+        pixels, differentiable = partial(resized_floats, size=size, device=default_device()), partial(resized_units, size=size)
+        return partial(_cosines, Clip(model, tokenizer, pixels, differentiable))
 
 
-def _cosines(clip: Clip, images: np.ndarray, texts: list[str]) -> Tensor:
+def _cosines(clip: Clip, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
     # Twice, as CLIP's first tokenizer did: its training texts had come from web pages.
     return clip.cosines(images, [html.unescape(html.unescape(text)).strip() for text in texts])
 

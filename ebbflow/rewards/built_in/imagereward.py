@@ -74,11 +74,20 @@ class Blip:
     head: nn.Module
     tokenizer: Any
 
-    def score(self, images: np.ndarray, texts: list[str]) -> Tensor:
-        """uint8 RGB [n, height, width, 3] and n prompts, each cut after 35 tokens -> float32 [n]."""
-        from ebbflow.rewards.pixels import resized_bytes
+    def score(self, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
+        """uint8 RGB [n, height, width, 3] and n prompts, each cut after 35 tokens -> float32 [n].
 
-        pixels = resized_bytes(images, self.vision.config.image_size, self.vision.device)
+        Of RGB in [0, 1], [n, 3, height, width], with gradient.
+        """
+        import numpy as np
+
+        from ebbflow.rewards.pixels import resized_bytes, resized_units
+
+        size = self.vision.config.image_size
+        if isinstance(images, np.ndarray):
+            pixels = resized_bytes(images, size, self.vision.device)
+        else:
+            pixels = resized_units(images, size)
         tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
         tokens = tokens.to(self.text.device)
         seen = self.vision(pixels).last_hidden_state

@@ -1,0 +1,76 @@
+r"""ReFL, reward feedback learning (2304.05977): the gradient of the reward at one late denoising step, which jumps to the end.
+
+    L = w max(0, t - r(D(x - sigma v)))
+
+x: the latent before a step drawn from the last ones, without gradient; v: the velocity there; D: the decoder; r: the weighted sum
+of the rewards; t: ``target``; w: ``weight``.
+
+Deviations: the paper adds its pre-training loss, which the public code lacks; here ``reference.weight`` pulls to the base model.
+The public code gives the network the number of the step where its time belongs; here it gets the time. Its sampler is DDPM's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ebbflow.algorithms.base import Algorithm, GradientRows, RowMetrics
+from ebbflow.recipe.algorithms import GROUP_SIZE, GradientConfig, Published
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCRIPT = "THUDM/ImageReward ImageReward/ReFL.py"
+
+
+class ReFLConfig(GradientConfig):
+    """Gradient of the reward of the image that one late denoising step predicts."""
+
+    paper: ClassVar = "2304.05977"
+    stage_defaults: ClassVar = {
+        "sampler": {"name": "ode", "steps": 40},
+        "optimizer": {"lr": 1e-5, "weight_decay": 1e-2},
+        "updates_per_step": 1,
+    }
+    published: ClassVar = {
+        "algorithm.last": Published(0.25, SCRIPT, "mid_timestep: one of the last 10 of 40 steps"),
+        "algorithm.target": Published(2.0, SCRIPT, "of ImageReward; F.relu(-rewards + 2)"),
+        "algorithm.weight": Published(1e-3, SCRIPT, "grad_scale"),
+        "sampler.name": Published(
+            "ddpm", SCRIPT, deviation="flow matching has no such sampler; the deterministic one has the same gradient step"
+        ),
+        "sampler.steps": Published(40, SCRIPT),
+        "reference.weight": Published(0.0, SCRIPT, "the paper adds the pre-training loss, which the code lacks"),
+        "optimizer.lr": Published(1e-5, SCRIPT, "of all parameters"),
+        "optimizer.weight_decay": Published(1e-2, SCRIPT),
+        "optimizer.max_grad_norm": Published(1.0, SCRIPT),
+        "updates_per_step": Published(1, SCRIPT),
+        "group_size": Published(1, SCRIPT, deviation=GROUP_SIZE),
+    }
+
+    name: Literal["refl"] = "refl"
+    last: float = Field(0.25, gt=0, le=1)
+    """The step with gradient is drawn from this share of the sampler's steps, the last ones; one draw an update."""
+    target: float | None = 2.0
+    """Rewards above it give no gradient; ``null``: all do."""
+    weight: float = Field(1e-3, gt=0)
+    """Of the reward in the loss, beside ``reference.weight``."""
+
+    def first_step(self, steps: int, draw: Any) -> int:
+        first = min(math.ceil((1 - self.last) * steps - 1e-9), steps - 1)
+        return int(draw.integers(first, steps))
+
+
+def loss(rows: GradientRows, config: ReFLConfig) -> tuple[Tensor, RowMetrics]:
+    """Loss and metrics of each row, [M]."""
+    import torch
+
+    reward = rows.reward(rows.clean)
+    missing = -reward if config.target is None else (config.target - reward).clamp_min(0)
+    active = torch.ones_like(reward) if config.target is None else (reward < config.target).float()
+    return config.weight * missing, {"refl/reward": reward, "refl/active": active}
+
+
+ALGORITHM = Algorithm(ReFLConfig, loss)

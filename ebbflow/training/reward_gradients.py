@@ -1,0 +1,114 @@
+"""Rows of losses on the gradient of the reward: the last steps of the sampler once more, with gradient, decoded and scored.
+
+The steps before are repeated without gradient under the policy as it is, so every update is on samples of its own policy,
+whatever engine and version generated those that were scored. That costs as many passes as there are such steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ebbflow.algorithms.base import CopyName, GradientRows
+from ebbflow.data.prompts import Prompt
+from ebbflow.flow.noise import SampleKeys, initial_noise
+from ebbflow.flow.transition import transition
+from ebbflow.models.base import Conditioning, Model, predict, predict_checkpointed
+from ebbflow.training.batches import ForwardInputs, parts
+
+Score = Callable[[Tensor, Sequence[Prompt]], Tensor]
+"""From decoded images (``Model.pixels``) and their prompts to the reward of each with gradient, [M]."""
+
+
+@dataclass(frozen=True)
+class GradientBatch:
+    """One row per sample, before the denoising step ``step``, the first with gradient."""
+
+    inputs: ForwardInputs
+    weight: Tensor
+    group_index: Tensor
+    advantage: Tensor
+    keys: SampleKeys
+    prompts: Sequence[Prompt]
+    sigmas: Tensor
+    step: int
+    model: Model
+    score: Score
+
+    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> GradientRows:
+        return GradientRows(
+            latents=self.inputs.latents[part],
+            sigma=self.inputs.sigma[part],
+            velocity=velocity,
+            denoise=partial(self._denoise, part),
+            reward=partial(self._reward, part),
+            copies=copies,
+            advantage=self.advantage[part],
+        )
+
+    def describe(self, row: int) -> str:
+        sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
+        return f"{sample}, denoising step {self.step} (sigma {float(self.inputs.sigma[row]):.4f}) and its reward"
+
+    def _denoise(self, part: slice, velocity: Tensor) -> Tensor:
+        latents, _, conditioning = self.inputs.at(part)
+        latents = _euler(latents, velocity, self.sigmas, self.step)
+        for step in range(self.step + 1, len(self.sigmas) - 1):
+            sigma = self.sigmas[step].expand(len(latents))
+            latents = _euler(latents, predict_checkpointed(self.model, latents, sigma, conditioning), self.sigmas, step)
+        return latents
+
+    def _reward(self, part: slice, latents: Tensor) -> Tensor:
+        return self.score(self.model.pixels(latents), self.prompts[part])
+
+
+def gradient_batch(
+    model: Model,
+    conditioning: Conditioning,
+    advantage: Tensor,
+    keys: SampleKeys,
+    prompts: Sequence[Prompt],
+    sigmas: Tensor,
+    first_step: int,
+    steps_with_gradient: int,
+    score: Score,
+    passes: int,
+) -> GradientBatch:
+    """A row for each of N samples, with the latents that the policy reaches before ``first_step``.
+
+    Args:
+        conditioning, advantage, keys, prompts: of the N samples.
+        sigmas: the sampler's schedule, [steps + 1].
+        steps_with_gradient: of the loss; where it is more than one, each is repeated in the backward pass.
+        passes: forward passes that the samples are split into at each step, the same number on every process.
+    """
+    device, group_index = conditioning.device, torch.arange(len(keys))
+    sigmas = sigmas.to(device)
+    found = [_before(model, conditioning.rows(part), keys.rows(part), sigmas, first_step) for part in parts(group_index, passes)]
+    inputs = ForwardInputs(
+        latents=torch.cat(found),
+        sigma=sigmas[first_step].repeat(len(keys)),
+        conditioning=conditioning,
+        sample_index=group_index.to(device),
+        checkpointed=steps_with_gradient > 1,
+    )
+    weight, group_index = torch.ones(len(keys), device=device), group_index.to(device)
+    return GradientBatch(inputs, weight, group_index, advantage, keys, prompts, sigmas, first_step, model, score)
+
+
+@torch.no_grad()
+def _before(model: Model, conditioning: Conditioning, keys: SampleKeys, sigmas: Tensor, first_step: int) -> Tensor:
+    """The latents that the policy reaches before a step of its deterministic sampler, [N, ...]."""
+    latents = initial_noise(model.latent_shape, keys).to(conditioning.device)
+    for step in range(first_step):
+        velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning)
+        latents = _euler(latents, velocity, sigmas, step)
+    return latents
+
+
+def _euler(latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int) -> Tensor:
+    return transition("ode", latents, velocity, sigmas, step).mean
