@@ -72,14 +72,13 @@ def _corrected(history: UniPCHistory, clean: Tensor, sigmas: Tensor, step: int) 
         slope = (first - second) / (1 - ratio)
         target, weight = target + slope * (history.clean_before - history.clean) / ratio, first - slope
     kept = sigmas[step] / sigmas[step - 1]
-    corrected: Tensor = kept * history.latents + (1 - kept) * (target + weight * change)
-    return corrected
+    return kept * history.latents + (1 - kept) * (target + weight * change)
 
 
 def _ratio(sigmas: Tensor, step: int) -> Tensor:
     """r of a step that has one before it."""
-    before, now, after = _lambdas(sigmas)[step - 1 : step + 2]
-    return (before - now) / (after - now)
+    steps = _lambdas(sigmas)[step - 1 : step + 2].diff()
+    return -steps[0] / steps[1]
 
 
 def _lambdas(sigmas: Tensor) -> Tensor:
