@@ -31,10 +31,11 @@ EVERY = (*TINY, *NEWER)
 NEWER_LATER = [*TINY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NEWER)]
 """For the others."""
 NEWEST = ("sana", "flux2", "flux2_edit", "lumina2", "hunyuan_video", "ltx_video")
-"""Of those the ordinary tests show that they draw their pipeline's image, and of one of each kind that it takes our adapters."""
+"""Of those the ordinary tests show that they draw their pipeline's image, and of two that it takes our adapters."""
 NEWEST_LATER = [pytest.param(name, marks=pytest.mark.exhaustive) if name in NEWEST else name for name in EVERY]
+OUR_LORA = ("sana", "flux2")
 ALIKE_LATER = [
-    pytest.param(name, marks=pytest.mark.exhaustive) if name in ("flux2_edit", "lumina2", "ltx_video") else name for name in EVERY
+    pytest.param(name, marks=pytest.mark.exhaustive) if name in NEWEST and name not in OUR_LORA else name for name in EVERY
 ]
 SHORT = ('a sign that says "OPEN"', "two cats", "a red bicycle leans against a blue wall")
 LONG = "a bowl of ripe fruit, 4 apples and 2 oranges, " * 80
