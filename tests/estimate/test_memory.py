@@ -50,6 +50,16 @@ def test_weights_copies_and_optimiser_take_what_their_tensors_take(make_recipe, 
     assert memory.weights == sum(value.nbytes for value in model.transformer.state_dict().values())
 
 
+def test_every_teacher_is_a_copy(make_recipe):
+    def copies(teachers, **recipe):
+        made = estimate(make_recipe({"algorithm": {"name": "distillation", **teachers}}, **recipe))
+        return made.memory["1.1 online training"].copies
+
+    mixture = {"mixture": [{"source": f"{name}.txt", "name": name} for name in "ab"]}
+    of_two = copies({"teachers": {"a": "x", "b": "y"}}, prompts=mixture)
+    assert of_two == copies({"teacher": "x"}) * 3 / 2  # the other copy is the reference
+
+
 def test_sixteen_bits_halve_the_weights_under_a_lora_and_add_casts_to_trained_ones(tiny_recipe):
     def weights(precision, train):
         recipe = tiny_recipe("sd3", {"precision": precision}, policy={"train": train}, stages=[{"kind": "online"}])
