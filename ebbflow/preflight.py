@@ -10,6 +10,7 @@ from ebbflow.data.prepare import prepare
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig, GradientConfig
+from ebbflow.recipe.branches import BRANCH
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.paths import SHIPPED, local_path, shipped_files
@@ -62,11 +63,13 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
     _check_model(recipe.model, on_cluster)
     if (start := recipe.policy.start) and not start.on_hub:
         _check_start(start.path or "", on_cluster)
-    scorer = load_scorer(recipe.rewards, recipe.guardrails)
-    load_scorer(recipe.evaluated_rewards, ())
-    for stage in recipe.stages:
-        if isinstance(stage.hyper, GradientConfig):
-            scorer.require_gradients(stage.algorithm_name)
+    for branch in (None, *recipe.branches):
+        own = recipe.of_branch(branch)
+        scorer = load_scorer(own.rewards, own.guardrails)
+        load_scorer(own.evaluated_rewards, ())
+        for stage in recipe.stages:
+            if stage.branch == branch and isinstance(stage.hyper, GradientConfig):
+                scorer.require_gradients(stage.algorithm_name)
     require_sinks(recipe)
     if prompts and not on_cluster:
         _try_rewards(recipe, prompts)
@@ -105,7 +108,8 @@ def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> None:
     model = recipe.model
     drawn = (model.training.height, model.training.width) if model.family == "glyph" else (model.height, model.width)
     height, width = (size or TRIED_SIZE for size in drawn)
-    for config in (*recipe.rewards, *recipe.guardrails):
+    of_branches = [config for branch in recipe.branches.values() for config in branch.rewards]
+    for config in (*recipe.rewards, *recipe.guardrails, *of_branches):
         if isinstance(config, CustomRewardConfig):
             try_reward(config, prompts, height, width)
 
@@ -169,7 +173,7 @@ def _check_teachers(algorithm: str, stage: StageConfig, on_cluster: bool) -> Non
 
 
 def _check_teacher(key: str, teacher: str, on_cluster: bool) -> None:
-    if "://" in teacher:
+    if "://" in teacher or teacher.startswith(BRANCH):
         return
     if on_cluster:
         raise RecipeError(f"{key} {LOCAL_PATH}")

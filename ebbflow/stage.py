@@ -98,6 +98,17 @@ class StageContext:
         return {"teacher": one} if one else {teacher_copy(name): folder for name, folder in several.items()}
 
     @property
+    def own_recipe(self) -> Recipe:
+        """The recipe with the prompt sets and the rewards of the stage's branch; the recipe, of a stage in none."""
+        return self.recipe.of_branch(self.config.branch)
+
+    @property
+    def labels_beside(self) -> list[str]:
+        """Labels of the stages that may run while this one does: those of other branches, in the same round."""
+        others = [(index, stage.branch) for index, stage in enumerate(self.recipe.stages) if stage.branch]
+        return [self.recipe.stage_label(self.round, index) for index, name in others if self.config.branch not in (None, name)]
+
+    @property
     def label(self) -> str:
         return self.recipe.stage_label(self.round, self.stage)
 

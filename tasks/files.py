@@ -90,7 +90,7 @@ def fetch_once_per_machine(uri: str, is_folder: bool = True) -> Path:
 
 
 def open_checkpoints(run: TrackedRun, ctx: StageContext, rank: int = 0, local_rank: int = 0) -> Checkpoints:
-    """The checkpoints of a stage, in the run's folder, where the next attempt finds them; those of other stages are deleted.
+    """The checkpoints of a stage, in the run's folder, where the next attempt finds them; those of earlier stages are deleted.
 
     Args:
         rank: of a training process; rank 0 deletes.
@@ -100,8 +100,9 @@ def open_checkpoints(run: TrackedRun, ctx: StageContext, rank: int = 0, local_ra
 
     access, stages, own = FlyteContextManager.current_context().file_access, f"{run.folder}/checkpoints", _folder_name(ctx.label)
     store = access.get_filesystem_for_path(stages)
+    needed = {own, *map(_folder_name, ctx.labels_beside)}
     for stage in _names(store, stages) if rank == 0 else ():
-        if stage != own:
+        if stage not in needed:
             store.rm(f"{stages}/{stage}", recursive=True)
     home = f"{stages}/{own}"
     if "://" not in home:

@@ -31,6 +31,6 @@ def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: i
     path = node_output(run, node, "scores.parquet")
     with node_run(run, node) as run_logger:
         own = read_prompts(fetch(prompts), "train", set(read_column(shard, "prompt_id").to_pylist()))
-        score_shard(ctx, load_scorer(recipe.rewards, ()), own, shard, path)
+        score_shard(ctx, load_scorer(ctx.own_recipe.rewards, ()), own, shard, path)
         log_shard(run_logger, path)
     return FlyteFile(str(path))

@@ -8,6 +8,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
+from tasks.branches import first_step
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, node_output
 from tasks.resources import accelerated
@@ -26,7 +27,7 @@ def train_custom(
 
     ctx = StageContext(recipe, round, stage)
     trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
-    with node_run(run, ctx.label, policy.global_step) as run_logger:
+    with node_run(run, ctx.label, first_step(ctx, policy)) as run_logger:
         recorder = MetricsRecorder(run_logger)
         folders = StageFolders(fetch(base.folder), fetch(policy.folder), fetch(prompts), trained)
         record = train_custom_folder(ctx, folders, recorder)

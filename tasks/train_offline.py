@@ -10,6 +10,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
+from tasks.branches import first_step
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch_shared, node_output, open_checkpoints
 from tasks.preemption import retry_on
@@ -45,11 +46,11 @@ def train_offline(
     with (
         retry_on(Preempted, PeerLost),
         process_group(recipe.model.cpu_offload) as ranks,
-        node_run(run, ctx.label, policy.global_step) if ranks.rank == 0 else nullcontext() as run_logger,
+        node_run(run, ctx.label, first_step(ctx, policy)) if ranks.rank == 0 else nullcontext() as run_logger,
     ):
         recorder, shards = MetricsRecorder(run_logger), [fetch_shared(shard) for shard in rollouts]
-        if run_logger:
-            run_logger.log_curves(rollout_curves(fetch_shared(advantages)), policy.global_step)
+        if run_logger and (step := first_step(ctx, policy)) is not None:
+            run_logger.log_curves(rollout_curves(fetch_shared(advantages)), step)
         checkpoints = open_checkpoints(run, ctx, ranks.rank, ranks.local_rank)
         ranks.barrier()  # the first rank of each machine has downloaded them
         starting = seconds_since_launch()

@@ -12,6 +12,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
+from tasks.branches import first_step
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, fetch_folder, node_output, open_checkpoints
 from tasks.preemption import retry_on
@@ -52,7 +53,7 @@ def train_stage(
     from ebbflow.training.stop_conditions import Preempted
 
     trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
-    with retry_on(Preempted), node_run(run, ctx.label, policy.global_step) as run_logger:
+    with retry_on(Preempted), node_run(run, ctx.label, first_step(ctx, policy)) as run_logger:
         recorder, checkpoints = MetricsRecorder(run_logger), open_checkpoints(run, ctx)
         record = train_online_folder(
             ctx, base, fetch(policy.folder), fetch(prompts), trained, recorder, teachers, actors, checkpoints

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flytekit import task
 from flytekit.types.file import FlyteFile
@@ -18,6 +20,9 @@ from tasks.resources import ray_cluster
 from tasks.train_online import train_stage
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
+if TYPE_CHECKING:
+    from ebbflow.stage import StageContext
+
 # Set before Flyte's plugin starts Ray in a local run. Otherwise Ray reports its usage, and its socket paths, which may have about
 # a hundred characters, begin with the run's temporary folder. A local run then sets a folder of this user (``start_run``).
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -28,18 +33,32 @@ os.environ.setdefault("RAY_TMPDIR", "/tmp")
 def train_online_ray(
     recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
 ) -> TrainedPolicy:
-    """The policy folder after the stage. Actors fetch what they load.
-
-    When a training rank dies, or a worker that died cannot be replaced, the task is retried.
-    """
-    from ebbflow.online.ray_actor import Folders
-    from ebbflow.online.ray_workers import RecoverableStageError
+    """The policy folder after the stage. Actors fetch what they load."""
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
+    return train_stage_on_ray(ctx, run, base, policy, prompts, ctx.teachers)
+
+
+def train_stage_on_ray(
+    ctx: StageContext,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    teachers: Mapping[str, str],
+) -> TrainedPolicy:
+    """Run the stage; when a training rank dies, or a worker that died cannot be replaced, the task is retried.
+
+    Args:
+        teachers: URIs of their policy folders, by the copy that each becomes.
+    """
+    from ebbflow.online.ray_actor import Folders
+    from ebbflow.online.ray_workers import RecoverableStageError
+
     uris = [str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)]
     model, start = (partial(fetch_once_per_machine, uri) for uri in uris)
-    teachers = {copy: partial(fetch_once_per_machine, uri) for copy, uri in ctx.teachers.items()}
-    actors = Folders(model, start, teachers)
+    located = {copy: partial(fetch_once_per_machine, uri) for copy, uri in teachers.items()}
+    actors = Folders(model, start, located)
     with retry_on(RecoverableStageError):
         return train_stage(ctx, run, Path(base.folder.path), policy, prompts, actors=actors)

@@ -10,7 +10,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from pydantic import BaseModel, BeforeValidator
 
-from ebbflow.data.records import Evaluation, StageRecord
+from ebbflow.data.records import Evaluation, GateDecision, StageRecord
 from tasks.cache import LOCAL_CACHE
 
 GONE = "{} is gone, but Flyte's local cache still points to it; delete {} and start again"
@@ -65,6 +65,18 @@ class EvaluatedPolicy(BaseModel):
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         """Short: ``pyflyte run`` prints its outputs."""
         return [("label", self.evaluation.label), ("policy", str(self.policy.folder.path))]
+
+
+class SpecialistPolicy(BaseModel):
+    """What a branch hands on: its best policy if its gate passed that, else the policy that it began with."""
+
+    branch: str
+    policy: TrainedPolicy
+    decision: GateDecision
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """Short: ``pyflyte run`` prints its outputs."""
+        return [("branch", self.branch), ("passed", self.decision.promote)]
 
 
 class ChampionPolicy(BaseModel):

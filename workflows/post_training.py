@@ -13,12 +13,17 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.evaluation.selection import stop_reason
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.branches import taught_by
 from tasks.cache import mapped
 from tasks.choose_candidate import choose_candidate
+from tasks.choose_specialist import choose_specialist
 from tasks.compute_advantages import compute_advantages
 from tasks.copy_base_model import copy_base_model
 from tasks.decide_promotion import decide_promotion
+from tasks.distill_branches import distill_branches
+from tasks.distill_branches_ray import distill_branches_ray
 from tasks.download_base_model import download_base_model
+from tasks.evaluate_branch import evaluate_branch
 from tasks.evaluate_champion import evaluate_champion
 from tasks.evaluate_policy import evaluate_policy
 from tasks.generate_rollouts import generate_rollouts
@@ -31,6 +36,7 @@ from tasks.register_policy import register_policy
 from tasks.request_approval import GATE, request_approval
 from tasks.resources import light
 from tasks.score_rollouts import score_rollouts
+from tasks.select_prompts import select_prompts
 from tasks.start_policy import start_policy
 from tasks.start_run import start_run
 from tasks.train_base_model import train_base_model
@@ -38,7 +44,7 @@ from tasks.train_custom import train_custom
 from tasks.train_offline import train_offline
 from tasks.train_online import train_online
 from tasks.train_online_ray import train_online_ray
-from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, TrainedPolicy
+from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, SpecialistPolicy, TrainedPolicy
 from tasks.write_report import write_report
 
 logger = logging.getLogger(__name__)
@@ -124,15 +130,36 @@ def train_rounds(
     if reason := stop_reason(recipe, [evaluated.evaluation for evaluated in history], round):
         logger.info("%s", reason)
         return history
-    policy = history[-1].policy
+    inputs: dict[str, Any] = {"recipe": recipe, "run": run, "base": base, "prompts": prompts, "round": round}
+    policy, specialists = history[-1].policy, {}
     for stage, config in enumerate(recipe.stages):
-        train = {"online": online_stage, "offline": offline_stage, "custom": train_custom}[config.kind]
-        policy = train(recipe=recipe, run=run, base=base, policy=policy, prompts=prompts, round=round, stage=stage)
+        if config.branch:  # none waits for another, and all begin with the same policy
+            if config.branch not in specialists:
+                specialists[config.branch] = train_branch(**inputs, policy=policy, branch=config.branch)
+            continue
+        teachers = [specialists[name] for name in taught_by(config)]
+        policy = train_stage(**inputs, policy=policy, stage=stage, specialists=teachers)
         evaluated = evaluate_policy(
             recipe=recipe, run=run, base=base, policy=policy, prompts=prompts, label=recipe.stage_label(round, stage)
         )
         history = [*history, evaluated]
     return train_rounds(recipe=recipe, run=run, base=base, prompts=prompts, history=history, round=round + 1)
+
+
+@dynamic(**light())
+def train_branch(
+    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, branch: str
+) -> SpecialistPolicy:
+    """The stages of a branch on its own prompts, with its own rewards, evaluations and gate."""
+    shared: dict[str, Any] = {"recipe": recipe, "run": run}
+    own = select_prompts(**shared, prompts=prompts, round=round, branch=branch)
+    evaluate = partial(evaluate_branch, **shared, base=base, prompts=own, branch=branch)
+    history = [evaluate(policy=policy, label=f"{recipe.branch_label(round, branch)} before")]
+    for stage, config in enumerate(recipe.stages):
+        if config.branch == branch:
+            policy = train_stage(**shared, base=base, policy=policy, prompts=own, round=round, stage=stage, specialists=[])
+            history = [*history, evaluate(policy=policy, label=recipe.stage_label(round, stage))]
+    return choose_specialist(**shared, round=round, branch=branch, history=history)
 
 
 @dynamic(**light())
@@ -165,6 +192,23 @@ def conclude(
     promoted = promote_policy(run=run, champion=champion, registration=registration, approved=approved)
     report, summary = write(registration=promoted)
     return Conclusion(report, summary, promoted)
+
+
+def train_stage(recipe: Recipe, stage: int, specialists: list[SpecialistPolicy], **inputs: Any) -> TrainedPolicy:
+    """A stage of any kind; ``specialists`` are the branches that it learns from."""
+    kind = recipe.stages[stage].kind
+    if specialists:
+        return distill_stage(recipe=recipe, stage=stage, specialists=specialists, **inputs)
+    train = {"online": online_stage, "offline": offline_stage, "custom": train_custom}[kind]
+    return train(recipe=recipe, stage=stage, **inputs)
+
+
+def distill_stage(recipe: Recipe, stage: int, **inputs: Any) -> TrainedPolicy:
+    """An online stage whose teachers are policies of branches."""
+    config = recipe.stages[stage]
+    assert config.kind == "online"
+    train = distill_branches_ray if config.placement == "ray" else distill_branches
+    return train(recipe=recipe, stage=stage, **inputs)
 
 
 def online_stage(

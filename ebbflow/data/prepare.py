@@ -18,6 +18,9 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 
+MIN_JUDGED = 4
+"""Validation prompts of a branch: two that choose among its policies, and two on which its gate compares."""
+
 
 def prepare(recipe: Recipe, *files: Path) -> tuple[pa.Table, str]:
     """The prompt table (schema ``PROMPTS``) and a sentence about it.
@@ -36,8 +39,9 @@ def prepare(recipe: Recipe, *files: Path) -> tuple[pa.Table, str]:
     else:
         rows, report = _read_mixture(recipe, files) if config.mixture else _read_file(files[0])
         source = files[0].parent if config.mixture else files[0]  # as messages name it
-        if any(reward.reads for reward in recipe.rewards):
-            require_targets(rows, source)
+        for view in (recipe, *map(recipe.of_branch, recipe.branches)):
+            if any(reward.reads for reward in view.rewards):
+                require_targets([row for row in rows if row.source in view.prompts.labels or not view.prompts.mixture], source)
         if recipe.model.family == "glyph" and recipe.model.path is None:
             require_letters(rows, recipe.model.training.letters, source)
     _check_images(rows, recipe.model.family, source)
@@ -47,6 +51,8 @@ def prepare(recipe: Recipe, *files: Path) -> tuple[pa.Table, str]:
     trained = table.num_rows - config.validation - config.held_out
     _require_enough(recipe, trained)
     _require_enough_of_each_set(recipe, table)
+    for branch in recipe.branches:
+        branch_prompts(recipe, table, branch)
     return table, f"{report}; {trained} to train, {config.validation} to validate, {config.held_out} held out"
 
 
@@ -76,12 +82,35 @@ def _require_enough_of_each_set(recipe: Recipe, table: pa.Table) -> None:
     for index, stage in enumerate(recipe.stages):
         if stage.kind == "custom" or (stage.kind == "offline" and stage.pairs):
             continue
-        for name, count in recipe.prompts.counts(stage.prompts_per_step if stage.kind == "online" else stage.prompts).items():
+        own = recipe.of_branch(stage.branch).prompts
+        for name, count in own.counts(stage.prompts_per_step if stage.kind == "online" else stage.prompts).items():
             if count > trained[name]:
                 raise PromptError(
                     f"stages.{index} needs {count} different prompts of {name} per step and {trained[name]} are left for "
                     "training; lower its weight in prompts.mixture, or add prompts"
                 )
+
+
+def branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Table:
+    """The prompts of a branch: those of its sets, without the held-out ones, which only the run's own gate may see.
+
+    Every second of its validation prompts is held out of the branch: its gate compares on them.
+
+    Raises:
+        PromptError: the branch has too few validation prompts.
+    """
+    sets = recipe.of_branch(branch).prompts.labels
+    own = table.filter(pc.is_in(table["source"], pa.array(sets, pa.string()))) if sets else table
+    rows = [row for row in own.to_pylist() if row["split"] != "held_out"]
+    judged = sorted((row for row in rows if row["split"] == "validation"), key=lambda row: row["prompt_id"])
+    if len(judged) < MIN_JUDGED:
+        raise PromptError(
+            f"branches.{branch} has {len(judged)} validation prompts, and its choice and its gate need {MIN_JUDGED}; raise "
+            "prompts.validation"
+        )
+    for row in judged[::2]:
+        row["split"] = "held_out"
+    return pa.Table.from_pylist(rows, schema=table.schema)
 
 
 def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> None:

@@ -224,7 +224,7 @@ class ProcessMemory:
 
     def judging(self, ctx: StageContext) -> int:
         """The networks that an online stage scores with: guardrails are only loaded for a validation."""
-        return _reward_bytes([*self.recipe.rewards, *(self.recipe.guardrails if ctx.online.validation else ())])
+        return _reward_bytes([*ctx.own_recipe.rewards, *(self.recipe.guardrails if ctx.online.validation else ())])
 
     def online_rank(self, ctx: StageContext) -> Memory:
         """A process that only trains, on the samples of a step; one of several shards the model and gets its share of them."""

@@ -75,7 +75,8 @@ def estimate_of(recipe: Recipe, processes: int, sizes: Sizes, sample: Sample, no
     work = {ctx.label: work_of(ctx, sizes, sample, trained) for ctx in contexts}
     judged = recipe.num_evaluated
     compared = recipe.prompts.validation + recipe.prompts.held_out
-    evaluations = 2 + recipe.rounds * len(recipe.stages)  # of the base model, the champion, and after every stage
+    # Of the base model, the champion, and after every stage; of a branch also before its first one.
+    evaluations = 2 + recipe.rounds * (len(recipe.stages) + len(recipe.branches))
     return Estimate(
         recipe=recipe,
         sizes=sizes,

@@ -45,6 +45,7 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
         ),
         f"  {made.evaluation:,} in the evaluation after each stage, of the base model and of the champion.",
         *["  Pairs from a file are not counted."] * any(stage.kind == "offline" and bool(stage.pairs) for stage in recipe.stages),
+        *["  Branches are evaluated on their own prompts, and counted as if on all."] * bool(recipe.branches),
         *["  Stages of your own kinds are not counted."] * any(stage.kind == "custom" for stage in recipe.stages),
         "",
         f"GiB that a whole run keeps, at most: {kept / GIB:.3g}",
@@ -62,6 +63,7 @@ def _hours(made: Estimate, tflops: float) -> list[str]:
         f"hours of the network at {tflops:g} TFLOP/s for each GPU, in all rounds",
         *table(["", "hours", "GPU-hours"], [[name, f"{part.wall:.2g}", f"{part.gpu:.2g}"] for name, part in parts.items()]),
         "  Text encoders, VAE, rewards, downloads and the start of pods are not counted.",
+        *["  Hours of branches are added up; with enough machines they run side by side."] * bool(made.recipe.branches),
     ]
 
 

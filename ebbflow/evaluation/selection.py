@@ -21,12 +21,12 @@ def stop_reason(recipe: Recipe, history: Sequence[Evaluation], rounds_done: int)
     """Why training ends before round ``rounds_done``, or None if it continues.
 
     Args:
-        history: the evaluation before training, then one per stage.
+        history: the evaluation before training, then one per stage that is in no branch.
         rounds_done: rounds trained so far.
     """
     if rounds_done >= recipe.rounds:
         return f"stop: all {recipe.rounds} rounds are done"
-    per_round = len(recipe.stages)
+    per_round = sum(stage.branch is None for stage in recipe.stages)
     ends = [_validation(history[index]) for index in range(0, len(history), per_round)]
     earlier, recent = ends[: -recipe.stop.patience], ends[-recipe.stop.patience :]
     if not earlier or max(recent) > max(earlier) + recipe.stop.min_delta:

@@ -38,7 +38,7 @@ def replay_offline_step(
         raise ReplayError(f"{ctx.label} trains on the pairs of {ctx.offline.pairs}; there are no samples to generate again")
     shards = [scratch / f"rollouts-{index}.parquet" for index in range(ctx.offline.shards)]
     scores = {path: path.with_name(f"scores-{path.name}") for path in shards}
-    scorer, trained_on = load_scorer(ctx.recipe.rewards, ()), read_prompts(prompts, "train")
+    scorer, trained_on = load_scorer(ctx.own_recipe.rewards, ()), read_prompts(prompts, "train")
     for index, path in enumerate(shards):
         generate_shard_from_folders(ctx, base, folder, prompts, index, path)
         score_shard(ctx, scorer, trained_on, path, scores[path])

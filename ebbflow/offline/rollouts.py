@@ -73,7 +73,7 @@ def prompts_of_shard(ctx: StageContext, prompts: Sequence[P], shard: int, source
         sources: of each prompt, for ``prompts.mixture``.
     """
     count, step, seed = ctx.offline.prompts, 0, ctx.seed
-    counts = ctx.recipe.prompts.counts(count)
+    counts = ctx.own_recipe.prompts.counts(count)
     chosen = mixed_batch(prompts, sources, counts, step, seed) if counts else prompt_batch(prompts, count, step, seed)
     return chosen[shard :: ctx.offline.shards]
 

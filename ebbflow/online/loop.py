@@ -97,7 +97,7 @@ def open_workers(
         return RayWorkers(ctx, actors or Folders.at(base, folder, teachers))
     policy, metadata = load_policy(ctx, base, folder, teachers)
     guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
-    scorer = load_scorer(ctx.recipe.rewards, guardrails)
+    scorer = load_scorer(ctx.own_recipe.rewards, guardrails)
     trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, scorer=scorer)
     engine = RolloutWorker(open_engine(ctx, base)) if ctx.online.engine != "diffusers" else None
     return LocalWorkers(trainer, scorer, engine)

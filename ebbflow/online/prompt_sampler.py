@@ -103,7 +103,7 @@ class PromptSampler:
 
     def _sets(self) -> list[tuple[list[Prompt], int]]:
         """(prompts, how many of them are in a step) of every set of ``prompts.mixture``; without one, of all prompts."""
-        left, counts = self.left, self.ctx.recipe.prompts.counts(self.config.prompts_per_step)
+        left, counts = self.left, self.ctx.own_recipe.prompts.counts(self.config.prompts_per_step)
         if not counts:
             return [(left, self.config.prompts_per_step)]
         return [([prompt for prompt in left if prompt.source == name], count) for name, count in counts.items()]

@@ -162,7 +162,7 @@ def open_training_worker(ctx: StageContext, folders: Folders, rank: int, rendezv
         dist.init_process_group(backend, rendezvous, timeout=distributed.TIMEOUT, world_size=world, rank=rank)
     teachers = {copy: locate() for copy, locate in folders.teachers.items()}
     policy, metadata = load_policy(ctx, folders.base(), folders.policy(), teachers, shard=world > 1)
-    scorer = load_scorer(ctx.recipe.rewards, ()) if isinstance(ctx.config.hyper, GradientConfig) else None
+    scorer = load_scorer(ctx.own_recipe.rewards, ()) if isinstance(ctx.config.hyper, GradientConfig) else None
     return RayTrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, rank, scorer)
 
 
@@ -176,7 +176,7 @@ def open_rollout_worker(ctx: StageContext, folders: Folders, index: int) -> Roll
 
 def open_reward_worker(ctx: StageContext, folders: Folders, index: int) -> RewardWorker:
     guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
-    return RewardWorker(load_scorer(ctx.recipe.rewards, guardrails), index)
+    return RewardWorker(load_scorer(ctx.own_recipe.rewards, guardrails), index)
 
 
 def stay_on(cores: list[int], role: Role) -> None:

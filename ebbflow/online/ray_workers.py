@@ -144,7 +144,7 @@ class RayWorkers:
 
     def __init__(self, ctx: StageContext, folders: Folders) -> None:
         self.ctx, self.folders = ctx, folders
-        self.reward_weights = {row.column: row.weight for row in ctx.recipe.rewards}
+        self.reward_weights = {row.column: row.weight for row in ctx.own_recipe.rewards}
         self.all: list[RayWorker] = []
         self.step = 0
         ship_tensors()

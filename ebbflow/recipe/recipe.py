@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import math
+import operator
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +26,7 @@ from ebbflow.recipe.base import (
     require_plain,
     short,
 )
+from ebbflow.recipe.branches import BranchConfig, require_branches
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.paths import OutputText, PathText, StoreText, resolve_paths
@@ -80,6 +82,11 @@ class PromptsConfig(Strict):
         """The files that prompts come from; none where they are made up."""
         return [self.source] if self.source else [part.source for part in self.mixture]
 
+    @property
+    def labels(self) -> list[str]:
+        """The names of the sets of the mixture."""
+        return [part.label for part in self.mixture]
+
     def counts(self, prompts: int) -> dict[str, int]:
         """How many of so many prompts each set of the mixture has, by name: whole numbers by the largest remainders."""
         weights = [part.weight for part in self.mixture]
@@ -94,7 +101,7 @@ class PromptsConfig(Strict):
     def _one_or_several_files(self) -> PromptsConfig:
         if self.source and self.mixture:
             raise ValueError("source and mixture both name files; add the first to the second, or leave one out")
-        names = [part.label for part in self.mixture]
+        names = self.labels
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"mixture has {twice[0]} twice; give one of them another name")
         return self
@@ -278,7 +285,9 @@ class Recipe(Strict):
     policy: PolicyConfig = PolicyConfig()
     rounds: int = Field(1, ge=1, le=20)
     stages: list[AnyStageConfig] = Field([OnlineStageConfig(), OfflineStageConfig()], min_length=1)
-    """What one round does, in order."""
+    """What one round does, in order; stages of ``branches`` side by side."""
+    branches: dict[Annotated[str, Field(pattern=NAME, max_length=MAX_LENGTH)], BranchConfig] = Field({}, exclude_if=operator.not_)
+    """Specialists of a round, by their names; a distillation then has them as teachers (docs/branches.md)."""
     stop: StopRuleConfig = StopRuleConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()
@@ -293,11 +302,12 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _guardrails_are_not_trained_on(self) -> Recipe:
-        trained, watched = ([config.column for config in rewards] for rewards in (self.rewards, self.guardrails))
-        for names in (trained, watched):
+        watched = [config.column for config in self.guardrails]
+        trained = [[config.column for config in rewards] for rewards in (self.rewards, *self._rewards_of_branches)]
+        for names in (*trained, watched):
             if len(set(names)) < len(names):
                 raise ValueError(f"each reward may be named once, got {names}; give one of them a 'label'")
-        if both := set(trained) & set(watched):
+        if both := {name for names in trained for name in names} & set(watched):
             raise ValueError(f"{sorted(both)} cannot be trained on and be a guardrail; take it out of 'guardrails'")
         if weighed := [guardrail.column for guardrail in self.guardrails if guardrail.weight != 1]:
             raise ValueError(f"a guardrail has no weight, since it is only watched; take it from {weighed}")
@@ -327,12 +337,23 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
+    def _branches_come_together(self) -> Recipe:
+        sets = self.prompts.labels
+        for name, branch in self.branches.items():
+            if strange := [part for part in branch.prompts if part not in sets]:
+                raise ValueError(
+                    f"branches.{name}.prompts: prompts.mixture has no set {strange[0]!r}, only {', '.join(sets) or 'no sets'}"
+                )
+        require_branches(self.branches, self.stages)
+        return self
+
+    @model_validator(mode="after")
     def _every_prompt_set_has_its_share(self) -> Recipe:
         for index, stage in enumerate(self.stages):
             from_pairs = isinstance(stage, OfflineStageConfig) and stage.pairs
             key = None if from_pairs else {"online": "prompts_per_step", "offline": "prompts"}.get(stage.kind)
             wanted = getattr(stage, key) if key else 0
-            counts = self.prompts.counts(wanted) if wanted else {}
+            counts = self.of_branch(stage.branch).prompts.counts(wanted) if wanted else {}
             if empty := [name for name, count in counts.items() if not count]:
                 raise ValueError(
                     f"stages.{index}.{key} = {wanted} gives the prompt set {empty[0]} less than one prompt; raise it, or "
@@ -342,8 +363,8 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _every_prompt_set_has_its_teacher(self) -> Recipe:
-        names = [part.label for part in self.prompts.mixture]
         for index, stage in enumerate(self.stages):
+            names = self.of_branch(stage.branch).prompts.labels
             if not (teachers := getattr(stage.hyper, "teachers", {})):
                 continue
             given = f"stages.{index}.algorithm.teachers = {', '.join(teachers)}"
@@ -439,7 +460,8 @@ class Recipe(Strict):
     @property
     def own_paths(self) -> list[str]:
         """Paths to a user's own code that nothing imports while the recipe is read: rewards, the family, engines, stage kinds."""
-        rewards = [config.path for config in (*self.rewards, *self.guardrails) if isinstance(config, CustomRewardConfig)]
+        configs = [*self.rewards, *self.guardrails, *(config for rewards in self._rewards_of_branches for config in rewards)]
+        rewards = [config.path for config in configs if isinstance(config, CustomRewardConfig)]
         kinds = [stage.path for stage in self.stages if isinstance(stage, CustomStageConfig)]
         engines = [stage.engine for stage in self.stages]
         return [path for path in (*rewards, self.model.family, *engines, *kinds) if ":" in path]
@@ -473,8 +495,26 @@ class Recipe(Strict):
         return hashlib.sha256(self.canonical.encode()).hexdigest()
 
     def stage_label(self, round_index: int, stage_index: int) -> str:
-        """How a stage is called everywhere, counted from one: ``"2.1 online"``."""
-        return f"{round_index + 1}.{stage_index + 1} {self.stages[stage_index].kind}"
+        """How a stage is called everywhere, counted from one: ``"2.1 online"``, or ``"2.1 online letters"`` in a branch."""
+        stage = self.stages[stage_index]
+        return f"{round_index + 1}.{stage_index + 1} {stage.kind}" + (f" {stage.branch}" if stage.branch else "")
+
+    def branch_label(self, round_index: int, name: str) -> str:
+        """How a branch is called in a round, counted from one: ``"2 letters"``."""
+        return f"{round_index + 1} {name}"
+
+    def of_branch(self, name: str | None) -> Recipe:
+        """The recipe with the prompt sets and the rewards of a branch; as it is for what is in no branch."""
+        branch = self.branches.get(name or "")
+        if branch is None:
+            return self
+        mixture = [part for part in self.prompts.mixture if part.label in branch.prompts] or self.prompts.mixture
+        prompts = self.prompts.model_copy(update={"mixture": mixture})
+        return self.model_copy(update={"prompts": prompts, "rewards": branch.rewards or self.rewards})
+
+    @property
+    def _rewards_of_branches(self) -> list[list[AnyRewardConfig]]:
+        return [branch.rewards for branch in self.branches.values() if branch.rewards]
 
 
 def load_recipe(path: str | Path) -> Recipe:

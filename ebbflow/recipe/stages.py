@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -40,6 +41,8 @@ class StageConfig(Strict):
     """What online and offline stages share."""
 
     algorithm: AnyAlgorithmConfig
+    branch: str | None = Field(None, exclude_if=operator.not_)
+    """The one of ``branches`` that this stage is of; different branches begin with the same policy and run side by side."""
     sampler: SamplerConfig = SamplerConfig()
     window: WindowConfig | None = None
     """For algorithms that train on the steps of a trajectory; they have one by default."""

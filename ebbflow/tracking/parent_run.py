@@ -23,6 +23,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_SOURCE_NAME, MLFL
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.secrets import redact
+from ebbflow.recipe.stages import StageConfig
 from ebbflow.tracking.delivery import flatten, log_params
 from ebbflow.tracking.outage import deliver_saved
 from ebbflow.tracking.store import (
@@ -161,8 +162,12 @@ def _experiment(client: MlflowClient, recipe: Recipe, uri: str) -> str:
     return experiment.experiment_id
 
 
+def _of_branch(stage: StageConfig) -> str:
+    return f" ({stage.branch})" if stage.branch else ""
+
+
 def _parent_tags(recipe: Recipe, execution_id: str | None) -> dict[str, str]:
-    stages = " → ".join(f"{stage.kind} {stage.algorithm.name}" for stage in recipe.stages)
+    stages = " → ".join(f"{stage.kind} {stage.algorithm.name}{_of_branch(stage)}" for stage in recipe.stages)
     note = f"Recipe **{recipe.name}**, seed {recipe.seed}: {recipe.rounds} × ({stages}), {recipe.policy.train} training."
     execution = {EXECUTION: execution_id} if execution_id else {}
     return {ROLE: "execution", DIGEST: recipe.digest, MACHINE: platform.node(), "mlflow.note.content": note, **execution}

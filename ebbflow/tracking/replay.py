@@ -139,7 +139,7 @@ def replay(
     with tempfile.TemporaryDirectory(prefix="ebbflow-replay-") as scratch:
         folder, metadata = _policy_before(run, ctx)
         base = _base(run, metadata, base, Path(scratch))
-        prompts = _prompts(run)
+        prompts = _prompts(run, ctx)
         logger.info("replaying step %d of %s of run %s", step, ctx.label, run.run.info.run_id)
         if ctx.config.kind == "online":
             own = Checkpoints(ctx, run.folder / "checkpoints" / ctx.label.replace(" ", "-"))
@@ -222,15 +222,23 @@ def _stage(recipe: Recipe, named: str) -> StageContext:
 
 def _policy_before(run: TrackedFolder, ctx: StageContext) -> tuple[Path, PolicyMetadata]:
     """The policy folder that the stage started from."""
-    stages = len(run.recipe.stages)
-    before = [divmod(index, stages) for index in range(ctx.round * stages + ctx.stage)]
-    labels = tuple(run.recipe.stage_label(*position) for position in before)
+    labels = tuple(_labels_before(ctx))
     for folder in _made(run, f"policy/{COMMIT}"):
         with _damaged_is_passed_over(folder.parent):
             metadata = read_policy_metadata(folder.parent)
             if (metadata.stages, metadata.recipe_digest) == (labels, run.recipe.digest):
                 return folder.parent, metadata
     raise ReplayError(f"{run.folder} has no policy folder after {', '.join(labels) or 'no stage'}, which {ctx.label} began with")
+
+
+def _labels_before(ctx: StageContext) -> Iterator[str]:
+    """Labels of the stages behind the policy that a stage started from: those in no branch, and the earlier ones of its own."""
+    for index in range(ctx.round + 1):
+        for stage, config in enumerate(ctx.recipe.stages):
+            if (index, stage) >= (ctx.round, ctx.stage):
+                return
+            if config.branch is None or (index, config.branch) == (ctx.round, ctx.config.branch):
+                yield ctx.recipe.stage_label(index, stage)
 
 
 def _base(run: TrackedFolder, policy: PolicyMetadata, given: Path | None, scratch: Path) -> Path:
@@ -259,8 +267,10 @@ def _bases(run: TrackedFolder, policy: PolicyMetadata, scratch: Path) -> Iterato
             logger.warning("passed over %s: %s", policy.model.path, error)
 
 
-def _prompts(run: TrackedFolder) -> Path:
-    if found := _made(run, "prompts.parquet"):
+def _prompts(run: TrackedFolder, ctx: StageContext) -> Path:
+    branch = ctx.config.branch
+    own = run.recipe.branch_label(ctx.round, branch).replace(" ", "-") if branch else "*"
+    if found := sorted(run.folder.glob(f"nodes/{own}/{'branch_' if branch else ''}prompts.parquet")):
         return found[0]
     raise ReplayError(f"{run.folder} has no prompts.parquet below nodes; give the folder of a local run")
 

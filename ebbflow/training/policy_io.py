@@ -14,7 +14,8 @@ from ebbflow.models import Model, load_model
 from ebbflow.models.compile import compile_blocks
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import sanitize
-from ebbflow.stage import StageContext
+from ebbflow.stage import StageContext, teacher_copy
+from ebbflow.storage.artifacts import verify
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import (
     AGAIN,
@@ -65,6 +66,9 @@ def open_policy(
     for copy, teacher in (teachers or {}).items():
         _require_same_base(metadata, read_policy_metadata(teacher), teacher)
         policy.load_copy(copy, teacher)
+    start = teacher_copy("")
+    if several := {copy.removeprefix(start): verify(path) for copy, path in (teachers or {}).items() if copy.startswith(start)}:
+        metadata = metadata.model_copy(update={"teachers": several})
     for name in ctx.following:
         policy.ensure(name)
     if ctx.recipe.policy.ema:

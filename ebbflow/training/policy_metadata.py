@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
@@ -57,6 +58,8 @@ class PolicyMetadata(Strict):
     copies: tuple[Annotated[str, Field(pattern=r"^[a-z]+$")], ...] = ()
     stages: tuple[str, ...] = ()
     """Labels of the stages behind it. No times: the same recipe gives the same bytes."""
+    teachers: dict[str, str] = Field({}, exclude_if=operator.not_)
+    """COMMIT of the policies that its last distillation from several teachers learnt from, by prompt set."""
 
 
 def progress_of(metadata: PolicyMetadata, algorithm: str) -> Progress:

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from ebbflow.data.images import decode_png, encode_png
-from ebbflow.data.prepare import prepare
+from ebbflow.data.prepare import branch_prompts, prepare
 from ebbflow.data.prompts import PromptError
+from ebbflow.data.schema import SPLITS
 from ebbflow.recipe import Recipe
 
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 WORDS = Path(__file__).parents[2] / "datasets" / "words4" / "prompts.txt"
 
 
@@ -136,3 +138,37 @@ def test_negative_prompts_that_nothing_steers_away_from_are_warned_of(
         warnings.simplefilter("always")
         prepare(recipe, source)
     assert ["5 of 9 prompts have a negative prompt" in str(warning.message) for warning in caught] == [True] * warned
+
+
+def branched(validation: int, files: list[Path]) -> Recipe:
+    sets = [{"name": name, "source": str(path)} for name, path in zip(("one", "two"), files, strict=True)]
+    merge = {"name": "distillation", "teachers": {"one": "branch:one", "two": "branch:two"}}
+    stages = [{"branch": "one"}, {"branch": "two"}, {"algorithm": merge}]
+    return Recipe.model_validate(
+        {
+            "prompts": {"mixture": sets, "validation": validation, "held_out": 6},
+            "branches": {name: {"prompts": [name]} for name in ("one", "two")},
+            "stages": [{"kind": "online", "prompts_per_step": 2} | stage for stage in stages],
+        }
+    )
+
+
+def test_a_branch_never_sees_what_is_held_out_of_the_run(tmp_path: Path) -> None:
+    _, files = mixture(tmp_path, {}, one=[f"A{b}" for b in LETTERS], two=[f"B{b}" for b in LETTERS])
+    recipe = branched(16, files)
+    table, _ = prepare(recipe, *files)
+    by_split = {split: {row["prompt_id"] for row in table.to_pylist() if row["split"] == split} for split in SPLITS}
+    for name in ("one", "two"):
+        rows = branch_prompts(recipe, table, name).to_pylist()
+        own = {split: {row["prompt_id"] for row in rows if row["split"] == split} for split in SPLITS}
+        assert {row["source"] for row in rows} == {name}
+        assert not by_split["held_out"] & {row["prompt_id"] for row in rows}
+        assert own["train"] <= by_split["train"]
+        assert own["validation"] | own["held_out"] <= by_split["validation"]
+        assert abs(len(own["validation"]) - len(own["held_out"])) <= 1
+
+
+def test_a_branch_needs_prompts_to_be_judged_on(tmp_path: Path) -> None:
+    _, files = mixture(tmp_path, {}, one=[f"A{b}" for b in LETTERS], two=[f"B{b}" for b in LETTERS])
+    with pytest.raises(PromptError, match=r"branches\.one has \d validation prompts, .* need 4; raise prompts.validation"):
+        prepare(branched(2, files), *files)

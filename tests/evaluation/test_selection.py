@@ -53,6 +53,15 @@ def test_nothing_trained_is_better_than_the_best(rewards):
     assert rewards[chosen] == max(rewards[1:])
 
 
+def test_stages_of_branches_are_not_in_the_history():
+    """Their policies are evaluated on other prompts."""
+    merge = {"kind": "online", "algorithm": {"name": "distillation", "teacher": "branch:a"}}
+    stages = [{"kind": "online", "branch": "a"}, {"kind": "online", "branch": "a"}, merge]
+    branched = Recipe.model_validate({"rounds": 9, "branches": {"a": {}}, "stages": stages, "stop": {"patience": 2}})
+    assert stop_reason(branched, history(0.1, 0.2, 0.3, 0.2), 3) is None
+    assert "stop after 4 of 9 rounds" in (stop_reason(branched, history(0.1, 0.2, 0.3, 0.2, 0.3), 4) or "")
+
+
 def test_it_stops_when_the_rounds_are_done():
     assert stop_reason(recipe(rounds=2), history(0.1, 0.2, 0.3), 2) == "stop: all 2 rounds are done"
     assert stop_reason(recipe(rounds=3), history(0.1, 0.2, 0.3), 2) is None

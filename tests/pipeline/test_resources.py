@@ -24,8 +24,12 @@ KINDS = {
     "tasks.choose_candidate.choose_candidate": "light",
     "tasks.compute_advantages.compute_advantages": "light",
     "tasks.copy_base_model.copy_base_model": "downloader",
+    "tasks.choose_specialist.choose_specialist": "light",
     "tasks.decide_promotion.decide_promotion": "light",
+    "tasks.distill_branches.distill_branches": "accelerated",
+    "tasks.distill_branches_ray.distill_branches_ray": "ray_cluster",
     "tasks.download_base_model.download_base_model": "downloader",
+    "tasks.evaluate_branch.evaluate_branch": "accelerated",
     "tasks.evaluate_champion.evaluate_champion": "accelerated",
     "tasks.evaluate_policy.evaluate_policy": "accelerated",
     "tasks.generate_rollouts.generate_rollouts": "accelerated",
@@ -37,6 +41,7 @@ KINDS = {
     "tasks.register_policy.register_policy": "light",
     "tasks.request_approval.request_approval": "light",
     "tasks.score_rollouts.score_rollouts": "scorer",
+    "tasks.select_prompts.select_prompts": "light",
     "tasks.start_policy.start_policy": "light",
     "tasks.start_run.start_run": "light",
     "tasks.train_base_model.train_base_model": "accelerated",
@@ -48,6 +53,7 @@ KINDS = {
     "workflows.post_training.conclude": "light",
     "workflows.post_training.prepare_base_model": "light",
     "workflows.post_training.prepare_policy": "light",
+    "workflows.post_training.train_branch": "light",
     "workflows.post_training.train_rounds": "light",
 }
 

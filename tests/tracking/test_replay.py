@@ -267,3 +267,14 @@ def test_a_recipe_that_was_changed_in_the_store_is_refused(ran: Ran, tmp_path: P
     client.log_text(ran.tracked.run_id, before, "recipe.yaml")
     assert done.exit_code == 1
     assert "is not the recipe that it was started with" in done.output
+
+
+def test_a_stage_of_a_branch_began_with_the_policy_before_all_branches():
+    merges = [{"algorithm": {"name": "distillation", "teacher": f"branch:{name}"}} for name in "ab"]
+    given = [{}, {"branch": "a"}, {"branch": "b"}, {"branch": "a"}, *merges]
+    stages = [{"kind": "online"} | stage for stage in given]
+    recipe = Recipe.model_validate({"rounds": 2, "branches": {"a": {}, "b": {}}, "stages": stages})
+    first = ("1.1 online", "1.5 online", "1.6 online")
+    before = {2: ("2.1 online",), 3: ("2.1 online", "2.2 online a"), 4: ("2.1 online",), 5: ("2.1 online", "2.5 online")}
+    for stage, own in before.items():
+        assert tuple(replay._labels_before(StageContext(recipe, 1, stage))) == (*first, *own)

@@ -1,0 +1,36 @@
+"""Train an online stage whose teachers are the policies of branches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flytekit import task
+from flytekit.types.file import FlyteFile
+
+from ebbflow.data.records import TrackedRun
+from ebbflow.recipe import Recipe
+from tasks.branches import teacher_locations, with_gates
+from tasks.cache import ONCE_PER_RUN
+from tasks.files import fetch, fetch_folder
+from tasks.resources import accelerated
+from tasks.train_online import train_stage
+from tasks.types import BaseModelArtifact, SpecialistPolicy, TrainedPolicy
+
+
+@task(cache=ONCE_PER_RUN, **accelerated())
+def distill_branches(
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    round: int,
+    stage: int,
+    specialists: list[SpecialistPolicy],
+) -> TrainedPolicy:
+    """The policy folder after the stage."""
+    from ebbflow.stage import StageContext
+
+    ctx = StageContext(recipe, round, stage)
+    teachers: dict[str, Path] = {copy: fetch_folder(uri) for copy, uri in teacher_locations(ctx, specialists).items()}
+    return with_gates(train_stage(ctx, run, fetch(base.folder), policy, prompts, teachers), specialists)

@@ -1,0 +1,104 @@
+"""Branches of a round, as a recipe says them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.recipe.branches import taught_by
+from ebbflow.stage import StageContext
+
+MIXTURE = [{"name": name, "source": f"{name}.txt"} for name in ("words", "signs")]
+TEACHERS = {"words": "branch:words", "signs": "branch:signs"}
+MERGE = {"kind": "online", "algorithm": {"name": "distillation", "teachers": TEACHERS}}
+BRANCHES: dict[str, Any] = {
+    "words": {"prompts": ["words"]},
+    "signs": {"prompts": ["signs"], "rewards": [{"name": "jpeg_compressibility"}]},
+}
+STAGES = [{"kind": "offline"}, {"branch": "words"}, {"kind": "offline", "branch": "signs"}, {"branch": "words"}, MERGE]
+
+
+def branched(stages: list[dict[str, Any]] = STAGES, branches: dict[str, Any] = BRANCHES, **rest: Any) -> dict[str, Any]:
+    kinds = [{"kind": "online"} | stage for stage in stages]
+    return {"prompts": {"mixture": MIXTURE}, "branches": branches, "stages": kinds} | rest
+
+
+def test_a_branch_has_prompts_and_rewards_of_its_own() -> None:
+    recipe = Recipe.model_validate(branched())
+    assert [recipe.stage_label(1, index) for index in range(5)] == [
+        "2.1 offline",
+        "2.2 online words",
+        "2.3 offline signs",
+        "2.4 online words",
+        "2.5 online",
+    ]
+    shown = [
+        (ctx.own_recipe.prompts.labels, [reward.name for reward in ctx.own_recipe.rewards])
+        for ctx in (StageContext(recipe, 0, index) for index in range(3))
+    ]
+    assert shown == [(["words", "signs"], ["ocr"]), (["words"], ["ocr"]), (["signs"], ["jpeg_compressibility"])]
+    assert StageContext(recipe, 0, 1).own_recipe.prompts.counts(8) == {"words": 8}
+    assert [taught_by(stage) for stage in recipe.stages] == [[], [], [], [], ["words", "signs"]]
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_stages_of_other_branches_run_beside_it() -> None:
+    recipe = Recipe.model_validate(branched())
+    beside = [StageContext(recipe, 1, index).labels_beside for index in range(5)]
+    of_words = ["2.3 offline signs"]
+    assert beside == [[], of_words, ["2.2 online words", "2.4 online words"], of_words, []]
+
+
+def test_a_recipe_without_branches_is_what_it_was() -> None:
+    """Its digest is in every artifact."""
+    stage = {"kind": "online", "algorithm": {"name": "distillation", "teacher": "x"}}
+    text = Recipe.model_validate({"stages": [stage, {"kind": "offline"}]}).canonical
+    assert "branch" not in text
+    assert "teachers" not in text
+
+
+def test_branches_are_read_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        "prompts: {mixture: [{name: a, source: a.txt}]}\nbranches: {a: {}}\nstages:\n  - {kind: online, branch: a}\n"
+        "  - {kind: online, algorithm: {name: distillation, teachers: {a: branch:a}}}\n"
+    )
+    assert load_recipe(tmp_path / "recipe.yaml").stages[1].hyper.teachers == {"a": "branch:a"}
+
+
+WRONG = {
+    "no such branch": ([{"branch": "wrods"}, *STAGES], BRANCHES, r"stages.0.branch = 'wrods': no such branch; .* words, signs"),
+    "no stage": (STAGES, BRANCHES | {"more": {}}, r"branches.more has no stage; give stages branch: more"),
+    "nobody learns": (STAGES[:-1] + [{}], BRANCHES, r"nothing learns from branches.words; name branch:words among the teachers"),
+    "learns too early": ([MERGE, *STAGES], BRANCHES, r"stages.0 learns from branch:words, of which no stage before it is"),
+    "not together": (
+        [{"branch": "words"}, {"branch": "signs"}, {}, {"branch": "words"}, MERGE],
+        BRANCHES,
+        r"stages.2 is between stages of branches.words and in no branch; move it",
+    ),
+    "from another": (
+        [{"branch": "words"}, {"branch": "signs", "algorithm": {"name": "distillation", "teacher": "branch:words"}}, MERGE],
+        BRANCHES,
+        r"stages.1 is in a branch and cannot learn from branch:words; take a policy folder or its URI",
+    ),
+    "no such set": (
+        STAGES,
+        BRANCHES | {"words": {"prompts": ["wrods"]}},
+        r"branches.words.prompts: .* no set 'wrods', only words",
+    ),
+    "pairs": (
+        [{"kind": "offline", "branch": "words", "pairs": "p.jsonl", "algorithm": {"name": "diffusion_dpo"}}, *STAGES[1:]],
+        BRANCHES,
+        r"stages.0 trains on pairs, whose prompts are of no branch; take branch: words out of it",
+    ),
+    "a guardrail": (STAGES, {"words": {"rewards": [{"name": "tesseract"}]}, "signs": {}}, r"tesseract.* cannot be trained on"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_a_branch_is_refused(case: str) -> None:
+    stages, branches, message = WRONG[case]
+    with pytest.raises(RecipeError, match=message):
+        Recipe.model_validate(branched(stages, branches))
