@@ -349,7 +349,7 @@ def watch_updates(monkeypatch):
     """The batches that updates are given; none is taken."""
     batches = []
 
-    def watch(updater, batch, passes):
+    def watch(updater, batch, passes, prompt_sets):
         batches.append((batch, passes))
         updater.updates += 1
         return {"loss": 0.0}

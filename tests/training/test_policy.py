@@ -172,6 +172,7 @@ def test_copies_do_not_follow_the_policy(model):
 @given(st.floats(0, 1))
 def test_blend(decay):
     policy = object.__new__(Policy)
+    policy.offloaded = False
     policy.parameters = {"w": torch.nn.Parameter(torch.tensor([1.0, -2.0])), "x": torch.nn.Parameter(torch.tensor([[4.0]]))}
     policy.copies = {"old": {"w": torch.tensor([3.0, 5.0]), "x": torch.tensor([[0.0]])}}
     policy.blend("old", decay)
