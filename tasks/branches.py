@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ebbflow.evaluation.gate import REFUSED
 from ebbflow.recipe.branches import BRANCH
 from tasks.types import SpecialistPolicy, TrainedPolicy
 
@@ -27,6 +26,8 @@ def first_step(ctx: StageContext, policy: TrainedPolicy) -> int | None:
 
 def with_gates(trained: TrainedPolicy, specialists: Sequence[SpecialistPolicy]) -> TrainedPolicy:
     """The policy with an alarm for each branch whose gate refused its policy: the report shows them."""
+    from ebbflow.evaluation.gate import REFUSED
+
     assert trained.record is not None
     alarms = [
         f"branch {one.branch} teaches with the policy that it began with. "

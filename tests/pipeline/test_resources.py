@@ -185,7 +185,7 @@ ON_GPUS = {
         "secrets": EVERYWHERE,
     },
 }
-OPERATED = {"tasks.train_online_ray.train_online_ray": "ray"}
+OPERATED = dict.fromkeys(["tasks.train_online_ray.train_online_ray", "tasks.distill_branches_ray.distill_branches_ray"], "ray")
 """Tasks whose pods an operator of its own makes."""
 
 Tasks = dict[str, tasks_pb2.TaskTemplate]

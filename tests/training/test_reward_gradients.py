@@ -104,7 +104,7 @@ def test_every_step_with_gradient_is_repeated_instead_of_kept(base_folder):
     calls = []
     updater.policy.model.transformer.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     assert batch.inputs.checkpointed
-    updater._passes(batch, [slice(0, COUNT)], COUNT)
+    updater._passes(batch, [slice(0, COUNT)], COUNT, {})
     assert calls.count(True) == 6  # three forward, three again
     assert calls.count(False) == 1  # of the base model, for the drift
     _, once = make(base_folder, "refl", 3)
