@@ -102,6 +102,7 @@ ITS_OWN = {
     "flow_grpo_fast": PPO | RATIO,
     "mix_grpo": PPO | RATIO | {"kl/reference"},
     "dance_grpo": PPO | RATIO,
+    "tempflow_grpo": PPO | RATIO | {"kl/reference", "tempflow/weight"},
     "grpo_guard": PPO | RATIO | {"guard/bias", "guard/ratio_deviation"},
     "flow_dppo": RATIO | {"dppo/divergence", "dppo/dropped"},
     "distillation": RATIO | {"kl/teacher"},
