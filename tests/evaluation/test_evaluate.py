@@ -224,6 +224,16 @@ def test_diversity_is_also_that_of_features_where_a_reward_has_some(run, scorer,
 SHIFTED = "mine.shifted:ShiftedGlyph"
 
 
+class Compared:
+    """A reward of whole groups, which an evaluation has none of."""
+
+    def unavailable(self):
+        return None
+
+    def compare(self, images, prompt):
+        raise AssertionError("there is nothing to compare")
+
+
 @pytest.mark.parametrize("family", ["glyph", SHIFTED])
 def test_a_policy_is_evaluated_with_the_family_of_its_card(family, make_recipe, prompts, base_folder, tmp_path, monkeypatch):
     """Whose schedule it is shows in the images."""
@@ -231,11 +241,14 @@ def test_a_policy_is_evaluated_with_the_family_of_its_card(family, make_recipe, 
     its_model = ModelConfig(family=family, path="base")
     write_base_policy(tmp_path / "policy", verify(base_folder), "recipe", PolicyConfig(), its_model)
     write_table(tmp_path / "prompts.parquet", PROMPTS, [pa.RecordBatch.from_pylist([asdict(p) for p in prompts], PROMPTS)], {})
-    recipe = make_recipe(model=its_model.model_dump(), rewards=[{"name": "jpeg_compressibility"}], guardrails=[])
+    recipe = make_recipe(model=its_model.model_dump(), rewards=["jpeg_compressibility", f"{__name__}:Compared"], guardrails=[])
     evaluate_folder(
         recipe, base_folder, tmp_path / "policy", tmp_path / "prompts.parquet", "champion", tmp_path / "samples.parquet"
     )
-    stored = decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist()).astype(int)
+    table = read_table(tmp_path / "samples.parquet")
+    assert table["reward"].equals(table["jpeg_compressibility"])
+    assert "Compared" not in table.column_names
+    stored = decode_png(table["image"].to_pylist()).astype(int)
 
     def distance(of):
         model = load_model(base_folder, ModelConfig(family=of, path="base"))
