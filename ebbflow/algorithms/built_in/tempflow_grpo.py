@@ -18,6 +18,7 @@ from pydantic import Field
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows
 from ebbflow.algorithms.built_in import flow_grpo
 from ebbflow.algorithms.built_in.flow_grpo import ClippedConfig
+from ebbflow.algorithms.policy_gradient import BASE
 from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, Published
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class TempFlowGRPOConfig(ClippedConfig):
     }
     published: ClassVar = {
         "algorithm.noise_weight": Published(2.25, SCRIPT, "times std_dev_t, which is s sqrt|dt|"),
-        "algorithm.clip_range": Published(1e-4, flow_grpo.BASE, "whose settings it imports"),
+        "algorithm.clip_range": Published(1e-4, BASE, "whose settings it imports"),
         "sampler.name": Published("flow_sde", SAMPLER, "eta .7; .9 for FLUX"),
         "sampler.steps": Published(10, SETTINGS),
         "shared_initial_noise": Published(True, SAMPLER, "the branches of a trajectory"),
@@ -56,12 +57,12 @@ class TempFlowGRPOConfig(ClippedConfig):
         "window.limit": Published(1.0, SCRIPT, "timestep_fraction .99: every step but the last"),
         "advantages.std": Published("group", SETTINGS, "the whole batch in general_ocr_sd3"),
         "advantages.combine": Published("sum", "yifan123/flow_grpo flow_grpo/rewards.py", deviation=SUM_OF_REWARDS),
-        "advantages.clip": Published(5.0, flow_grpo.BASE, "whose settings it imports"),
+        "advantages.clip": Published(5.0, BASE, "whose settings it imports"),
         "reference.weight": Published(0.001, SETTINGS, ".004 for GenEval and OCR"),
         "reference.penalty": Published("kl", SCRIPT, "over 2 std_dev_t^2"),
-        "optimizer.lr": Published(3e-4, flow_grpo.BASE, "of LoRA adapters"),
-        "optimizer.weight_decay": Published(1e-4, flow_grpo.BASE),
-        "optimizer.max_grad_norm": Published(1.0, flow_grpo.BASE),
+        "optimizer.lr": Published(3e-4, BASE, "of LoRA adapters"),
+        "optimizer.weight_decay": Published(1e-4, BASE),
+        "optimizer.max_grad_norm": Published(1.0, BASE),
         "updates_per_step": Published(2, SETTINGS),
         "group_size": Published(6, SCRIPT, "exploration_k", deviation=GROUP_SIZE),
     }
