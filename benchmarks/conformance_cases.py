@@ -102,6 +102,7 @@ def _trajectory_losses() -> Cases:
         rows = same | {"old_log_prob": before, "log_prob": now}
         for clip_range in (0.02, 0.5):
             yield f"{name}_clip_{clip_range}", "flow_grpo_loss", {"clip_range": clip_range}, rows
+        yield f"{name}_clip_0.02", "tempflow_grpo_loss", {"clip_range": 0.02, "noise_weight": 2.25}, rows
         for clip_range in (0.005, 0.5):
             yield f"{name}_clip_{clip_range}", "grpo_guard_loss", {"clip_range": clip_range}, rows
         for limit in (0.01, 0.1):

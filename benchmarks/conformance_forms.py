@@ -94,6 +94,11 @@ def grpo_guard_loss(c: Any) -> Values:
     return _rows(lambda mean: _clipped(np.exp(_mean(z * (mean - c.old_mean))), c.advantage, c.clip_range) / -c.dt, c.mean)
 
 
+def tempflow_grpo_loss(c: Any) -> Values:
+    """L = w b max(-A rho, -A clip(rho, 1 - eps, 1 + eps)), rho as of Flow-GRPO (2508.04324)"""
+    return _rows(lambda mean: c.noise_weight * c.std * _clipped(_ratio(c, mean), c.advantage, c.clip_range), c.mean)
+
+
 def flow_dppo_loss(c: Any) -> Values:
     """L = -A rho, or 0 where mean((mu - mu_old)^2) / (2 b^2) >= tau and (rho > 1, A > 0 or rho < 1, A < 0) (2606.11025)"""
     far = _mean((c.mean - c.old_mean) ** 2) / (2 * c.std**2) >= c.divergence_limit
@@ -344,7 +349,7 @@ FORMS: dict[str, Callable[[Any], Values]] = {
     form.__name__: form
     for form in (
         *(ode_step, flow_sde_step, dance_sde_step, cps_step, dpm_solver_steps),
-        *(flow_grpo_loss, grpo_guard_loss, flow_dppo_loss, distillation_loss),
+        *(flow_grpo_loss, tempflow_grpo_loss, grpo_guard_loss, flow_dppo_loss, distillation_loss),
         *(diffusion_nft_loss, awm_loss, diffusion_dpo_loss, dgpo_loss, crd_loss, sft_loss, rwr_loss),
         *(reference_kl, reference_kl_without_dt, reference_velocity, advantages, rollout_correction, rollout_divergence),
     )
