@@ -96,13 +96,13 @@ class RolloutQueue:
     async def next_batch(self, version: int) -> RolloutBatch:
         """Wait for the rollouts of a step, for a policy of ``version`` to train on.
 
-        On Ray the first step that is done is next, so that one slow worker does not hold the others up. In one process nothing is
-        gained by that: it is the oldest step, so that the same recipe gives the same bytes.
+        In mode ``async`` on Ray the first step that is done is next, so that one slow worker does not hold the others up. Else it
+        is the oldest step, so that the same recipe gives the same bytes.
 
         Raises:
             whatever ended one of the rollouts in flight.
         """
-        overtaking = self.ctx.online.placement == "ray"
+        overtaking = self.ctx.online.placement == "ray" and self.ctx.online.mode == "async"
         while True:
             self._regenerate_stale(version)
             candidates = self.in_flight if overtaking else self.in_flight[:1]

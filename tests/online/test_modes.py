@@ -180,6 +180,40 @@ def test_async_overtakes_a_straggler_and_counts_what_came_too_late(run):
     assert len(asked) == 5 * 3 + 3
 
 
+def with_a_slow_first_step(workers):
+    """Two rollout workers: one has generated its request of step 1 when all of step 2 are scored, and not before."""
+    whole, scored = workers.reward.call, []
+
+    async def call(method, arguments):
+        report = await whole(method, arguments)
+        scored.append(arguments()[2])
+        return report
+
+    class Slow(LocalWorker):
+        slow = False
+
+        async def call(self, method, request, weights):
+            made = await super().call(method, request, weights)
+            if request.step == 1 and not self.slow:
+                self.slow = True
+                while scored.count(2) < 3:
+                    await asyncio.sleep(0.01)
+                for _ in range(10):  # until the stage has seen it
+                    await asyncio.sleep(0)
+            return made
+
+    workers.reward.call = call
+    workers.rollout = rollout_pool([Slow(workers.rollout_worker), LocalWorker(workers.rollout_worker, 1)], None)
+    return workers
+
+
+def test_one_step_off_keeps_the_order_of_its_steps_on_ray(run):
+    """Or it would not repeat byte for byte: step 1 trains before step 2, whose rollouts are there first."""
+    keys = {"mode": "one_step_off", "steps": 3}
+    two = {"placement": "ray", "resources": {"rollout": {"count": 2}}}
+    assert learnt(run(**keys, **two, around=with_a_slow_first_step)[1]) == learnt(run(**keys)[1])
+
+
 class Counting:
     """Stub reward that notes in which threads it runs, and fails or hangs on some calls."""
 
