@@ -31,14 +31,15 @@ async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
     await queue.wait_until_done()
     tensors: dict[str, Tensor] = {}
     steps: list[dict[str, Any]] = []
-    for batch in [step.batch() for step in queue.in_flight]:
+    for step in queue.in_flight:
         parts = []
-        for index, part in enumerate(batch.parts):
-            tensors |= {f"{batch.step}/{index}/{name}": value for name, value in (await _tensors(queue, part)).items()}
+        for index in range(len(step.tasks)):
+            part, rollouts, images = await queue.fetch(step, index)
+            tensors |= {f"{step.step}/{index}/{name}": value for name, value in _tensors(part, rollouts, images).items()}
             report = {"version": part.report.version, "receive_seconds": part.report.receive_seconds}
             parts.append({"report": report, "failures": part.scores.failures})
-        prompts = [prompt.prompt_id for prompt in batch.prompts]
-        steps.append({"step": batch.step, "prompts": prompts, "num_dropped": batch.num_dropped, "parts": parts})
+        prompts = [prompt.prompt_id for prompt in step.batch().prompts]
+        steps.append({"step": step.step, "prompts": prompts, "num_dropped": step.num_dropped, "parts": parts})
     header = {"steps": steps, "next": queue.pending[0] if queue.pending else None}
     save_file(tensors, folder / FILE, {HEADER: json.dumps(header)})  # one entry: the library writes several in any order
 
@@ -59,10 +60,9 @@ def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
         queue.pending.popleft()
 
 
-async def _tensors(queue: RolloutQueue, part: ScoredRollouts) -> dict[str, Tensor]:
-    rollouts: Rollouts = await queue.workers.fetch(part.rollouts)
+def _tensors(part: ScoredRollouts, rollouts: Rollouts, images: np.ndarray) -> dict[str, Tensor]:
     scores = {f"metrics/{name}": values for name, values in part.scores.metrics.items()} | {"reward": part.scores.reward}
-    arrays = {"images": await queue.workers.fetch(part.images)} | scores
+    arrays = {"images": images} | scores
     # Copies, as what comes out of Ray's store cannot be written.
     tensors = {"latents": rollouts.latents} | {name: torch.tensor(values) for name, values in arrays.items()}
     if rollouts.trajectory is not None:

@@ -32,7 +32,7 @@ from ebbflow.online.ray_actor import (
     open_training_worker,
     ship_tensors,
 )
-from ebbflow.online.workers import NUM_RETURNS, StageError, TrainingGroup, WorkerDied, reward_pool, rollout_pool
+from ebbflow.online.workers import NUM_RETURNS, ResultLost, StageError, TrainingGroup, WorkerDied, reward_pool, rollout_pool
 from ebbflow.recipe.online import Role, WorkersConfig
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
@@ -59,6 +59,10 @@ class RecoverableStageError(StageError):
 
 class NoReplacement(RecoverableStageError):
     """A rollout or reward worker is gone, and no other found room or loaded in time: names what is missing."""
+
+
+class ResultGone(ResultLost, RecoverableStageError):
+    """As ``ResultLost``, where it cannot be made again: another attempt makes it."""
 
 
 class TrainingDied(RecoverableStageError):
@@ -123,6 +127,8 @@ class RayWorker:
             return cause
         reason = str(cause).strip().splitlines()[0]
         owner_died = isinstance(cause, OwnerDiedError)  # only weights belong to an actor: rank 0
+        if self.role != "rollout" and isinstance(cause, ObjectLostError) and not owner_died:
+            return ResultGone(f"what {self.role} {self.index} was given is gone with the machine on which it lay ({reason})")
         if self.role != "training" and not owner_died:
             return WorkerDied(f"{self.role} worker {self.index}: {reason}")
         return TrainingDied(
@@ -173,7 +179,10 @@ class RayWorkers:
         return weights[0]
 
     async def fetch(self, handle: Handle) -> Any:
-        return await handle
+        try:
+            return await handle
+        except ObjectLostError as error:
+            raise ResultGone(f"a result is gone with the machine on which it lay ({str(error).splitlines()[0]})") from error
 
     def put(self, value: Any) -> Handle:
         return ray.put(value)

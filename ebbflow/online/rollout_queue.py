@@ -21,7 +21,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +35,7 @@ from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import RewardReport, RolloutBatch, RolloutReport, RolloutRequest, ScoredRollouts
 from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.tracing import TraceSpan
-from ebbflow.online.workers import CallFailed, StageError, StageWorkers
+from ebbflow.online.workers import CallFailed, ResultLost, StageError, StageWorkers
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.rollouts.weights import WeightsVersion
@@ -47,11 +49,16 @@ SAY_EVERY_SECONDS = 60
 
 @dataclass
 class StepInFlight:
-    """A step whose rollouts are under way: one task per request, in their order."""
+    """A step whose rollouts are under way: one task per request, in their order.
+
+    Attributes:
+        weights: those that generate it; None takes the newest.
+    """
 
     step: int
     tasks: list[asyncio.Future[ScoredRollouts]]
     num_dropped: int = 0
+    weights: WeightsVersion | None = None
 
     @property
     def done(self) -> bool:
@@ -88,7 +95,7 @@ class RolloutQueue:
         """Start the rollouts of as many steps as may be in flight."""
         while self.pending and len(self.in_flight) <= self.max_steps_ahead:
             step = self.pending.popleft()
-            self.in_flight.append(StepInFlight(step, [self._roll_out(request) for request in self.requests(step)]))
+            self.in_flight.append(self._started(step, self.requests(step)))
         # A worker of this process generates when its task first runs. That must be now: once training has moved the weights,
         # they are no longer those of this version.
         await asyncio.sleep(0)
@@ -97,7 +104,7 @@ class RolloutQueue:
         """Wait for the rollouts of a step, for a policy of ``version`` to train on.
 
         In mode ``async`` on Ray the first step that is done is next, so that one slow worker does not hold the others up. Else it
-        is the oldest step, so that the same recipe gives the same bytes.
+        is the oldest step, so that the same recipe gives the same bytes. Rollouts that are gone with a machine are made again.
 
         Raises:
             whatever ended one of the rollouts in flight.
@@ -107,7 +114,7 @@ class RolloutQueue:
             self._regenerate_stale(version)
             candidates = self.in_flight if overtaking else self.in_flight[:1]
             for step in candidates:
-                if step.done:
+                if step.done and await self._received(step):
                     self.in_flight.remove(step)
                     return step.batch()
             running = [task for step in candidates for task in step.tasks if not task.done()]
@@ -119,15 +126,26 @@ class RolloutQueue:
 
     async def add_prompts(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
         """A batch with the groups of further prompts, generated with the newest weights and waited for."""
-        further = StepInFlight(batch.step, [self._roll_out(request) for request in self.requests(batch.step, prompts=prompts)])
+        further = self._started(batch.step, self.requests(batch.step, prompts=prompts))
         self.in_flight.append(further)  # so that they are given up with the others if one of them fails
         await asyncio.gather(*further.tasks)
+        while not await self._received(further):
+            await asyncio.gather(*further.tasks)
         self.in_flight.remove(further)
         return replace(batch, parts=[*batch.parts, *further.batch().parts])
 
     async def wait_until_done(self) -> None:
         """Wait for all rollouts in flight."""
         await asyncio.gather(*[task for step in self.in_flight for task in step.tasks])
+
+    async def fetch(self, step: StepInFlight, index: int) -> tuple[ScoredRollouts, Any, np.ndarray]:
+        """A part of a step in flight, its rollouts and its images, in this process."""
+        while True:
+            part = await step.tasks[index]
+            try:
+                return part, await self.workers.fetch(part.rollouts), await self.workers.fetch(part.images)
+            except ResultLost as lost:
+                self._regenerate(step, index, lost)
 
     async def aclose(self) -> None:
         """Give up what is in flight."""
@@ -194,6 +212,9 @@ class RolloutQueue:
             scored: RewardReport = await self.workers.reward.call(
                 "score", lambda: (images, request.prompts, request.step, with_guards, profiled)
             )
+        except ResultLost as lost:
+            _say_lost(request, lost)
+            return await self.generate_and_score(request, weights, with_guards)
         except CallFailed as failure:  # the samples stay, without scores: they are masked and counted
             unscored = ScoreTable.none(len(request), list(self.workers.reward_weights), str(failure))
             scored = RewardReport(unscored, [], no_statistics(len(request)))
@@ -220,10 +241,32 @@ class RolloutQueue:
         self.spans += report.spans
         return rollouts, images, report
 
-    def _roll_out(self, request: RolloutRequest) -> asyncio.Future[ScoredRollouts]:
-        """The task of a request. Its weights are those of now, or in mode ``async`` the newest when a worker takes it."""
-        now, newest = self.weights, self.ctx.online.mode == "async"
-        return asyncio.ensure_future(self.generate_and_score(request, lambda: self.weights if newest else now))
+    def _started(self, step: int, requests: Sequence[RolloutRequest]) -> StepInFlight:
+        """A step in flight. Its weights are those of now, or in mode ``async`` the newest when a worker takes a request."""
+        weights = None if self.ctx.online.mode == "async" else self.weights
+        return StepInFlight(step, [self._roll_out(request, weights) for request in requests], weights=weights)
+
+    def _roll_out(self, request: RolloutRequest, weights: WeightsVersion | None) -> asyncio.Future[ScoredRollouts]:
+        """The task of a request; ``weights``: as in ``StepInFlight``."""
+        return asyncio.ensure_future(self.generate_and_score(request, lambda: weights or self.weights))
+
+    async def _received(self, step: StepInFlight) -> bool:
+        """Whether the ranks have got the rollouts of a finished step; those that are gone are generated again."""
+        rollouts = [part.rollouts for part in step.batch().parts]
+        with suppress(ResultLost):
+            await self.workers.training.call("receive", *rollouts)
+            return True
+        for index, handle in enumerate(rollouts):
+            try:
+                await self.workers.training.call("receive", handle)
+            except ResultLost as lost:
+                self._regenerate(step, index, lost)
+        return step.done
+
+    def _regenerate(self, step: StepInFlight, index: int, lost: ResultLost) -> None:
+        request = step.tasks[index].result().request
+        _say_lost(request, lost)
+        step.tasks[index] = self._roll_out(request, step.weights)
 
     def _regenerate_stale(self, version: int) -> None:
         """Generate those requests of finished steps again that are too old for a policy of ``version``."""
@@ -234,11 +277,15 @@ class RolloutQueue:
             for index, part in enumerate(step.batch().parts):
                 if part.report.version < oldest:
                     step.num_dropped += len(part.request)
-                    step.tasks[index] = self._roll_out(part.request)
+                    step.tasks[index] = self._roll_out(part.request, step.weights)
 
     def _window(self, step: int) -> Plan | None:
         window, before = self.ctx.config.window, self.workers.steps_before
         return plan(window, self.ctx.config.sampler.steps, before + step, self.ctx.seed) if window else None
+
+
+def _say_lost(request: RolloutRequest, lost: ResultLost) -> None:
+    logger.warning("%d samples of step %d are generated again: %s", len(request), request.step, lost)
 
 
 def max_steps_ahead(config: OnlineStageConfig) -> int:

@@ -76,6 +76,9 @@ class TrainingWorker:
         """Every different prompt, once."""
         return embed(self.updater.policy.model, prompts, negatives=self.ctx.config.reference.guided)
 
+    def receive(self, *rollouts: Rollouts) -> None:
+        """Nothing: what a worker is given comes to its machine, or is found to be gone, before a step that all ranks take."""
+
     def train(self, batch: TrainingBatch, *rollouts: Rollouts) -> TrainingReport:
         """The updates of a step, on the rollouts of all its requests."""
         with self.timer.task("training", batch.step, batch.profiled):

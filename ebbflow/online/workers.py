@@ -42,6 +42,10 @@ class WorkerDied(RuntimeError):
     """The process of a worker ended during a call."""
 
 
+class ResultLost(StageError):
+    """What a worker left for others is gone, with the machine on which it lay."""
+
+
 class CallFailed(RuntimeError):
     """Every attempt at a call failed: holds the last attempt's error."""
 
@@ -178,10 +182,11 @@ def rollout_pool(workers: Sequence[Worker], start_worker: StartWorker, timeout: 
 
 
 def reward_pool(workers: Sequence[Worker], start_worker: StartWorker, scoring: ScoringConfig) -> WorkerPool:
-    """Reward workers, retried as the recipe says: rewards are other people's code and servers. A broken contract is final."""
+    """Reward workers, retried as the recipe says: rewards are other people's code and servers. A broken contract is final, and so
+    are images that are gone."""
 
     def may_pass(error: Exception) -> bool:
-        return not isinstance(error, RewardError)
+        return not isinstance(error, (RewardError, ResultLost))
 
     return WorkerPool("reward", workers, start_worker, scoring.timeout, scoring.retries + 1, may_pass)
 
@@ -250,7 +255,11 @@ class StageWorkers(Protocol):
         """The weights that generate from now on: of a copy of the policy; left out, of the one that the algorithm rolls out."""
 
     async def fetch(self, handle: Handle) -> Any:
-        """The value of a handle, in this process."""
+        """The value of a handle, in this process.
+
+        Raises:
+            ResultLost: it is gone.
+        """
 
     def put(self, value: Any) -> Handle:
         """A handle of a value, which is sent to several workers once."""

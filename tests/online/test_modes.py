@@ -11,7 +11,7 @@ import pytest
 from ebbflow.models import load_model
 from ebbflow.online.local_workers import local_workers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.workers import LocalWorker, rollout_pool
+from ebbflow.online.workers import LocalWorker, ResultLost, rollout_pool
 from ebbflow.recipe import RecipeError
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
@@ -212,6 +212,56 @@ def test_one_step_off_keeps_the_order_of_its_steps_on_ray(run):
     keys = {"mode": "one_step_off", "steps": 3}
     two = {"placement": "ray", "resources": {"rollout": {"count": 2}}}
     assert learnt(run(**keys, **two, around=with_a_slow_first_step)[1]) == learnt(run(**keys)[1])
+
+
+def with_losses(workers):
+    """Images are gone when they are to be scored for the first time, and rollouts when they are to be trained on."""
+    score, train, lost = workers.reward.call, workers.training.call, []
+
+    async def call_reward(method, arguments):
+        if "images" not in lost:
+            lost.append("images")
+            raise ResultLost("their machine is gone")
+        return await score(method, arguments)
+
+    async def call_training(method, *arguments):
+        if method == "receive" and lost.count("rollouts") < 2:  # all rollouts of the step, and then those of its first request
+            lost.append("rollouts")
+            raise ResultLost("their machine is gone")
+        return await train(method, *arguments)
+
+    workers.reward.call, workers.training.call = call_reward, call_training
+    return workers
+
+
+def test_samples_that_are_gone_are_generated_again(run, caplog):
+    metrics, asked = run(mode="sync", around=with_losses)[1:]
+    assert learnt(metrics) == learnt(run(mode="sync")[1])
+    assert asked[1] == asked[0], "images of the first request"
+    assert asked[4] == asked[0], "its rollouts"
+    assert len(asked) == 2 * 3 + 2
+    assert caplog.text.count("4 samples of step 0 are generated again: their machine is gone") == 2
+
+
+def test_samples_that_are_gone_are_generated_again_with_the_weights_that_they_had(run):
+    """One step ahead: those of step 1 are gone when the weights of version 1 are there."""
+
+    def lose(workers):
+        train, lost = workers.training.call, []
+
+        async def call(method, *arguments):
+            if method == "receive":
+                lost.append(method)
+                if len(lost) in (2, 3):
+                    raise ResultLost("their machine is gone")
+            return await train(method, *arguments)
+
+        workers.training.call = call
+        return workers
+
+    versions = [(step, version) for step, version, _ in run(mode="one_step_off", steps=3, around=lose)[2]]
+    assert versions.count((1, 0)) == 4
+    assert len(versions) == 3 * 3 + 1
 
 
 class Counting:

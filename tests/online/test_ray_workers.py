@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +21,7 @@ import pytest
 import ray
 import ray_cases
 import torch
+from ray.exceptions import ActorUnavailableError, ObjectLostError, OwnerDiedError
 from ray_worker import forked_workers
 from safetensors.torch import load_file
 
@@ -30,8 +32,8 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.online import ray_workers
 from ebbflow.online.loop import OnlineLoop, train_online_folder
 from ebbflow.online.ray_actor import Folders, stay_on
-from ebbflow.online.ray_workers import NoReplacement, RayWorker, RayWorkers, TrainingDied
-from ebbflow.online.workers import StageError
+from ebbflow.online.ray_workers import NoReplacement, RayWorker, RayWorkers, RecoverableStageError, ResultGone, TrainingDied
+from ebbflow.online.workers import StageError, WorkerDied
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import TransferError, WeightsVersion
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -292,6 +294,25 @@ def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(context_
     with pytest.raises(StageError, match=words):
         RayWorkers(ctx, Folders.at(base_folder, start(ctx)))
     wait_until_gone([])
+
+
+@pytest.mark.parametrize(
+    ("role", "error", "means"),
+    [
+        ("rollout", ActorUnavailableError("its machine is gone", None), WorkerDied),
+        ("reward", ObjectLostError("aa", None, ""), ResultGone),
+        ("training", ObjectLostError("aa", None, ""), ResultGone),
+        ("training", ActorUnavailableError("its machine is gone", None), TrainingDied),
+        ("reward", OwnerDiedError("aa", None, ""), TrainingDied),
+    ],
+)
+def test_what_a_lost_machine_means(context_of, role, error, means):
+    """Results that lay there are no death of the worker that was to be given them; only weights belong to a worker, rank 0."""
+    worker = RayWorker.__new__(RayWorker)
+    worker.role, worker.index, worker.workers = role, 0, SimpleNamespace(ctx=context_of({}), step=2)
+    cause = worker._cause(error)
+    assert type(cause) is means
+    assert issubclass(means, RecoverableStageError) is (means is not WorkerDied)
 
 
 @pytest.mark.parametrize("role", ["rollout", "reward"])

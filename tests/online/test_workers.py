@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.online import rollout_queue
-from ebbflow.online.rollout_queue import RolloutQueue
+from ebbflow.online.messages import RolloutRequest
+from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
 from ebbflow.online.workers import (
     MAX_DEATHS,
     CallFailed,
+    ResultLost,
     StageError,
     ThreadWorker,
     TrainingGroup,
@@ -155,6 +160,41 @@ def test_a_request_that_kills_every_worker_ends_the_stage(work):
             asyncio.run(RolloutQueue.generate(Queue(), 7, lambda: None))
     finally:
         Hand.call = whole
+
+
+def test_images_that_are_gone_cost_no_reward_worker_and_no_attempt(work):
+    crew = Crew({(1, 1): ResultLost("their machine is gone")})
+    pool = rewards(crew, 1)
+    with pytest.raises(ResultLost):
+        work(pool, [1])
+    assert (pool.num_replaced, crew.stopped, len(crew.calls)) == (0, [], 1)
+
+
+def test_what_a_checkpoint_does_not_find_is_generated_again():
+    """The rollouts of a step in flight, with the weights of its own."""
+    request = RolloutRequest(3, [], None, np.zeros(0), SampleKeys(0, [], []), None, None)
+    gone, found, again = (SimpleNamespace(request=request, rollouts=name, images=name) for name in ("gone", "found", "again"))
+    queue, started = RolloutQueue.__new__(RolloutQueue), []
+
+    async def done(part):
+        return part
+
+    async def fetch(handle):
+        if handle == "gone":
+            raise ResultLost("their machine is gone")
+        return handle
+
+    def roll_out(request, weights):
+        started.append((request, weights))
+        return asyncio.ensure_future(done(again))
+
+    async def run():
+        step = StepInFlight(3, [asyncio.ensure_future(done(part)) for part in (gone, found)], weights="version 2")
+        return [await queue.fetch(step, index) for index in range(2)]
+
+    queue.workers, queue._roll_out = SimpleNamespace(fetch=fetch), roll_out
+    assert asyncio.run(run()) == [(again, "again", "again"), (found, "found", "found")]
+    assert started == [(request, "version 2")]
 
 
 def test_errors_of_an_engine_are_not_tried_again(work):
