@@ -17,7 +17,7 @@ FAULTS := $(addprefix tests/,pipeline/test_pods.py pipeline/test_post_train.py p
 	labeling/test_label_server.py tracking/test_sqlite.py tracking/test_verification.py tracking/test_verify_again.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni test-containers lint docs docs-serve constraints ui clean
+.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni test-containers test-ray-cluster lint docs docs-serve constraints ui clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -68,6 +68,10 @@ $(ENGINE)/ready: $(VENV)/ready containers/vllm-omni-cpu.txt containers/vllm_omni
 test-containers: setup ## build the image of CPU tasks with podman or docker, and run the tests in it; BUILD_OPTIONS="--build-arg ..."
 	@test -n "$(CONTAINER_TOOL)" || { echo "neither podman nor docker is installed"; exit 1; }
 	EBBFLOW_CONTAINER_TOOL=$(CONTAINER_TOOL) EBBFLOW_BUILD_OPTIONS="$(BUILD_OPTIONS)" $(BIN)/pytest --durations 10 tests/containers
+
+test-ray-cluster: setup ## start Ray on three containers with addresses of their own, kill some in mid-stage; BUILD_OPTIONS as above
+	@test -n "$(CONTAINER_TOOL)" || { echo "neither podman nor docker is installed"; exit 1; }
+	EBBFLOW_CONTAINER_TOOL=$(CONTAINER_TOOL) EBBFLOW_BUILD_OPTIONS="$(BUILD_OPTIONS)" $(BIN)/pytest --durations 10 tests/ray_cluster
 
 lint: setup ## what `make test` checks before the tests
 	$(BIN)/ruff check .

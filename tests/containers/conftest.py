@@ -21,11 +21,16 @@ def image() -> str:
     """The base image, as its tag; layers of an earlier build are used again."""
     if TOOL not in os.environ:
         pytest.skip(f"{TOOL} is not set: `make test-containers` builds the base image with podman or docker, and tests it")
+    return build_base_image()
+
+
+def build_base_image(tag: str = IMAGE) -> str:
+    """``tag``."""
     options = shlex.split(os.environ.get(OPTIONS, ""))
-    command = [os.environ[TOOL], "build", *options, "--file", "containers/base.Dockerfile", "--tag", IMAGE, "."]
+    command = [os.environ[TOOL], "build", *options, "--file", "containers/base.Dockerfile", "--tag", tag, "."]
     built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=3600)
     assert built.returncode == 0, built.stdout[-5000:]
-    return IMAGE
+    return tag
 
 
 @pytest.fixture(scope="session")
