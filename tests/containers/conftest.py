@@ -37,8 +37,9 @@ def build_base_image(tag: str = IMAGE) -> str:
 def run(image: str) -> Run:
     """``run(*command, text=..., user=...)``: a command in a container that can write to /tmp alone and has no network."""
     tool = os.environ[TOOL]
-    read_only = ["--read-only", *(["--read-only-tmpfs=false"] if Path(tool).name == "podman" else [])]
-    options = ["--rm", "--interactive", *read_only, "--tmpfs", "/tmp:exec", "--network", "none", "--workdir", "/tmp"]
+    # What podman adds by itself, and Kubernetes does not: places to write to, and a name for the user.
+    bare = ["--read-only", *(["--read-only-tmpfs=false", "--passwd=false"] if Path(tool).name == "podman" else [])]
+    options = ["--rm", "--interactive", *bare, "--tmpfs", "/tmp:exec", "--network", "none", "--workdir", "/tmp"]
 
     def started(*command: str, text: str = "", user: str = "1000") -> subprocess.CompletedProcess[str]:
         whole = [tool, "run", *options, "--user", user, image, *command]

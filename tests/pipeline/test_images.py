@@ -117,7 +117,7 @@ def test_an_image_runs_as_any_user_and_writes_into_tmp_alone(file: Path) -> None
     assert ("WORKDIR", "/opt/ebbflow") in instructions
     assert "/root" not in file.read_text()
     (variables,) = (rest.split() for name, rest in instructions if name == "ENV" and "HOME" in rest)
-    assert {"HOME=/tmp", "PYTHONPATH=/opt/ebbflow"} <= set(variables)
+    assert {"HOME=/tmp", "USER=ebbflow", "PYTHONPATH=/opt/ebbflow"} <= set(variables), "MLflow and torch ask for a user's name"
 
 
 @pytest.mark.parametrize("image", ["base", "reward", "rollout"])
