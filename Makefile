@@ -17,7 +17,7 @@ FAULTS := $(addprefix tests/,pipeline/test_pods.py pipeline/test_post_train.py p
 	labeling/test_label_server.py tracking/test_sqlite.py tracking/test_verification.py tracking/test_verify_again.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni test-containers test-ray-cluster lint docs docs-serve constraints ui clean
+.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni test-containers test-ray-cluster test-kubernetes lint docs docs-serve constraints ui clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -72,6 +72,12 @@ test-containers: setup ## build the image of CPU tasks with podman or docker, an
 test-ray-cluster: setup ## start Ray on three containers with addresses of their own, kill some in mid-stage; BUILD_OPTIONS as above
 	@test -n "$(CONTAINER_TOOL)" || { echo "neither podman nor docker is installed"; exit 1; }
 	EBBFLOW_CONTAINER_TOOL=$(CONTAINER_TOOL) EBBFLOW_BUILD_OPTIONS="$(BUILD_OPTIONS)" $(BIN)/pytest --durations 10 tests/ray_cluster
+
+# The packages of the PostgreSQL client are `ebbflow[postgresql]`; without MLFLOW_DATABASE, MLflow's database is SQLite.
+test-kubernetes: setup ## run the pipeline as pods of the cluster of KUBECONFIG; IMAGE=registry/ebbflow-base:1 ADDRESS=10.0.0.1
+	@test -n "$(IMAGE)" -a -n "$(ADDRESS)" || { echo "give IMAGE, which the cluster pulls, and ADDRESS, of this machine as pods reach it"; exit 1; }
+	EBBFLOW_KUBERNETES_IMAGE=$(IMAGE) EBBFLOW_KUBERNETES_ADDRESS=$(ADDRESS) $(if $(MLFLOW_DATABASE),EBBFLOW_KUBERNETES_DATABASE="$(MLFLOW_DATABASE)") \
+		$(BIN)/pytest --durations 10 tests/kubernetes
 
 lint: setup ## what `make test` checks before the tests
 	$(BIN)/ruff check .

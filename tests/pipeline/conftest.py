@@ -33,12 +33,17 @@ def run_pipeline(
     return run_forked(command, cwd=ROOT, env=environment, timeout=900, watch=watch)
 
 
-def package(folder: Path) -> Path:
-    """What ``pyflyte package`` makes of the workflows, as an archive."""
+def package(folder: Path, image: str = "ebbflow:test", deployment: str = "") -> Path:
+    """What ``pyflyte package`` makes of the workflows, as an archive.
+
+    Args:
+        deployment: the deployment itself, as JSON.
+    """
     archive = folder / "flyte.tgz"
-    options = ["--image", "ebbflow:test", "--source", ".", "--output", str(archive), "--force"]
+    options = ["--image", image, "--source", ".", "--output", str(archive), "--force"]
     command = [str(PYFLYTE), "--pkgs", "workflows", "package", *options]
-    done = run_forked(command, cwd=ROOT, env=os.environ, timeout=900)
+    environment = os.environ | ({"EBBFLOW_DEPLOYMENT": deployment} if deployment else {})
+    done = run_forked(command, cwd=ROOT, env=environment, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return archive
 

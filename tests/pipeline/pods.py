@@ -4,6 +4,7 @@ Every task is the command line of its container in a process of its own: the fir
 one that has imported what takes seconds (tests/forked.py). What it shares with other tasks is an object store, where its inputs
 and outputs lie serialised, and what ``Cluster.environment`` leads to. Home, temporary folder and working directory are new for
 every pod and gone after it. Nodes run one after the other, each once those that it waits for are done.
+``Cluster.run`` puts something else in place of the process: a pod of a real Kubernetes (tests/kubernetes).
 Nothing comes out of a cache. Left out, because the pipeline uses none of it: conditionals, sleeping, launch plans as nodes,
 pods that are not made of a pod template.
 """
@@ -57,6 +58,21 @@ class Package:
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """One pod that is to run."""
+
+    name: str
+    """The node's place in the workflow, the number of the attempt, and the task."""
+    prefix: str
+    """The URI below which it leaves its outputs or its error."""
+    task: TaskTemplate
+    command: list[str]
+    """Of its container, with the values of this attempt."""
+    environment: Mapping[str, str]
+    """Of its container: the template's variables, Flyte's and the cluster's."""
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Where pods run, and what an execution does to them."""
 
@@ -72,7 +88,9 @@ class Cluster:
     lost: Collection[str] = ()
     """Modules of tasks whose machine is lost right after the first attempt: Flyte hears nothing of it and starts a second."""
     pods: list[str] = field(default_factory=list)
-    """The place of every attempt so far and its task."""
+    """The name of every attempt so far."""
+    run: Callable[[Attempt], str] | None = None
+    """Runs a pod to its end and returns what it printed; default: in a process of this machine."""
 
 
 def decoded(archive: Path) -> Package:
@@ -232,21 +250,29 @@ def _attempts(engine: _Engine, task: TaskTemplate, inputs: Values, path: str, in
 def _run_pod(engine: _Engine, task: TaskTemplate, path: str, attempt: int, index: int | None) -> str:
     """Run the container of one attempt to its end; what it printed."""
     cluster, container = engine.cluster, _container(task)
+    environment = (
+        {variable["name"]: variable["value"] for variable in container.get("env", ())}
+        | _identity(engine.execution, task.id, attempt)
+        | ({} if index is None else _array_index(index))
+        | dict(cluster.environment)
+    )
     command = [_filled(argument, engine, path, attempt) for argument in container["args"]]
+    prefix = f"{cluster.bucket}/metadata/{engine.execution}{path}/{attempt}"
+    pod = Attempt(cluster.pods[-1], prefix, task, command, environment)
+    return cluster.run(pod) if cluster.run else _run_process(engine, pod)
+
+
+def _run_process(engine: _Engine, pod: Attempt) -> str:
+    """In a process with a home of its own, which is gone when it has ended."""
+    cluster = engine.cluster
     with tempfile.TemporaryDirectory(dir=cluster.homes) as home:
-        environment = (
-            {"PATH": f"{PYFLYTE.parent}{os.pathsep}{os.defpath}", "HOME": home, "TMPDIR": home}
-            | {variable["name"]: variable["value"] for variable in container.get("env", ())}
-            | _identity(engine.execution, task.id, attempt)
-            | ({} if index is None else _array_index(index))
-            | dict(cluster.environment)
-        )
-        run = run_forked if command[0] in EXECUTE and len(cluster.pods) > 1 else _run_interpreter
-        done = run(command, cwd=Path(home), env=environment, timeout=900)
+        own = {"PATH": f"{PYFLYTE.parent}{os.pathsep}{os.defpath}", "HOME": home, "TMPDIR": home}
+        run = run_forked if pod.command[0] in EXECUTE and len(cluster.pods) > 1 else _run_interpreter
+        done = run(pod.command, cwd=Path(home), env=own | dict(pod.environment), timeout=900)
     said = (done.stdout + done.stderr)[-5000:]
     if done.returncode:
-        raise PodFailed(f"{cluster.pods[-1]} ended with {done.returncode}:\n{said}")
-    _require_no_trace(engine, f"{cluster.bucket}/metadata/{engine.execution}{path}/{attempt}", home)
+        raise PodFailed(f"{pod.name} ended with {done.returncode}:\n{said}")
+    _require_no_trace(engine, pod.prefix, home)
     return said
 
 
@@ -257,8 +283,12 @@ def _run_interpreter(command: list[str], *, cwd: Path, env: dict[str, str], time
 
 def _container(task: TaskTemplate) -> dict[str, Any]:
     """The container of the pod template in which the task runs."""
-    containers = MessageToDict(task.k8s_pod.pod_spec)["containers"]
-    (container,) = [one for one in containers if one["name"] == task.config["primary_container_name"]]
+    return primary(task, MessageToDict(task.k8s_pod.pod_spec))
+
+
+def primary(task: TaskTemplate, pod: Mapping[str, Any]) -> dict[str, Any]:
+    """The container of a pod in which the task runs."""
+    (container,) = [one for one in pod["containers"] if one["name"] == task.config["primary_container_name"]]
     return container
 
 

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import mlflow.artifacts
 import msgpack
@@ -31,13 +26,12 @@ from flytekit.core.type_engine import TypeEngine
 from fsspec.implementations.local import LocalFileSystem
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from moto.server import ThreadedMotoServer
-from s3fs import S3FileSystem
 
 from ebbflow.recipe import Recipe, load_recipe
 from tests.forked import ForkedProgram
 from tests.pipeline.conftest import PYFLYTE, ROOT, package
 from tests.pipeline.pods import Cluster, Package, PodFailed, Values, decoded, execute
+from tests.pipeline.servers import client_of, object_store, tracking_server
 
 BUCKET, MODEL = "s3://flyte", "ebbflow-tiny"
 LOST = {
@@ -78,46 +72,14 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[dict[str, str]]:
-    """An S3 server with one bucket, as the variables that lead a pod there."""
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    keys = {"FLYTE_AWS_ACCESS_KEY_ID": "pod", "FLYTE_AWS_SECRET_ACCESS_KEY": "pod"}
-    yield {"FLYTE_AWS_ENDPOINT": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1", **keys}
-    server.stop()
+    with object_store() as variables:
+        yield variables
 
 
 @pytest.fixture(scope="module")
 def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with _tracking_server(tmp_path_factory.mktemp("mlflow")) as uri:
+    with tracking_server(tmp_path_factory.mktemp("mlflow")) as uri:
         yield uri
-
-
-@contextmanager
-def _tracking_server(folder: Path) -> Iterator[str]:
-    """The URI of an MLflow server, which alone gets at its files."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{free.getsockname()[1]}"
-    places = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts")]
-    command = [str(PYFLYTE.with_name("mlflow")), "server", "--port", uri.rpartition(":")[2], "--workers", "1", *places]
-    with (folder / "log").open("w") as log:
-        server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        while not _answers(uri):
-            assert server.poll() is None, (folder / "log").read_text()[-3000:]
-            time.sleep(0.2)
-        yield uri
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _answers(uri: str) -> bool:
-    try:
-        return urlopen(f"{uri}/health", timeout=5).status == 200
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +100,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(store: dict[str, str], tracking: str, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    name, secret = store["FLYTE_AWS_ACCESS_KEY_ID"], store["FLYTE_AWS_SECRET_ACCESS_KEY"]
-    # Pods write behind the back of this client.
-    bucket = S3FileSystem(key=name, secret=secret, endpoint_url=store["FLYTE_AWS_ENDPOINT"], use_listings_cache=False)
+    bucket = client_of(store)
     bucket.mkdir(BUCKET)
     environment = {**store, **_same_everywhere(), "MLFLOW_TRACKING_URI": tracking, "PYTHONPATH": str(ROOT)}
     return Cluster(bucket, BUCKET, environment, tmp_path_factory.mktemp("pods"), lost=LOST)
@@ -257,7 +217,7 @@ def test_sixty_four_pods_share_the_work_of_a_stage(cluster: Cluster, recipe: Pat
     many.write_text(yaml.safe_dump(settings | {"stages": [stage], "prompts": prompts, "output": f"{BUCKET}/many"}))
     context, kind = FlyteContextManager.current_context(), TypeEngine.to_literal_type(Recipe)
     given = {"recipe": TypeEngine.to_literal(context, load_recipe(many), Recipe, kind).to_flyte_idl()}
-    with _tracking_server(tmp_path) as uri:
+    with tracking_server(tmp_path) as uri:
         own = replace(cluster, homes=homes, lost=(), pods=[], environment={**cluster.environment, "MLFLOW_TRACKING_URI": uri})
         found = execute(own, decoded(package(tmp_path)), "workflows.post_training.post_train", given, "a6f2")
     for name in ("generate_rollouts", "score_rollouts"):  # a map task has a longer name
