@@ -285,6 +285,8 @@ def test_the_transformer_that_is_not_trained_takes_memory_too():
     made = estimate(recipe)
     assert made.sizes.frozen == made.sizes.parameters == 14_288_491_584
     assert made.memory["evaluation"].weights > 2 * 2 * 14_288_491_584
+    sizes, _ = measure(ModelConfig(**model, expert="both"))
+    assert (sizes.parameters, sizes.frozen, sizes.blocks) == (2 * 14_288_491_584, 0, 80)
 
 
 def test_an_image_that_the_network_sees_beside_its_latents_counts_with_the_prompt():

@@ -117,11 +117,31 @@ class Tokens:
     joint: bool = True
 
 
+class Experts(nn.Module):
+    """Networks of one architecture that are trained together, each the velocity network of a band of sigmas.
+
+    It is never called: a family calls the networks. Their parameters have the name of the network before theirs.
+    """
+
+    def __init__(self, networks: Mapping[str, Any]) -> None:
+        super().__init__()
+        for name, network in networks.items():
+            self.add_module(name, network)
+        self.config = next(iter(networks.values())).config
+
+
+def trained_networks(transformer: Any) -> dict[str, Any]:
+    """The diffusers networks of a ``Model.transformer``, by what stands before the names of their parameters in it."""
+    if isinstance(transformer, Experts):
+        return {f"{name}.": network for name, network in transformer.named_children()}
+    return {"": transformer}
+
+
 class Model(Protocol):
     """A loaded base model. A user's family is a class with these members (``docs/extending.md``).
 
     Attributes:
-        transformer: the velocity network, the only part that is ever trained.
+        transformer: the velocity network, the only part that is ever trained; ``Experts`` where that is two networks.
         latent_shape: of one latent, without the batch.
         lora_targets: names of the linear layers that LoRA adapts unless the recipe names others.
         pipeline_class: the family's diffusers pipeline, which reads and writes LoRA files.

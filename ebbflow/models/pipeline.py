@@ -74,7 +74,7 @@ class PipelineModel:
         if config.frames > 1 and not self.draws_videos:
             raise ModelError(f"model.frames = {config.frames}: {config.family} draws images; leave it out, or take family wan")
         self.pipeline = pipeline
-        self.transformer = getattr(pipeline, self.trained_part(config))
+        self.transformer = self._trained_network(pipeline, config)
         self.config = config
         self.device = device
         self.precision = config.precision
@@ -114,9 +114,15 @@ class PipelineModel:
         """Raise ``ModelError`` for a pipeline that is not supported, or a key of the recipe that it does not take."""
 
     @classmethod
-    def trained_part(cls, config: ModelConfig) -> str:
-        """Which of ``networks`` is trained."""
-        return cls.networks[0]
+    def trained_parts(cls, config: ModelConfig) -> tuple[str, ...]:
+        """Which of ``networks`` are trained."""
+        return cls.networks[:1]
+
+    @classmethod
+    def _trained_network(cls, pipeline: Any, config: ModelConfig) -> Any:
+        """As ``ebbflow.models.base.Model.transformer``."""
+        (part,) = cls.trained_parts(config)
+        return getattr(pipeline, part)
 
     @staticmethod
     def _own_parts(folder: Path) -> dict[str, Any]:
@@ -277,18 +283,18 @@ class PackedPipelineModel(PipelineModel):
 def load_pipeline(adapter: type[PipelineModel], folder: Path, config: ModelConfig, device: torch.device) -> Any:
     """The pipeline of a folder, frozen and in evaluation mode.
 
-    The network to train is on the device in the precision that it was published in, and any other in ``config.precision``. Text
+    A network to train is on the device in the precision that it was published in, and any other in ``config.precision``. Text
     encoders are in ``config.precision`` and the VAE in float32, both on the CPU.
 
     Raises:
         ModelError: a part cannot be read, the family refuses it, or attention cannot be computed as ``config.attention`` says.
     """
-    trained = adapter.trained_part(config)
-    weights = sorted((folder / trained).glob("*.safetensors"))
-    if not weights:
-        raise ModelError(f"{folder / trained} holds no .safetensors weights; fetch them in that format")
+    weights = {part: sorted((folder / part).glob("*.safetensors")) for part in adapter.trained_parts(config)}
+    if absent := [part for part, files in weights.items() if not files]:
+        raise ModelError(f"{folder / absent[0]} holds no .safetensors weights; fetch them in that format")
     with reading(folder, config.family):
-        dtypes = {"default": DTYPES[config.precision], "vae": torch.float32, trained: _dtype(weights)}
+        published = {part: _dtype(files) for part, files in weights.items()}
+        dtypes = {"default": DTYPES[config.precision], "vae": torch.float32} | published
         options = {"local_files_only": True, "use_safetensors": True} | adapter._own_parts(folder)
         pipeline = adapter.pipeline_class.from_pretrained(folder, dtype=dtypes, **options)
     for part in pipeline.components.values():

@@ -41,7 +41,7 @@ class ModelConfig(PretrainedSourceConfig):
     width: int | None = Field(None, ge=8)
     frames: int = Field(1, ge=1)
     """Of a video; 1 draws images."""
-    expert: Literal["high_noise", "low_noise"] | None = None
+    expert: Literal["high_noise", "low_noise", "both"] | None = None
     """Which transformer is trained, of a model with two (``wan_a14b``, ``wan_i2v``); left out, the one for ``high_noise``."""
     guidance: float = Field(1.0, ge=1)
     """Scale of classifier-free guidance (``sd3``, ``wan``; ``qwen_image`` rescales the norm), or the guidance that the network

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ebbflow.models import load_model
+from ebbflow.models.base import trained_networks
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.storage.artifacts import new_folder, require_replaceable
 from ebbflow.training.policy import ADAPTER, Policy
@@ -40,8 +41,9 @@ def export_pipeline(
     model = load_model(base, metadata.model.model_copy(update={"precision": "float32"}))
     Policy(model, metadata.config, seed=0).load(folder)
     if metadata.config.train == "lora":
-        model.transformer.fuse_lora(adapter_names=[ADAPTER])
-        model.transformer.unload_lora()
+        for network in trained_networks(model.transformer).values():
+            network.fuse_lora(adapter_names=[ADAPTER])
+            network.unload_lora()
     with new_folder(target, overwrite) as unfinished:
         model.save(unfinished)
     return metadata

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ebbflow.models.base import DTYPES, Model
+from ebbflow.models.base import DTYPES, Model, trained_networks
 from ebbflow.recipe.base import sanitize
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.recipe import PolicyConfig
@@ -41,6 +41,8 @@ from ebbflow.training.policy_metadata import (
 )
 
 ADAPTER = "default"
+FIRST = "transformer"
+"""What diffusers calls the first network of every pipeline, whose LoRA is at the top of a policy folder."""
 
 
 class Policy:
@@ -69,8 +71,9 @@ class Policy:
         if config.train == "lora":
             _add_lora(model, config, seed)
         else:
-            for name, parameter in model.transformer.named_parameters():
-                parameter.requires_grad_(_chosen(name.rpartition(".")[0], config))
+            for network in trained_networks(model.transformer).values():
+                for name, parameter in network.named_parameters():
+                    parameter.requires_grad_(_chosen(name.rpartition(".")[0], config))
         sharding = _sharding(replicas, cpu_offload) if shard else {}
         for block in model.blocks() if shard else ():
             # Cast block by block: all of a large model in float32 would not fit beside what it was loaded as.
@@ -78,8 +81,9 @@ class Policy:
         if config.train == "full":
             model.transformer.float()
         if shard:
-            # Without this the root keeps its gathered weights after a forward pass and would not see a copy swapped in.
-            fully_shard(model.transformer, **sharding)
+            for network in trained_networks(model.transformer).values():
+                # Without this the root keeps its gathered weights after a forward pass and would not see a copy swapped in.
+                fully_shard(network, **sharding)
         self.parameters: dict[str, Tensor] = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise _no_such_layers(model, config)
@@ -129,8 +133,9 @@ class Policy:
 
         Only under FSDP2 and for adapters: until then every process keeps whole gradients, of all parameters too much memory.
         """
-        if isinstance(self.model.transformer, FSDPModule) and self.config.train == "lora":
-            self.model.transformer.set_requires_gradient_sync(wanted)
+        for network in trained_networks(self.model.transformer).values() if self.config.train == "lora" else ():
+            if isinstance(network, FSDPModule):
+                network.set_requires_gradient_sync(wanted)
 
     @contextmanager
     def _replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -277,7 +282,7 @@ def _no_such_layers(model: Model, config: PolicyConfig) -> PolicyError:
 
 def _has_weights(folder: Path) -> bool:
     """Whether a whole policy folder has weights of its own; one of the untouched base model has none."""
-    return (folder / "transformer").is_dir() or any(folder.glob("*.safetensors"))
+    return (folder / FIRST).is_dir() or any(folder.glob("*.safetensors"))
 
 
 def _add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
@@ -285,7 +290,8 @@ def _add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
     model.transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model.transformer.add_adapter(_lora_config(model, config), adapter_name=ADAPTER)
+        for network in trained_networks(model.transformer).values():
+            network.add_adapter(_lora_config(model, network, config), adapter_name=ADAPTER)
     for parameter in model.transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -296,31 +302,30 @@ def _add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
 
 def _round_weights(model: Model) -> None:
     """Keep the weights in the model's precision, but for the layers that diffusers names as too delicate for it."""
-    delicate = set(model.transformer._keep_in_fp32_modules or ())
-    for name, parameter in model.transformer.named_parameters():
-        if not delicate.intersection(name.split(".")):
-            parameter.data = parameter.data.to(DTYPES[model.precision])
+    for network in trained_networks(model.transformer).values():
+        delicate = set(network._keep_in_fp32_modules or ())
+        for name, parameter in network.named_parameters():
+            if not delicate.intersection(name.split(".")):
+                parameter.data = parameter.data.to(DTYPES[model.precision])
 
 
-def _lora_config(model: Model, config: PolicyConfig) -> LoraConfig:
+def _lora_config(model: Model, network: Any, config: PolicyConfig) -> LoraConfig:
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=_targets(model, config),
+        target_modules=_targets(model, network, config),
         init_lora_weights="gaussian" if config.init == "gaussian" else True,
         use_rslora=config.rslora,
         use_dora=config.dora,
     )
 
 
-def _targets(model: Model, config: PolicyConfig) -> list[str]:
-    """The layers that LoRA adapts: ends of their names, or where ``layers`` chooses among them, whole names."""
+def _targets(model: Model, network: Any, config: PolicyConfig) -> list[str]:
+    """The layers of a network that LoRA adapts: ends of their names, or where ``layers`` chooses among them, whole names."""
     ends = config.targets or model.lora_targets
     if config.layers is None:
         return ends
-    names = [
-        name.replace(".base_layer", "") for name, layer in model.transformer.named_modules() if isinstance(layer, torch.nn.Linear)
-    ]
+    names = [name.replace(".base_layer", "") for name, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)]
     chosen = [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends) and _chosen(name, config)]
     if not chosen:
         raise _no_such_layers(model, config)
@@ -358,21 +363,37 @@ def _full(value: Tensor) -> Tensor:
 
 
 def _write_parameters(folder: Path, model: Model, config: PolicyConfig, parameters: dict[str, Tensor]) -> None:
-    """LoRA in the layout that ``pipeline.load_lora_weights`` reads, alpha included; full weights as ``transformer/``."""
-    if config.train == "lora":
-        layers = get_peft_model_state_dict(model.transformer, state_dict=parameters, adapter_name=ADAPTER)
-        # peft keeps the targets as a set, whose order differs between processes
-        metadata = _lora_config(model, config).to_dict() | {"target_modules": sorted(_targets(model, config))}
-        model.pipeline_class.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
-        for file in folder.glob("*.safetensors"):
-            _sort_header(file)
-        return
-    buffers = {key: _full(value) for key, value in model.transformer.state_dict().items() if key not in parameters}
-    model.transformer.save_config(folder / "transformer")
-    _forget_origin(folder / "transformer" / "config.json")
-    save_torch_state_dict(
-        parameters | buffers, folder / "transformer", filename_pattern="diffusion_pytorch_model{suffix}.safetensors"
-    )
+    """LoRA in the layout that ``pipeline.load_lora_weights`` reads, alpha included; full weights as ``transformer/``.
+
+    What is of a second network is in ``transformer_2/``, a LoRA too.
+    """
+    for prefix, network in trained_networks(model.transformer).items():
+        own = {key.removeprefix(prefix): value for key, value in parameters.items() if key.startswith(prefix)}
+        if config.train == "lora":
+            _write_lora(_lora_folder(folder, prefix), model, network, config, own)
+        else:
+            _write_network(folder / (prefix.rstrip(".") or FIRST), network, own)
+
+
+def _lora_folder(folder: Path, prefix: str) -> Path:
+    """Where the LoRA of a network is, by what stands before the names of its parameters."""
+    return folder if prefix.rstrip(".") in ("", FIRST) else folder / prefix.rstrip(".")
+
+
+def _write_lora(folder: Path, model: Model, network: Any, config: PolicyConfig, parameters: dict[str, Tensor]) -> None:
+    layers = get_peft_model_state_dict(network, state_dict=parameters, adapter_name=ADAPTER)
+    # peft keeps the targets as a set, whose order differs between processes
+    metadata = _lora_config(model, network, config).to_dict() | {"target_modules": sorted(_targets(model, network, config))}
+    model.pipeline_class.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
+    for file in folder.glob("*.safetensors"):
+        _sort_header(file)
+
+
+def _write_network(folder: Path, network: Any, parameters: dict[str, Tensor]) -> None:
+    buffers = {key: _full(value) for key, value in network.state_dict().items() if key not in parameters}
+    network.save_config(folder)
+    _forget_origin(folder / "config.json")
+    save_torch_state_dict(parameters | buffers, folder, filename_pattern="diffusion_pytorch_model{suffix}.safetensors")
 
 
 def _forget_origin(config: Path) -> None:
@@ -393,14 +414,16 @@ def _sort_header(file: Path) -> None:
 
 def _read_parameters(folder: Path, model: Model, config: PolicyConfig, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of ``_write_parameters``, by parameter name."""
+    named: dict[str, Tensor] = {}
     with _readable(folder):
-        if config.train == "lora":
-            layers = model.pipeline_class.lora_state_dict(folder, use_safetensors=True, local_files_only=True)
-            named = {key.removeprefix("transformer."): value for key, value in layers.items()}
-        else:
-            named = {}
-            for shard in sorted((folder / "transformer").glob("*.safetensors")):
-                named |= load_file(shard)
+        for prefix in trained_networks(model.transformer):
+            if config.train == "lora":
+                source = _lora_folder(folder, prefix)
+                layers = model.pipeline_class.lora_state_dict(source, use_safetensors=True, local_files_only=True)
+                named |= {prefix + key.removeprefix(f"{FIRST}."): value for key, value in layers.items()}
+            else:
+                for shard in sorted((folder / (prefix.rstrip(".") or FIRST)).glob("*.safetensors")):
+                    named |= {prefix + key: value for key, value in load_file(shard).items()}
     stored = {_stored_name(key): key for key in like}
     buffers = model.transformer.state_dict().keys() - like.keys()  # which full weights lie beside
     return _fitting(folder, {stored.get(name, name): value for name, value in named.items() if name not in buffers}, like)

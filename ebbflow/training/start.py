@@ -10,6 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from ebbflow.models import Model
+from ebbflow.models.base import trained_networks
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import digest_of
@@ -62,6 +63,8 @@ def lora_parameters(model: Model, config: PolicyConfig, own: dict[str, Tensor], 
     """
     if config.train != "lora":
         raise PolicyError("policy.start names a LoRA and policy.train is 'full'; set policy.train to lora")
+    if len(trained_networks(model.transformer)) > 1:
+        raise PolicyError("policy.start names a LoRA of one network, and model.expert is both; start from a policy folder")
     if config.dora:
         raise PolicyError(
             "policy.start names a LoRA, and policy.dora starts from a policy folder alone; set policy.dora to false"

@@ -91,6 +91,27 @@ def test_an_online_step(start, name, lr, frames):
     assert moved == set() if lr == 0 else len(moved) > len(before) / 3
 
 
+@pytest.mark.exhaustive
+def test_an_online_step_trains_both_experts(start):
+    online = {
+        "kind": "online",
+        "algorithm": {"name": "mix_grpo"},
+        "steps": 1,
+        "prompts_per_step": 2,
+        "updates_per_step": 1,
+        "sampler": {"steps": 4},
+        "window": {"kind": "all"},
+        "optimizer": {"lr": 1e-3},
+    }
+    ctx, model, updater = start("wan_a14b", online, expert="both", guidance=1.0)
+    before, recorder = values(updater.policy), MetricsRecorder()
+    workers = local_workers(ctx, updater, Scorer(((Brightness(), 1.0),)))
+    run_online_stage(ctx, workers, prompts("wan_a14b", SHORT[:2]), recorder)
+    (metrics,) = recorder.metrics
+    assert metrics["ratio/deviation"] < 1e-6
+    assert {name.split(".")[0] for name in changed(updater.policy, before)} == {"transformer", "transformer_2"}
+
+
 @pytest.mark.parametrize("algorithm", ["mix_grpo", "grpo_guard", "flow_dppo"])
 @pytest.mark.parametrize("in_loss", [True, False])
 def test_guided_rollouts_can_train_the_prediction_without_guidance(start, monkeypatch, algorithm, in_loss):

@@ -11,8 +11,11 @@ from ebbflow.models import ModelError, predict
 from ebbflow.models.families.wan_a14b import EXPERTS
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.storage.artifacts import digest_of
+from ebbflow.training.export import export_pipeline
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import PolicyMetadata
+from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata
+from ebbflow.training.start import lora_parameters
 
 LORA = PolicyConfig(train="lora", rank=4, alpha=12)
 SIGMAS = torch.tensor([0.9, 0.5])
@@ -58,6 +61,66 @@ def test_the_pipeline_loads_an_adapter_of_the_other_transformer(open_tiny, open_
     ours = our_latents(model, wanted)
     assert (theirs(pipeline, model, wanted)[0] - ours).abs().max() < 1e-4
     assert (ours - base).abs().max() > 1e-2
+
+
+def test_both_are_trained_in_one_run(open_tiny):
+    """Each by the rows of its band."""
+    model = open_tiny("wan_a14b", expert="both", guidance=1.0)
+    policy, conditioning = changed(model), model.encode(prompts("wan_a14b", SHORT[:2]))
+    assert len(model.blocks()) == 4
+    latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+    velocity = predict(model, latents, SIGMAS, conditioning)
+    with torch.no_grad():
+        parts = [slice(row, row + 1) for row in (0, 1)]
+        rows = [predict(model, latents[part], SIGMAS[part], conditioning.rows(part)) for part in parts]
+    assert torch.allclose(velocity, torch.cat(rows), atol=1e-5)
+    names, parameters = zip(*policy.parameters.items(), strict=True)
+    assert {name.split(".")[0] for name in names} == set(EXPERTS.values())
+    for row, part in enumerate(EXPERTS.values()):
+        gradients = torch.autograd.grad(velocity[row].square().sum(), parameters, retain_graph=True)
+        moved = {name.split(".")[0] for name, gradient in zip(names, gradients, strict=True) if gradient.any()}
+        assert moved == {part}
+
+
+def test_the_pipeline_loads_adapters_of_both(open_tiny, open_peer, tmp_path):
+    model, pipeline, wanted = open_tiny("wan_a14b", expert="both"), open_peer("wan_a14b"), prompts("wan_a14b", SHORT[:1])
+    base = our_latents(model, wanted)
+    metadata = PolicyMetadata(base_digest="base", recipe_digest="recipe", config=LORA, version=1, model=model.config)
+    policy = changed(model)
+    policy.save(tmp_path / "policy", metadata)
+    pipeline.load_lora_weights(tmp_path / "policy")
+    one = theirs(pipeline, model, wanted)[0]
+    pipeline.load_lora_weights(tmp_path / "policy" / "transformer_2", load_into_transformer_2=True)
+    ours = our_latents(model, wanted)
+    assert (theirs(pipeline, model, wanted)[0] - ours).abs().max() < 1e-4
+    assert min((ours - base).abs().max(), (ours - one).abs().max()) > 1e-2
+    again = Policy(open_tiny("wan_a14b", expert="both"), LORA, seed=1)
+    again.load(tmp_path / "policy")
+    assert all(torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items())
+
+
+@pytest.mark.exhaustive
+def test_whole_weights_of_both_are_two_networks_of_diffusers(open_tiny, tiny_folder, open_peer, tmp_path):
+    full, model, wanted = PolicyConfig(train="full"), open_tiny("wan_a14b", expert="both"), prompts("wan_a14b", SHORT[:1])
+    policy, generator = Policy(model, full, seed=0), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    digest = digest_of(tiny_folder("wan_a14b"))
+    metadata = PolicyMetadata(base_digest=digest, recipe_digest="recipe", config=full, version=1, model=model.config)
+    policy.save(tmp_path / "policy", metadata)
+    again = Policy(open_tiny("wan_a14b", expert="both"), full, seed=1)
+    again.load(tmp_path / "policy")
+    assert all(torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items())
+    export_pipeline(tiny_folder("wan_a14b"), tmp_path / "policy", tmp_path / "exported")
+    drawn = theirs(open_peer("wan_a14b", folder=tmp_path / "exported"), model, wanted)[0]
+    assert (drawn - our_latents(model, wanted)).abs().max() < 1e-4
+
+
+def test_a_published_lora_is_of_one_network(open_tiny, tmp_path):
+    model = open_tiny("wan_a14b", expert="both")
+    with pytest.raises(PolicyError, match="a LoRA of one network, and model.expert is both; start from a policy folder"):
+        lora_parameters(model, LORA, {}, tmp_path)
 
 
 def test_an_expert_is_of_a_model_with_two(tiny_folder, open_tiny):

@@ -197,6 +197,19 @@ PUBLISHED = {
         "optimizer": {"weight_decay": 1e-4, "max_grad_norm": 1.0},
         "steps": 200,
     },
+    "wan22_a14b": {
+        "model": {"family": "wan_a14b", "path": "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "height": 480, "width": 480}
+        | {"expert": "both", "frames": 5, "guidance": 4.0, "precision": "bfloat16"},
+        "policy": {"train": "lora", "rank": 64, "alpha": 128},
+        "stage": {"prompts_per_step": 48, "group_size": 16, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-4},
+        "sampler": {"name": "flow_sde", "steps": 10, "eta": 0.9},
+        "window": {"kind": "random", "size": 1},
+        "advantages": {"std": "group", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 1e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "evaluation": 28,
+    },
     "wan22_5b": {
         "model": {"family": "wan", "path": "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "height": 704, "width": 1280}
         | {"frames": 9, "guidance": 5.0, "gradient_checkpointing": True},
@@ -225,6 +238,7 @@ REWARDS = {
     "flux2_dev": ["pickscore"],
     "flux2_edit": ["pickscore"],
     "hunyuan_video": ["hps"],
+    "wan22_a14b": ["pickscore"],
     "flux_dev": ["pickscore"],
     "wan22_5b": ["hps"],
 }
@@ -311,7 +325,7 @@ def test_the_same_repository_has_the_same_commit_everywhere():
     for path in RECIPES:
         for repository, commit in re.findall(r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()):
             commits.setdefault(repository, set()).add(commit)
-    assert len(commits) == 14
+    assert len(commits) == 15
     assert all(len(known) == 1 for known in commits.values())
 
 

@@ -99,9 +99,9 @@ def refused_together(base: Path, ranks: Ranks) -> str:
     return str(error.value)
 
 
-def velocities_of_experts(folder: Path, ranks: Ranks) -> list[float]:
+def velocities_of_experts(folder: Path, ranks: Ranks, expert: str = "high_noise") -> list[float]:
     """Without gradient, of this rank's rows: the first is of the band of the trained expert, the second of the other one's."""
-    model = load_model(folder, ModelConfig(family="wan_a14b", path=str(folder), height=64, width=64))
+    model = load_model(folder, ModelConfig(family="wan_a14b", path=str(folder), height=64, width=64, expert=expert))
     Policy(model, LORA, 0, shard=ranks.world > 1)
     rows = slice(None) if ranks.world == 1 else slice(ranks.rank, ranks.rank + 1)
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
@@ -135,7 +135,7 @@ def train_as_a_rank(base: Path, experts: Path, output: Path) -> None:
         assert ranks == Ranks(int(os.environ["RANK"]), 2)
         said = {case: two_steps(base, case, output / case, ranks) for case in CASES} | {"error": refused_together(base, ranks)}
         said["taught"] = taught(base, ranks)
-        said["experts"] = velocities_of_experts(experts, ranks)
+        said |= {expert: velocities_of_experts(experts, ranks, expert) for expert in ("high_noise", "both")}
     assert Ranks.current() == Ranks(0, 1)
     (output / f"said-{ranks.rank}.json").write_text(json.dumps(said))
     untrained = PolicyMetadata(base_digest="b", recipe_digest="r", config=LORA, version=1)
@@ -192,9 +192,10 @@ def test_two_processes_stop_together(two_processes):
     assert "of prompt 4, sample 7, noised to sigma" in errors[1]
 
 
-def test_processes_predict_together_where_their_rows_are_of_different_experts(experts_folder, two_processes):
-    together = [json.loads((two_processes / f"said-{rank}.json").read_text())["experts"] for rank in range(2)]
-    assert sum(together, []) == pytest.approx(velocities_of_experts(experts_folder, Ranks(0, 1)), rel=1e-5)
+@pytest.mark.parametrize("expert", ["high_noise", "both"])
+def test_processes_predict_together_where_their_rows_are_of_different_experts(experts_folder, two_processes, expert):
+    together = [json.loads((two_processes / f"said-{rank}.json").read_text())[expert] for rank in range(2)]
+    assert sum(together, []) == pytest.approx(velocities_of_experts(experts_folder, Ranks(0, 1), expert), rel=1e-5)
 
 
 def test_processes_learn_together_where_their_rows_are_of_different_teachers(base_folder, two_processes):

@@ -1,4 +1,4 @@
-"""Wan2.2-A14B, text to video: one transformer for the noise from a boundary on and one for less; one of them is trained."""
+"""Wan2.2-A14B, text to video: one transformer for the noise from a boundary on and one for less; one is trained, or both."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import WanPipeline
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ebbflow.models.base import Conditioning, ModelError
+from ebbflow.models.base import Conditioning, Experts, ModelError, trained_networks
 from ebbflow.models.families.wan import WanModel
 from ebbflow.models.published import XXL, Part, Published
 from ebbflow.recipe.families import Family
@@ -25,9 +25,9 @@ OTHERS = {
 
 
 class WanA14BModel(WanModel):
-    """Adapter of ``WanPipeline`` with two transformers; ``model.expert`` names the one that is trained.
+    """Adapter of ``WanPipeline`` with two transformers; ``model.expert`` names the one that is trained, or both.
 
-    The other one denoises its part of every trajectory as it was published. Both are guided alike.
+    One that is not trained denoises its part of every trajectory as it was published. Both are guided alike.
     """
 
     pipeline_class = WanPipeline
@@ -37,8 +37,13 @@ class WanA14BModel(WanModel):
     networks = tuple(EXPERTS.values())
 
     @classmethod
-    def trained_part(cls, config: ModelConfig) -> str:
-        return EXPERTS[config.expert or "high_noise"]
+    def trained_parts(cls, config: ModelConfig) -> tuple[str, ...]:
+        return cls.networks if config.expert == "both" else (EXPERTS[config.expert or "high_noise"],)
+
+    @classmethod
+    def _trained_network(cls, pipeline: Any, config: ModelConfig) -> Any:
+        networks = {part: getattr(pipeline, part) for part in cls.trained_parts(config)}
+        return Experts(networks) if len(networks) > 1 else next(iter(networks.values()))
 
     @classmethod
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
@@ -50,16 +55,20 @@ class WanA14BModel(WanModel):
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Of the network whose band each sigma is in.
 
-        With gradient, or where it is sharded, the trained one also computes a pass without rows of its band: its gradient is then
+        With gradient, or where it is sharded, a trained one also computes a pass without rows of its band: its gradient is then
         zero instead of missing, and every rank of FSDP has to call it, or the others wait for its share of the weights.
         """
         high = sigma >= self.pipeline.config.boundary_ratio
-        trains_high = self.trained_part(self.config) == EXPERTS["high_noise"]
-        ours, other = (high, self.pipeline.transformer_2) if trains_high else (~high, self.pipeline.transformer)
-        if ours.all():
-            return self._denoise(self.transformer, latents, sigma, conditioning)
-        published = self._denoise(other, latents, sigma, conditioning)
-        if not ours.any() and not torch.is_grad_enabled() and not isinstance(self.transformer, FSDPModule):
-            return published
-        trained = self._denoise(self.transformer, latents, sigma, conditioning)
-        return torch.where(ours.view(-1, 1, 1, 1, 1), trained, published)
+        trained = list(trained_networks(self.transformer).values())
+        networks = [getattr(self.pipeline, part) for part in self.networks]
+        velocities = [
+            self._denoise(network, latents, sigma, conditioning)
+            if rows.any() or (network in trained and (torch.is_grad_enabled() or isinstance(network, FSDPModule)))
+            else None
+            for network, rows in zip(networks, (high, ~high), strict=True)
+        ]
+        called = [velocity for velocity in velocities if velocity is not None]
+        return torch.where(high.view(-1, 1, 1, 1, 1), called[0], called[-1])
+
+    def blocks(self) -> list[nn.Module]:
+        return [block for network in trained_networks(self.transformer).values() for block in network.blocks]
