@@ -111,7 +111,8 @@ def check(recipe: Path) -> None:
     type=click.FloatRange(0, min_open=True),
     help="Floating-point operations in a second that a GPU sustains, in 10^12: gives hours. A third to half of its data sheet.",
 )
-def estimate(recipe: Path, processes: int, tflops: float | None) -> None:
+@click.option("--context-parallel", default=1, show_default=True, type=click.IntRange(min=1), help="Processes for each sample.")
+def estimate(recipe: Path, processes: int, tflops: float | None, context_parallel: int) -> None:
     """Estimate what RECIPE needs: memory per process, network evaluations, storage, hours. Nothing is run or downloaded."""
     from ebbflow.data.model_sizes import SizeError  # imports numpy
     from ebbflow.estimate.measured import measured
@@ -120,7 +121,7 @@ def estimate(recipe: Path, processes: int, tflops: float | None) -> None:
 
     try:
         resolved = load_recipe(recipe)
-        click.echo(describe(estimate_of(resolved, processes, *measured(resolved.model)), tflops))
+        click.echo(describe(estimate_of(resolved, processes, *measured(resolved.model), 1, False, context_parallel), tflops))
     except (RecipeError, SizeError) as error:
         sys.exit(str(error))
     except _model_error() as error:  # evaluated where all other errors are ruled out

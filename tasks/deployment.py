@@ -250,6 +250,8 @@ class DeploymentConfig(Strict):
     """Nodes of an offline stage's training. More than one are a PyTorchJob of the Kubeflow training operator."""
     train_sharding: Literal["full", "hybrid"] = "full"
     """full: FSDP2 shards the model over all processes; hybrid: inside each node, and replicates it over the nodes (HSDP)."""
+    train_context_parallel: AtLeastOne = 1
+    """Processes of a node that share the tokens of each sample in training, for latents whose activations do not fit one GPU."""
     image_registry: str | None = None
     """Registry of the CPU image (tasks/images.py), which Flyte then builds when you register; default: no image is built."""
     hub_secret: HubSecretConfig | None = None
@@ -272,6 +274,15 @@ class DeploymentConfig(Strict):
     accelerated: AcceleratedConfig = AcceleratedConfig()
     training_group: TrainingGroupConfig = TrainingGroupConfig()
     ray_cluster: RayClusterConfig = RayClusterConfig()
+
+    @model_validator(mode="after")
+    def _tokens_are_shared_inside_a_node(self) -> DeploymentConfig:
+        if self.train_processes % self.train_context_parallel:
+            raise ValueError(
+                f"train_context_parallel = {self.train_context_parallel} does not divide train_processes = "
+                f"{self.train_processes}; change one of them"
+            )
+        return self
 
 
 def read_deployment(environment: Mapping[str, str]) -> DeploymentConfig:

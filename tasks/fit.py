@@ -173,7 +173,8 @@ def _with(made: Estimate, changed: dict[str, Any], processes: int | None = None)
     for key, value in changed.items():
         recipe = _replaced(recipe, key.split("."), value)
     words = " and ".join(f"{key}: {str(value).lower()}" for key, value in changed.items())
-    return estimate_of(recipe, processes or made.processes, made.sizes, made.sample, made.nodes, made.hybrid), words
+    spread = (made.nodes, made.hybrid, made.context_parallel)
+    return estimate_of(recipe, processes or made.processes, made.sizes, made.sample, *spread), words
 
 
 def _replaced(part: Any, path: list[str], value: Any) -> Any:

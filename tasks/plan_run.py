@@ -33,8 +33,10 @@ def plan_run(recipe: Recipe) -> str:
     from tasks.fit import compare
 
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-    given = {key: getattr(DEPLOYMENT, key) for key in ("train_processes", "train_nodes", "train_sharding")}
-    made = estimate(recipe, DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes, DEPLOYMENT.train_sharding == "hybrid")
+    keys = ("train_processes", "train_nodes", "train_sharding", "train_context_parallel")
+    given = {key: getattr(DEPLOYMENT, key) for key in keys}
+    hybrid, context_parallel = DEPLOYMENT.train_sharding == "hybrid", DEPLOYMENT.train_context_parallel
+    made = estimate(recipe, DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes, hybrid, context_parallel)
     lines, misfits = compare(made, DEPLOYMENT)
     if misfits and DeploymentConfig(**given) != DEPLOYMENT:
         raise DeploymentError("this run does not fit into its machines:\n" + "\n".join(misfits))

@@ -65,6 +65,7 @@ def train_offline(
             recorder,
             checkpoints,
             replicas=ranks.nodes if DEPLOYMENT.train_sharding == "hybrid" else 1,
+            context_parallel=DEPLOYMENT.train_context_parallel,
         )
         record = record.model_copy(update={"seconds": {"process_start": starting, **record.seconds}})
         if run_logger:

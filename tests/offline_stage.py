@@ -26,7 +26,7 @@ def write_offline_stage(folder: Path, recipe: Recipe, base: Path, prompts: Seque
     ctx, table, start = StageContext(recipe, 0, 1), folder / "prompts.parquet", folder / "start"
     write_prompts(pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), table)
     write_base_policy(start, verify(base), recipe.digest, recipe.policy)
-    model = load_model(base)
+    model = load_model(base, recipe.model)
     untouched, trained_on, scores = Policy(model, recipe.policy, 0), read_prompts(table, "train"), []
     untouched.ensure("old")
     for shard in range(2):

@@ -2,7 +2,7 @@
 
 A linear layer takes 2 floating-point operations for each weight and token, attention 4 h for each pair of tokens of width h in a
 block (2001.08361, 2104.04473). A backward pass takes twice as many as a forward pass, and ``gradient_checkpointing`` repeats the
-forward pass. Text encoders, VAE, rewards, downloads and the start of pods are not counted.
+forward pass of its blocks. Text encoders, VAE, rewards, downloads and the start of pods are not counted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ebbflow.data.model_sizes import Sample, Sizes
 from ebbflow.estimate.run import Estimate
 from ebbflow.estimate.work import Work
+from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.stages import CustomStageConfig, OnlineStageConfig
 from ebbflow.stage import StageContext
 
@@ -59,6 +60,11 @@ def _tokens(layer: str, sample: Sample) -> int:
     return sample.tokens if both else sample.tokens - sample.text_tokens
 
 
+def training_passes(model: ModelConfig) -> float:
+    """How many forward passes a forward and a backward pass take as long as."""
+    return 3 + model.gradient_checkpointing / model.gradient_checkpointing_every
+
+
 def hours(made: Estimate, tflops: float) -> dict[str, Hours]:
     """The hours of each stage in all rounds by its label in the first, and of all evaluations.
 
@@ -84,7 +90,7 @@ def hours(made: Estimate, tflops: float) -> dict[str, Hours]:
 def _stage(made: Estimate, ctx: StageContext, work: Work, forward: float) -> Hours:
     """Of a stage in a round; ``forward`` is the hours of an evaluation of the network for one sample."""
     generating = work.denoising * forward
-    training = (work.training * (4 if made.recipe.model.gradient_checkpointing else 3) + work.comparing) * forward
+    training = (work.training * training_passes(made.recipe.model) + work.comparing) * forward
     if not isinstance(ctx.config, OnlineStageConfig):
         return Hours(generating / ctx.offline.shards + training / made.processes / made.nodes, generating + training)
     if ctx.config.placement == "in_process":

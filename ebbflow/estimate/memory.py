@@ -12,7 +12,8 @@ copies         4 A each (``ebbflow.training.policy``): the reference always, old
                a stage has them; where nothing trains, also the swapped-out parameters
 activations    n s h L 34 b / 2 (2205.05198, without the scores that flash attention never stores), times 1.5:
                modulation and gates, which that transformer lacks. With ``gradient_checkpointing``
-               n s h (L b + 34 1.5 b / 2). Twice with classifier-free guidance in training. Without
+               n s h (L b + 34 1.5 b / 2); with ``gradient_checkpointing_every`` some blocks keep theirs. Twice with
+               classifier-free guidance in training; a share of it where processes share the tokens. Without
                gradients n s h 10 b: a token's residual, its modulated copy, and the 4 h of the feed-forward
                layer before and after its nonlinearity; or the VAE while it decodes, if that is more. Where adapters
                are merged to generate (``Policy.merged``), 4 bytes for each element of the weights that they adapt
@@ -24,9 +25,9 @@ With ``model.cpu_offload`` the copies and AdamW's 8 A are in main memory, and wh
 and the gradients too.
 
 In offline stages FSDP2 shards the first three over the processes, or over those of a node (HSDP); a block is gathered while it
-computes, and every process loads all weights first. A network that is never trained lies whole on each of them. The activations
-are an estimate: in small models autograd saved .7 to 1.8 times as much (``tests/estimate/test_activations.py``). CUDA's
-context and fragmentation are not counted: leave a tenth.
+computes (``model.fsdp`` changes that), and every process loads all weights first. A network that is never trained lies whole on
+each of them. The activations are an estimate: in small models autograd saved .7 to 1.8 times as much
+(``tests/estimate/test_activations.py``). CUDA's context and fragmentation are not counted: leave a tenth.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ class Memory:
         return max(self.weights + self.optimizer + self.copies + self.activations + self.samples + self.others, self.loading)
 
 
-def activation_bytes(sizes: Sizes, tokens: int, precision: Precision, checkpointing: bool) -> int:
-    """Bytes that a forward pass of one sample saves for the backward pass."""
-    number = tokens * sizes.width * BYTES[precision]
-    if checkpointing:
-        return number * sizes.blocks + block_bytes(sizes.width, tokens, precision)
-    return sizes.blocks * block_bytes(sizes.width, tokens, precision)
+def activation_bytes(sizes: Sizes, tokens: int, precision: Precision, checkpointing: bool, every: int = 1) -> int:
+    """Bytes that a forward pass of one sample saves for the backward pass; ``every``: n-th block recomputes its own."""
+    block = block_bytes(sizes.width, tokens, precision)
+    recomputed = math.ceil(sizes.blocks / every) if checkpointing else 0
+    kept = sizes.blocks - recomputed + bool(recomputed)  # one at a time is there again
+    return recomputed * tokens * sizes.width * BYTES[precision] + kept * block
 
 
 def block_bytes(width: int, tokens: int, precision: Precision) -> int:
@@ -102,9 +103,19 @@ def inference_bytes(width: int, tokens: int, precision: Precision) -> int:
 
 
 def stage_memory(
-    memory: ProcessMemory, contexts: Sequence[StageContext], processes: int, shards: int | None = None
+    memory: ProcessMemory,
+    contexts: Sequence[StageContext],
+    processes: int,
+    shards: int | None = None,
+    context_parallel: int = 1,
 ) -> dict[str, Memory]:
-    """The memory of every process of every stage; ``shards``: processes that an offline stage's model is sharded over (all)."""
+    """The memory of every process of every stage.
+
+    Args:
+        processes: of the training of an offline stage.
+        shards: of them, those that the model is sharded over; left out, all.
+        context_parallel: of them, those that share the tokens of a sample.
+    """
     found: dict[str, Memory] = {}
     for ctx in contexts:
         if ctx.config.kind == "online":
@@ -112,7 +123,7 @@ def stage_memory(
             continue
         if not ctx.offline.pairs:
             found[f"{ctx.label} rollout"] = memory.rollout(ctx)
-        found[f"{ctx.label} training"] = memory.offline(ctx, processes, shards or processes)
+        found[f"{ctx.label} training"] = memory.offline(ctx, processes, shards or processes, context_parallel)
     return found
 
 
@@ -163,9 +174,24 @@ class ProcessMemory:
         return self.frozen + 4 * numbers + (2 * self.sizes.parameters if precision != "float32" else 0)
 
     def sharded_weights(self, processes: int, shards: int) -> int:
-        """Of one of several processes that train: its shard and a gathered block of what is trained, and all of the rest."""
-        trained = self.weights(self.recipe.model.precision) - self.frozen
-        return self.frozen + trained // shards + (trained // self.sizes.blocks if processes > 1 else 0)
+        """Of one of several processes that train: its shard and what it gathers of what is trained, and all of the rest."""
+        return self.frozen + self.shard(shards) + (self._gathered() if processes > 1 else 0)
+
+    def shard(self, shards: int) -> int:
+        """Of the weights that processes share."""
+        weights = self.weights("float32" if self._rounded else self.recipe.model.precision)
+        return (weights - self.frozen) // shards
+
+    def _gathered(self) -> int:
+        """A block of the weights that processes share, the next one with ``prefetch``, or all with ``keep_gathered``."""
+        fsdp, blocks = self.recipe.model.fsdp, self.sizes.blocks
+        whole = 2 * self.sizes.parameters if self._rounded else self.shard(1)
+        return whole * (blocks if fsdp.keep_gathered else min(1 + fsdp.prefetch, blocks)) // blocks
+
+    @property
+    def _rounded(self) -> bool:
+        """Whether full weights are gathered in 16 bits, so that autocast keeps no casts."""
+        return self.recipe.model.fsdp.gather == "bfloat16" and self.recipe.policy.train == "full"
 
     def merged(self, precision: Precision) -> int:
         """The weights that stand in for the adapted ones while adapters are merged, to generate in a precision."""
@@ -238,12 +264,12 @@ class ProcessMemory:
             samples=samples * (self.prompt_bytes + self.latents * (1 + recorded)) + self._update(ctx, share),
         )
 
-    def offline(self, ctx: StageContext, processes: int, shards: int) -> Memory:
-        config = ctx.offline
+    def offline(self, ctx: StageContext, processes: int, shards: int, context_parallel: int) -> Memory:
+        samples = math.ceil(ctx.offline.batch_size * context_parallel / processes)
         return replace(
             self._training_state(ctx, processes, shards),
-            activations=self._training(ctx),
-            samples=self._update(ctx, math.ceil(config.batch_size / processes)),
+            activations=math.ceil(self._training(ctx) / context_parallel),
+            samples=self._update(ctx, samples),
         )
 
     def _training_state(self, ctx: StageContext, processes: int, shards: int) -> Memory:
@@ -259,7 +285,7 @@ class ProcessMemory:
         if processes == 1:
             gradients = 4 * self.trained
             return replace(state, optimizer=gradients, copies=0, offloaded=state.optimizer - gradients + state.copies)
-        shard = (self.weights(self.recipe.model.precision) - self.frozen) // shards
+        shard = self.shard(shards)
         offloaded = shard + state.optimizer + state.copies
         return replace(state, weights=state.weights - shard, optimizer=0, copies=0, offloaded=offloaded)
 
@@ -287,7 +313,8 @@ class ProcessMemory:
         """Of one forward and backward pass."""
         model = self.recipe.model
         rows = max(ctx.config.micro_batch, units_of(ctx)[1])
-        kept = activation_bytes(self.sizes, self.sample.tokens, model.precision, model.gradient_checkpointing)
+        every = model.gradient_checkpointing_every
+        kept = activation_bytes(self.sizes, self.sample.tokens, model.precision, model.gradient_checkpointing, every)
         return rows * kept * passes_of(ctx, self.sample)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ebbflow.estimate.hours import TERA, forward_operations
+from ebbflow.estimate.hours import TERA, forward_operations, training_passes
 from ebbflow.estimate.run import Estimate
 from ebbflow.estimate.schedule import Schedule, Stage, TaskSeconds, simulate
 from ebbflow.estimate.work import BYTES, trained_steps, units_of
@@ -138,11 +138,10 @@ def task_times_of(made: Estimate, work: OnlineWork, tflops: float, network: floa
     """
     done, steps = made.work[work.ctx.label], work.ctx.online.steps
     forward = forward_operations(made.sizes, made.sample) / TERA / tflops
-    backward = 4 if made.recipe.model.gradient_checkpointing else 3
     return TaskTimes(
         rollout=done.denoising * forward / steps / work.requests,
         scoring=0.0,
-        training=(done.training * backward + done.comparing) * forward / steps,
+        training=(done.training * training_passes(made.recipe.model) + done.comparing) * forward / steps,
         between=work.pushed / network / GIGA,
         network=network * GIGA,
     )

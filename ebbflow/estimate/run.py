@@ -23,6 +23,7 @@ class Estimate:
         processes: of the training of an offline stage, on each node.
         nodes: of that training.
         hybrid: whether each node has a replica of the model (HSDP), instead of a share of it.
+        context_parallel: of those processes, how many share the tokens of a sample.
         memory: of one process, by what it does.
         work: of each stage, by its label in the first round.
         evaluations: of policies in a run, at most.
@@ -46,9 +47,10 @@ class Estimate:
     prompt: int
     nodes: int = 1
     hybrid: bool = False
+    context_parallel: int = 1
 
 
-def estimate(recipe: Recipe, processes: int = 2, nodes: int = 1, hybrid: bool = False) -> Estimate:
+def estimate(recipe: Recipe, processes: int = 2, nodes: int = 1, hybrid: bool = False, context_parallel: int = 1) -> Estimate:
     """What a recipe needs, with ``processes`` in the training of an offline stage on each of ``nodes``.
 
     Raises:
@@ -60,10 +62,18 @@ def estimate(recipe: Recipe, processes: int = 2, nodes: int = 1, hybrid: bool = 
         raise ValueError(f"processes = {processes}: an offline stage trains with at least one")
     from ebbflow.models.sizes import measure  # imports torch
 
-    return estimate_of(recipe, processes, *measure(recipe.model), nodes, hybrid)
+    return estimate_of(recipe, processes, *measure(recipe.model), nodes, hybrid, context_parallel)
 
 
-def estimate_of(recipe: Recipe, processes: int, sizes: Sizes, sample: Sample, nodes: int = 1, hybrid: bool = False) -> Estimate:
+def estimate_of(
+    recipe: Recipe,
+    processes: int,
+    sizes: Sizes,
+    sample: Sample,
+    nodes: int = 1,
+    hybrid: bool = False,
+    context_parallel: int = 1,
+) -> Estimate:
     """What a recipe needs of a model of these sizes.
 
     Raises:
@@ -84,7 +94,7 @@ def estimate_of(recipe: Recipe, processes: int, sizes: Sizes, sample: Sample, no
         trained=trained,
         processes=processes,
         memory={"text encoding": of.encoding(), "evaluation": of.evaluation()}
-        | stage_memory(of, contexts, processes * nodes, processes if hybrid else None),
+        | stage_memory(of, contexts, processes * nodes, processes if hybrid else None, context_parallel),
         work=work,
         evaluations=evaluations,
         evaluation=sample.passes * (judged * recipe.evaluation.steps + compared * 2 * len(DRIFT_SIGMAS)),
@@ -98,6 +108,7 @@ def estimate_of(recipe: Recipe, processes: int, sizes: Sizes, sample: Sample, no
         prompt=of.prompt_bytes,
         nodes=nodes,
         hybrid=hybrid,
+        context_parallel=context_parallel,
     )
 
 

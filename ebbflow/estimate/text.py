@@ -17,6 +17,7 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
     kept = sum(made.stored.values())
     replicas = ", with a replica of the model each" if made.hybrid else ""
     nodes = f" on each of {made.nodes} nodes{replicas}" if made.nodes > 1 else ""
+    sharing = f", {made.context_parallel} of them for each sample" if made.context_parallel > 1 else ""
     offloaded = max(memory.offloaded for memory in made.memory.values())
     lines = [
         f"{recipe.name}: {recipe.model.path or 'the glyph model'} ({recipe.model.family})",
@@ -24,7 +25,7 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
         f"  trained: {made.trained:,} ({share})",
         f"  a sample: latents {' x '.join(map(str, sample.latent_shape))}, {sample.tokens} tokens, {text}",
         f"  evaluations of the network for a denoising step: {sample.passes}",
-        f"  processes in the training of an offline stage: {made.processes}{nodes}",
+        f"  processes in the training of an offline stage: {made.processes}{nodes}{sharing}",
         "",
         "GiB of a process, at most",
         *table(

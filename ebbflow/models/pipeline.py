@@ -19,6 +19,7 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE
 from ebbflow.data.prompts import Prompt
@@ -57,6 +58,8 @@ class PipelineModel:
         default_max_tokens: longest prompt, in tokens of the large text encoder, where the recipe gives none.
         guided: whether ``model.guidance`` is the scale of classifier-free guidance.
         draws_videos: whether ``model.frames`` may be more than one.
+        shares_tokens: whether processes can share the tokens of a sample (``ebbflow.models.context_parallel``).
+        text_multiple: the network gets prompts padded to a multiple of it; 0 where they have one length, that of the longest.
     """
 
     pipeline_class: ClassVar[Any]
@@ -69,6 +72,8 @@ class PipelineModel:
     default_max_tokens: ClassVar[int] = 512
     guided: ClassVar[bool] = True
     draws_videos: ClassVar[bool] = False
+    shares_tokens: ClassVar[bool] = False
+    text_multiple: int = 0
 
     def __init__(self, pipeline: Any, config: ModelConfig, device: torch.device) -> None:
         if config.frames > 1 and not self.draws_videos:
@@ -85,7 +90,21 @@ class PipelineModel:
     @classmethod
     def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Self:
         """As ``ebbflow.models.base.Model.load``."""
-        return cls(load_pipeline(cls, folder, config, device), config, device)
+        model = cls(load_pipeline(cls, folder, config, device), config, device)
+        if config.gradient_checkpointing:
+            model._recompute_activations()
+        return model
+
+    def _recompute_activations(self) -> None:
+        """Have the blocks recompute theirs in the backward pass: every n-th of those that are trained, and all others."""
+        every = self.config.gradient_checkpointing_every
+        kept = {block for number, block in enumerate(self.blocks()) if number % every}
+
+        def call(block: nn.Module, *inputs: Any) -> Any:
+            return block(*inputs) if block in kept else checkpoint(block, *inputs, use_reentrant=False)
+
+        for network in (getattr(self.pipeline, name) for name in self.networks):
+            network.enable_gradient_checkpointing(call)
 
     # What a family says.
 
@@ -303,8 +322,6 @@ def load_pipeline(adapter: type[PipelineModel], folder: Path, config: ModelConfi
     adapter._check(pipeline, config)
     for network in (getattr(pipeline, name) for name in adapter.networks):
         network.to(device)
-        if config.gradient_checkpointing:
-            network.enable_gradient_checkpointing()
         if config.attention:
             _choose_attention(network, config.attention, config.family)
     return pipeline

@@ -24,7 +24,7 @@ from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import ADVANTAGES, KEY
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning, Model
-from ebbflow.models.base import device_of
+from ebbflow.models.base import ModelError, device_of
 from ebbflow.models.encoding import EMBEDDINGS, Encode, open_embeddings, write_embeddings
 from ebbflow.offline.shards import read_latent_parts, require_shard, seconds_of
 from ebbflow.recipe.algorithms import ForwardConfig
@@ -112,16 +112,17 @@ def train_epochs(
         TrainingError: every step would be warm-up, or no shard has a group for every process.
     """
     config, ranks, clock = ctx.offline, Ranks.current(), Clock()
-    shards = _large_enough(_trainable_shards(ctx, rollouts, advantages), updater, ranks)
-    num_steps = config.epochs * sum(_num_batches(shard, config.batch_size, ranks) for shard in shards)
+    of_rows = ranks.of_rows(updater.policy.context_parallel)
+    shards = _large_enough(_trainable_shards(ctx, rollouts, advantages), updater, of_rows)
+    num_steps = config.epochs * sum(_num_batches(shard, config.batch_size, of_rows) for shard in shards)
     _require_more_steps_than_warmup(ctx, num_steps)
     updater.num_updates = num_steps
     state = _resumed(checkpoints, updater, recorder, ranks, num_steps)
     gpus = float(ranks.world * torch.cuda.is_available())
-    with closing(_parts(ctx, model, prompts, shards, ranks, state.step)) as parts, handle_sigterm():
+    with closing(_parts(ctx, model, prompts, shards, ranks, of_rows, state.step)) as parts, handle_sigterm():
         loop = StageLoop(ctx, state, recorder, checkpoints, num_steps, gpus, quiet=ranks.rank > 0)
         for step, part in zip(loop.steps(), parts, strict=False):
-            metrics = _timed_update(ctx, updater, part, ranks, clock)
+            metrics = _timed_update(ctx, updater, part, of_rows, clock)
             state.seconds["training"] = state.seconds.get("training", 0.0) + metrics["seconds/training"]
             loop.finish_step(metrics, loss=f"{metrics['loss']:.4f}")
             if step + 1 < num_steps and checkpoints and (loop.preempted or checkpoints.due(step + 1)):
@@ -146,7 +147,7 @@ def samples_of_step(
 
     Args:
         step: from zero.
-        processes: that train together. They decide how the samples are divided into batches.
+        processes: that train together, those that share tokens counted once. They decide how the samples are divided.
     """
     shards = [shard for shard in _trainable_shards(ctx, rollouts, advantages) if shard.num_groups >= processes]
     visit = next(_schedule(ctx, shards, Ranks(0, processes), done=step), None)
@@ -167,15 +168,25 @@ def train_offline_folder(
     recorder: MetricsRecorder,
     checkpoints: Checkpoints | None = None,
     replicas: int = 1,
+    context_parallel: int = 1,
 ) -> StageRecord:
     """``train_epochs`` from a policy folder to a new one; shards the model over the process group where there is one.
 
     Args:
         replicas: of the sharded model, as of ``Policy``; no more than one where there is no process group.
+        context_parallel: as of ``Policy``; likewise.
+
+    Raises:
+        ModelError: tokens cannot be shared in such a model.
     """
+    if context_parallel > 1 and ctx.recipe.model.compile == "blocks":
+        raise ModelError(
+            f"train_context_parallel = {context_parallel} is for a network that is not compiled; set model.compile: off, or "
+            "leave it out"
+        )
     with handle_sigterm():
         ranks = Ranks.current()
-        policy, metadata = load_policy(ctx, base, folder, shard=ranks.world > 1, replicas=replicas)
+        policy, metadata = load_policy(ctx, base, folder, None, ranks.world > 1, replicas, context_parallel)
         updater = PolicyUpdater(policy, ctx.offline, metadata)
         trained_on = read_prompts(prompts, "train")
         known = {prompt.prompt_id for prompt in trained_on}
@@ -320,19 +331,23 @@ def _require_more_steps_than_warmup(ctx: StageContext, num_steps: int) -> None:
 
 
 def _parts(
-    ctx: StageContext, model: Model, prompts: list[Prompt], shards: list[Shard], ranks: Ranks, done: int
+    ctx: StageContext, model: Model, prompts: list[Prompt], shards: list[Shard], ranks: Ranks, of_rows: Ranks, done: int
 ) -> Generator[Part]:
-    """This process's part of the batch of every optimiser step after those that are done. Prompts are encoded at once."""
+    """This process's part of the batch of every optimiser step after those that are done. Prompts are encoded at once.
+
+    Args:
+        ranks: those that train, and ``of_rows``, this one's number among those with rows of their own.
+    """
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     wanted = dict.fromkeys(i for shard in shards for i in shard.prompt_ids.tolist())
     encode = _encode_together(ctx, model, [by_id[i] for i in wanted], ranks) if wanted else None
-    loaded = _with_latents(_schedule(ctx, shards, ranks, done), ranks)
+    loaded = _with_latents(_schedule(ctx, shards, of_rows, done), of_rows)
 
     def parts() -> Generator[Part]:
         with closing(loaded):
             for visit, batch, latents in loaded:
                 assert encode, "there are samples, and so prompts"
-                yield _part(ctx, visit, batch, latents, by_id, encode, ranks)
+                yield _part(ctx, visit, batch, latents, by_id, encode, of_rows)
 
     return parts()
 

@@ -31,6 +31,19 @@ class GlyphTrainingConfig(Strict):
     seed: int = Field(0, ge=0, lt=2**63)
 
 
+class FsdpConfig(Strict):
+    """How processes that train together share the weights (FSDP2). One process has all of them, and uses none of these keys."""
+
+    gather: Literal["float32", "bfloat16"] = "float32"
+    """Of trained weights on their way between processes, and in the network; with ``precision: bfloat16``, bfloat16 sends half as
+    much. Gradients are added in float32, and the optimiser's weights stay float32."""
+    keep_gathered: bool = False
+    """In passes without gradient, keep the weights of all blocks from one micro-batch to the next: they are sent once, and every
+    process holds the whole network meanwhile."""
+    prefetch: bool = False
+    """Ask for the weights of the next block before a block computes, not as it ends: for GPUs that wait for their CPU."""
+
+
 class ModelConfig(PretrainedSourceConfig):
     """The base model: a folder or repository in the Hugging Face layout of its family, or the glyph model, trained here."""
 
@@ -53,6 +66,9 @@ class ModelConfig(PretrainedSourceConfig):
     parameters are always float32."""
     gradient_checkpointing: bool = False
     """Recompute the activations of each block in the backward pass: slower, far less memory."""
+    gradient_checkpointing_every: int = Field(1, ge=1)
+    """Of the blocks, recompute each so many; the others keep their activations, which costs memory and saves time."""
+    fsdp: FsdpConfig = FsdpConfig()
     cpu_offload: bool = False
     """Keep in main memory what training needs only now and then: the optimiser's state and the copies of the policy; where
     several processes share the model (FSDP2), its weights and gradients too, which go to the GPU block by block. Slower."""
@@ -80,6 +96,17 @@ class ModelConfig(PretrainedSourceConfig):
         if self.expert and family and not family.experts:
             known = ", ".join(name for name, record in FAMILIES.items() if record.experts)
             raise ValueError(f"expert = {self.expert!r}: {self.family} has one transformer; leave it out, or take {known}")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_of_memory_do_something(self) -> ModelConfig:
+        if self.gradient_checkpointing_every > 1 and not self.gradient_checkpointing:
+            raise ValueError(
+                f"gradient_checkpointing_every = {self.gradient_checkpointing_every} chooses among recomputed blocks; set "
+                "gradient_checkpointing: true, or leave it out"
+            )
+        if self.fsdp.gather == "bfloat16" and self.precision != "bfloat16":
+            raise ValueError(f"fsdp.gather = 'bfloat16' computes in bfloat16, and precision is {self.precision}; set that, too")
         return self
 
     @model_validator(mode="after")

@@ -70,6 +70,10 @@ class Ranks:
         """Its number among those of its machine."""
         return self.rank % self.per_node
 
+    def of_rows(self, context_parallel: int) -> Ranks:
+        """This process among those with rows of their own, where so many that follow each other share the tokens of a row."""
+        return Ranks(self.rank // context_parallel, self.world // context_parallel)
+
     def barrier(self) -> None:
         """Wait for all of them."""
         if self.world > 1:
@@ -192,6 +196,19 @@ def replica_mesh(replicas: int) -> DeviceMesh | None:
     if world % replicas:
         raise ValueError(f"{world} ranks cannot be {replicas} replicas of the model; give each machine as many processes")
     return init_device_mesh(_device(), (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def row_mesh(context_parallel: int) -> DeviceMesh:
+    """The mesh of context parallelism: so many ranks that follow each other share the tokens of a row.
+
+    Raises:
+        ValueError: the ranks cannot be divided into such groups.
+    """
+    world = Ranks.current().world
+    if world % context_parallel:
+        raise ValueError(f"{world} ranks cannot be groups of {context_parallel}; change the number of processes")
+    names = ("rows", "ring", "ulysses")  # the last two as diffusers calls them; no ring attention
+    return init_device_mesh(_device(), (world // context_parallel, 1, context_parallel), mesh_dim_names=names)
 
 
 def send_file(path: Path, receiver: int) -> None:

@@ -12,8 +12,9 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -21,15 +22,16 @@ from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ebbflow.models.base import DTYPES, Model, trained_networks
+from ebbflow.models.context_parallel import require_shareable, share_tokens
 from ebbflow.recipe.base import sanitize
-from ebbflow.recipe.model import Precision
+from ebbflow.recipe.model import FsdpConfig, Precision
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import new_folder
-from ebbflow.training.distributed import replica_mesh
+from ebbflow.training.distributed import replica_mesh, row_mesh
 from ebbflow.training.policy_metadata import (
     AGAIN,
     ITERATE,
@@ -43,6 +45,7 @@ from ebbflow.training.policy_metadata import (
 ADAPTER = "default"
 FIRST = "transformer"
 """What diffusers calls the first network of every pipeline, whose LoRA is at the top of a policy folder."""
+FSDP = FsdpConfig()
 
 
 class Policy:
@@ -52,6 +55,8 @@ class Policy:
         shard: over the ranks of the process group (FSDP2), on all of them together.
         replicas: of the sharded model, each over as many ranks that follow each other (HSDP).
         cpu_offload: keep the copies in main memory; of a sharded model the parameters and gradients too.
+        fsdp: how a sharded model is gathered.
+        context_parallel: ranks that follow each other and share the tokens of each row; they call with the same rows.
     """
 
     def __init__(
@@ -62,11 +67,13 @@ class Policy:
         shard: bool = False,
         replicas: int = 1,
         cpu_offload: bool = False,
+        fsdp: FsdpConfig = FSDP,
+        context_parallel: int = 1,
     ) -> None:
         self.model = model
         self.config = config
-        self.replicas = replicas
-        self.sharded = shard
+        self.replicas, self.context_parallel = replicas, context_parallel
+        self.sharded, self.fsdp = shard, fsdp
         self.offloaded = cpu_offload and not shard  # FSDP2 keeps the copies of parameters in main memory where those are
         if config.train == "lora":
             _add_lora(model, config, seed)
@@ -74,7 +81,10 @@ class Policy:
             for network in trained_networks(model.transformer).values():
                 for name, parameter in network.named_parameters():
                     parameter.requires_grad_(_chosen(name.rpartition(".")[0], config))
-        sharding = _sharding(replicas, cpu_offload) if shard else {}
+        if context_parallel > 1:
+            require_shareable(model, context_parallel)
+            share_tokens(model, row_mesh(context_parallel))
+        sharding = _sharding(replicas, cpu_offload, fsdp) if shard else {}
         for block in model.blocks() if shard else ():
             # Cast block by block: all of a large model in float32 would not fit beside what it was loaded as.
             fully_shard(block.float() if config.train == "full" else block, **sharding)
@@ -84,6 +94,9 @@ class Policy:
             for network in trained_networks(model.transformer).values():
                 # Without this the root keeps its gathered weights after a forward pass and would not see a copy swapped in.
                 fully_shard(network, **sharding)
+        if shard and fsdp.prefetch:
+            for block, following in pairwise(cast("list[FSDPModule]", model.blocks())):
+                block.set_modules_to_forward_prefetch([following])
         self.parameters: dict[str, Tensor] = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise _no_such_layers(model, config)
@@ -127,6 +140,21 @@ class Policy:
         swap = self._overwritten if self.sharded or self.offloaded else self._replaced
         with torch.no_grad(), swap(self.copies[name]):
             yield
+
+    @contextmanager
+    def kept_gathered(self) -> Iterator[None]:
+        """Inside the block, without gradient, weights stay gathered after a forward pass where ``fsdp.keep_gathered`` says so."""
+        if not (self.sharded and self.fsdp.keep_gathered):
+            yield
+            return
+        self.model.transformer.set_reshard_after_forward(False)
+        try:
+            yield
+        finally:
+            self.model.transformer.set_reshard_after_forward(True)
+            for module in self.model.transformer.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def reduce_gradients(self, wanted: bool) -> None:
         """Whether the next backward pass adds up the gradients of all processes, or leaves that to a later one.
@@ -332,9 +360,11 @@ def _targets(model: Model, network: Any, config: PolicyConfig) -> list[str]:
     return sorted(set(chosen))
 
 
-def _sharding(replicas: int, cpu_offload: bool) -> dict[str, Any]:
+def _sharding(replicas: int, cpu_offload: bool, fsdp: FsdpConfig) -> dict[str, Any]:
     """The arguments of ``fully_shard``."""
+    rounded = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     return {
+        "mp_policy": rounded if fsdp.gather == "bfloat16" else MixedPrecisionPolicy(),
         "mesh": replica_mesh(replicas),
         "reshard_after_forward": True,
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy(),

@@ -49,6 +49,7 @@ def open_policy(
     teachers: Mapping[str, Path] | None = None,
     shard: bool = False,
     replicas: int = 1,
+    context_parallel: int = 1,
 ) -> tuple[Policy, PolicyMetadata]:
     """The policy of a folder, ready for a stage, with every copy that the stage needs.
 
@@ -56,9 +57,10 @@ def open_policy(
 
     Args:
         teachers: policy folders by the copy that each becomes.
-        shard, replicas: as of ``Policy``.
+        shard, replicas, context_parallel: as of ``Policy``.
     """
-    policy = Policy(model, ctx.recipe.policy, ctx.recipe.seed, shard, replicas, ctx.recipe.model.cpu_offload)
+    memory = (ctx.recipe.model.cpu_offload, ctx.recipe.model.fsdp)
+    policy = Policy(model, ctx.recipe.policy, ctx.recipe.seed, shard, replicas, *memory, context_parallel)
     metadata = policy.load(folder, to_train=True)
     if metadata.progress.algorithm != ctx.config.algorithm_name:
         for name in FOLLOWING:
@@ -83,6 +85,7 @@ def load_policy(
     teachers: Mapping[str, Path] | None = None,
     shard: bool = False,
     replicas: int = 1,
+    context_parallel: int = 1,
 ) -> tuple[Policy, PolicyMetadata]:
     """``open_policy`` on the base model in a folder, once that is the one that the policy was trained from.
 
@@ -91,7 +94,7 @@ def load_policy(
         PolicyError: the policy was trained from another base model.
     """
     require_base(read_policy_metadata(folder), base, folder)
-    return open_policy(ctx, open_model(ctx.recipe, base), folder, teachers, shard, replicas)
+    return open_policy(ctx, open_model(ctx.recipe, base), folder, teachers, shard, replicas, context_parallel)
 
 
 def _require_same_base(metadata: PolicyMetadata, other: PolicyMetadata, folder: Path) -> None:

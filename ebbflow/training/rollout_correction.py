@@ -81,10 +81,11 @@ def _under(
     no_advantage = rollout.old_log_prob.new_zeros(len(keys))
     batch = trajectory_batch(rollout, conditioning, no_advantage, keys, stage.sampler)
     found = []
-    for start in range(0, len(batch.inputs), stage.micro_batch):
-        part, inputs = slice(start, start + stage.micro_batch), batch.inputs
-        velocity = predict(policy.model, *inputs.at(part))
-        rows = batch.rows(part, velocity, {})
-        found.append((rows.transition.mean, rows.log_prob))
+    with policy.kept_gathered():
+        for start in range(0, len(batch.inputs), stage.micro_batch):
+            part, inputs = slice(start, start + stage.micro_batch), batch.inputs
+            velocity = predict(policy.model, *inputs.at(part))
+            rows = batch.rows(part, velocity, {})
+            found.append((rows.transition.mean, rows.log_prob))
     means, log_probs = zip(*found, strict=True)
     return torch.cat(means).view_as(rollout.old_mean), torch.cat(log_probs).view_as(rollout.old_log_prob)

@@ -136,7 +136,8 @@ class PolicyUpdater:
         if self.policy.config.ema:
             self.policy.blend("ema", self.policy.config.ema.decay(self.version + self.updates))
         means |= done.means_of_teachers(taught)
-        metrics = means | _gradient_metrics(norm, done.first_norm, passes, total) | {"lr": self.optimizer.param_groups[0]["lr"]}
+        once = total // self.policy.context_parallel  # each row
+        metrics = means | _gradient_metrics(norm, done.first_norm, passes, once) | {"lr": self.optimizer.param_groups[0]["lr"]}
         return metrics | self._watch(self.drift)
 
     def _rows_of_teachers(self, batch: RowBatch, prompt_sets: Mapping[int, str]) -> dict[str, Tensor]:
@@ -149,7 +150,8 @@ class PolicyUpdater:
     def _passes(self, batch: RowBatch, slices: list[slice], total: int, taught: Mapping[str, Tensor]) -> _Passes:
         """Forward and backward over every part; the gradients are left in the parameters."""
         # FSDP averages gradients over processes; this weight makes the result the mean over all rows however they are dealt out.
-        weight = self.loss_scale * _world_size() / total
+        # Processes that share tokens have the gradient of their own ones, and each counts the row.
+        weight = self.loss_scale * _world_size() * self.policy.context_parallel / total
         self.optimizer.zero_grad(set_to_none=True)
         copies = self._copies(batch.inputs, slices, taught)
         anchor = self._anchor(batch.inputs, slices, copies)
@@ -313,7 +315,7 @@ def _velocity(policy: Policy, inputs: ForwardInputs, part: slice | Tensor) -> Te
 
 def _velocities(policy: Policy, copy: CopyName, inputs: ForwardInputs, slices: list[slice]) -> Tensor:
     """Predictions of a policy copy over some parts: one swap of the parameters for all of them."""
-    with policy.using(copy):
+    with policy.using(copy), policy.kept_gathered():
         return torch.cat([_velocity(policy, inputs, part) for part in slices])
 
 

@@ -15,10 +15,12 @@ from diffusers import (
 from peft import LoraConfig
 
 from ebbflow.data.model_sizes import Sizes
+from ebbflow.estimate.hours import training_passes
 from ebbflow.estimate.memory import activation_bytes
 from ebbflow.estimate.run import estimate
 from ebbflow.estimate.text import GIB
 from ebbflow.recipe import load_recipe
+from ebbflow.recipe.model import ModelConfig
 
 RECIPES = Path(__file__).parents[2] / "workflows" / "recipes"
 
@@ -125,6 +127,17 @@ def test_with_checkpointing_a_block_keeps_its_input():
     four, eight = (saved_bytes("sd3", blocks, "float32", checkpointing=True) for blocks in (4, 8))
     expected = [activation_bytes(toy(blocks), tokens_of("sd3"), "float32", checkpointing=True) for blocks in (4, 8)]
     assert eight - four == expected[1] - expected[0]
+
+
+def test_blocks_that_do_not_recompute_keep_all():
+    """Of 8 blocks with activations a and inputs x, where each third recomputes: 3 x, 5 a, and one a that is there again."""
+    whole, tokens = toy(8), tokens_of("sd3")
+    block = activation_bytes(whole, tokens, "float32", checkpointing=False) // 8
+    taken = tokens * WIDTH * 4
+    for every, expected in ((1, 8 * taken + block), (2, 4 * taken + 5 * block), (3, 3 * taken + 6 * block)):
+        assert activation_bytes(whole, tokens, "float32", True, every) == expected
+    assert [training_passes(ModelConfig(gradient_checkpointing=True, gradient_checkpointing_every=n)) for n in (1, 2)] == [4, 3.5]
+    assert training_passes(ModelConfig()) == 3
 
 
 @pytest.mark.parametrize(("name", "times"), [("sd35_medium_ocr_512", 2), ("sd35_medium_nft", 1)])

@@ -151,6 +151,36 @@ def test_what_is_offloaded_waits_in_main_memory(tiny_recipe):
     assert "cpu_offload" not in describe(estimate(recipes[0], 4))
 
 
+def test_what_is_gathered_at_once_counts(tiny_recipe):
+    """Of the weights alone: blocks in 32 or 16 bits, one, two or all."""
+    stages = [{"kind": "offline", "batch_size": 64}]
+
+    def weights(processes, **fsdp):
+        recipe = tiny_recipe("sd3", {"precision": "bfloat16", "fsdp": fsdp}, stages=stages)
+        sizes, _ = measure(recipe.model)
+        return estimate(recipe, processes).memory["1.1 offline training"].weights, sizes
+
+    plain, sizes = weights(4)
+    numbers, blocks = sizes.parameters + sizes.buffers, sizes.blocks
+    whole = 4 * numbers + 2 * sizes.parameters  # and autocast's casts
+    assert plain == whole // 4 + whole // blocks
+    assert weights(4, prefetch=True)[0] == whole // 4 + whole * 2 // blocks
+    assert weights(4, keep_gathered=True)[0] == whole // 4 + whole
+    assert weights(4, gather="bfloat16")[0] == numbers + 2 * sizes.parameters // blocks
+    assert weights(1, keep_gathered=True)[0] == whole
+
+
+def test_processes_that_share_tokens_have_a_share_of_the_activations_of_more_samples(make_recipe):
+    recipe = make_recipe(offline={"batch_size": 16})
+    four, shared = (estimate(recipe, 4, context_parallel=count) for count in (1, 2))
+    memory, other = (made.memory["1.2 offline training"] for made in (four, shared))
+    assert (other.activations, other.samples) == (memory.activations / 2, memory.samples * 2)
+    assert dataclasses.replace(other, activations=0, samples=0) == dataclasses.replace(memory, activations=0, samples=0)
+    assert "stage: 4, 2 of them for each sample" in describe(shared)
+    alone = {name: value for name, value in four.memory.items() if name != "1.2 offline training"}
+    assert alone.items() <= shared.memory.items()
+
+
 def test_a_network_that_is_never_trained_lies_whole_on_every_process(tiny_recipe):
     """FSDP2 shards the trained one alone."""
     stages = [{"kind": "offline"}, {"kind": "online", "placement": "ray", "resources": {"training": {"count": 4}}}]

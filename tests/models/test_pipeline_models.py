@@ -469,6 +469,20 @@ def test_gradient_checkpointing_changes_no_gradient(open_tiny, name):
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_every_second_block_recomputes_its_activations(open_tiny, name):
+    model, calls = open_tiny(name, gradient_checkpointing=True, gradient_checkpointing_every=2), []
+    model.transformer.requires_grad_(True)
+    for number, block in enumerate(model.blocks()):
+        block.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+    latents = torch.randn(1, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+    velocity = predict(model, latents, torch.tensor([0.7]), model.encode(prompts(name, SHORT[:1])))
+    forward = list(calls)
+    velocity.square().mean().backward()
+    assert forward == list(range(len(model.blocks())))
+    assert sorted(calls[len(forward) :]) == forward[::2]
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_attention_backends_are_those_of_diffusers(open_tiny, tiny, name):
     wanted = prompts(name, SHORT[:1])
     native = our_latents(open_tiny(name, attention="native"), wanted)

@@ -77,6 +77,7 @@ def _keys(model: type[BaseModel]) -> set[str]:
         ("scorer: {interruptible: sometimes}", ["scorer.interruptible = 'sometimes'", "boolean"]),
         ("hub_secret: {group: hub}", ["hub_secret.key", "required"]),
         ("light: {retries: 1, retries: 2}", ["given twice: ['retries']"]),
+        ("{train_processes: 6, train_context_parallel: 4}", ["4 does not divide train_processes = 6"]),
         ("- light", ["must be a mapping of keys, got list"]),
         ("light: [", ["not valid YAML"]),
     ],

@@ -159,3 +159,14 @@ def test_what_a_hub_or_a_uri_holds_has_no_folder(tmp_path: Path, monkeypatch: py
 def test_another_caller_may_pass_a_context_of_its_own() -> None:
     recipe = Recipe()
     assert Recipe.model_validate_json(recipe.model_dump_json(), context={"flyte": True}) == recipe
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("gradient_checkpointing_every: 2", "gradient_checkpointing_every = 2 chooses among recomputed blocks; set gradient_ch"),
+        ("fsdp: {gather: bfloat16}", "fsdp.gather = 'bfloat16' computes in bfloat16, and precision is float32; set that, too"),
+    ],
+)
+def test_a_key_of_memory_that_would_do_nothing_is_refused(tmp_path: Path, model: str, said: str) -> None:
+    assert any(said in line for line in explained(tmp_path, f"model:\n  {model}\n"))

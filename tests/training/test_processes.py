@@ -32,7 +32,7 @@ from ebbflow.algorithms.built_in import diffusion_nft
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import load_model, predict
 from ebbflow.models.tiny import build_tiny
-from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.model import FsdpConfig, ModelConfig
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.stage import teacher_copy
 from ebbflow.storage.artifacts import verify
@@ -55,7 +55,12 @@ CASES = {
     "some layers": (NFT, PolicyConfig(layers=["*.attn.*"]), ALONE, 4, 2),
     "offloaded": (NFT, FULL, ALONE, 4, 2),
     "offloaded lora": (NFT, LORA, ALONE, 4, 2),
+    "kept gathered": (NFT, LORA, ALONE, 3, 3),
     "replicas": (NFT, LORA, ALONE, 4, 2),
+}
+FSDP = {
+    "kept gathered": FsdpConfig(keep_gathered=True, prefetch=True),
+    "rounded": FsdpConfig(gather="bfloat16"),
 }
 """Algorithm, policy, groups, samples of the first process, and passes. The last has the whole model on both (HSDP)."""
 
@@ -67,7 +72,7 @@ def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[st
     model = load_model(base)
     replicas, offload = ranks.world if case == "replicas" else 1, case.startswith("offloaded")
     with patch.object(policy_module, "fully_shard", wraps=policy_module.fully_shard) as fully_shard:
-        policy = Policy(model, config, 0, ranks.world > 1, replicas, offload)
+        policy = Policy(model, config, 0, ranks.world > 1, replicas, offload, FSDP.get(case, FsdpConfig()))
     for call in fully_shard.call_args_list:
         assert isinstance(call.kwargs["offload_policy"], CPUOffloadPolicy) == offload
     policy.ensure("old")
@@ -75,9 +80,12 @@ def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[st
     stage = stage_of(algorithm, reference={"weight": 0.1}, optimizer={"max_grad_norm": 0.01})
     updater = PolicyUpdater(policy, stage, optimizer=sgd(policy, lr=0.5))
     start, stop = (0, 6) if ranks.world == 1 else [(0, first), (first, 6)][ranks.rank]
-    with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduce_scatter:
+    with (
+        patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduce_scatter,
+        patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gather,
+    ):
         metrics = [updater.update(forward_rows(model, stage, group_index, start, stop), passes) for _ in range(2)]
-    metrics[0]["reduced"] = reduce_scatter.call_count
+    metrics[0] |= {"reduced": reduce_scatter.call_count, "gathered": gather.call_count}
     metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=2, copies=("old", "iterate"))
     policy.save(folder, metadata, write=ranks.rank == 0)
     return metrics
@@ -97,6 +105,30 @@ def refused_together(base: Path, ranks: Ranks) -> str:
     with pytest.raises(TrainingError) as error:
         updater.update(spoilt(batch, "advantage", 1, float("nan")) if ranks.rank == 1 else batch, 1)
     return str(error.value)
+
+
+def rounded_gradients(base: Path, ranks: Ranks) -> dict[str, object]:
+    """Kinds of weights as they compute and as they are trained, and how far the gradient is from that of one process."""
+    found, seen = [], set()
+    for shard in (False, True):
+        model = load_model(base, ModelConfig(path=str(base), precision="bfloat16"))
+        policy = Policy(model, FULL, 0, shard, fsdp=FSDP["rounded"])
+        layer = model.blocks()[0].attn.to_q
+        hook = layer.register_forward_pre_hook(lambda layer, _: seen.add(str(layer.weight.dtype)))
+        rows = slice(2 * ranks.rank, 2 * ranks.rank + 2) if shard else slice(0, 4)
+        latents = torch.randn(4, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+        conditioning = model.encode_texts(["ABCD", "EFGH", "IJKL", "MNOP"]).rows(rows)
+        seen.clear()
+        predict(model, latents[rows], torch.full((4,), 0.7)[rows], conditioning).square().mean().backward()
+        hook.remove()
+        gradients = [p.grad.full_tensor() if shard else p.grad for p in policy.parameters.values()]
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    return {
+        "computed": sorted(seen),
+        "trained": sorted({str(p.dtype) for p in policy.parameters.values()}),
+        "gradients": sorted({str(p.grad.dtype) for p in policy.parameters.values()}),
+        "apart": float((found[1] - found[0]).norm() / found[0].norm()),
+    }
 
 
 def velocities_of_experts(folder: Path, ranks: Ranks, expert: str = "high_noise") -> list[float]:
@@ -134,6 +166,7 @@ def train_as_a_rank(base: Path, experts: Path, output: Path) -> None:
     with process_group() as ranks:
         assert ranks == Ranks(int(os.environ["RANK"]), 2)
         said = {case: two_steps(base, case, output / case, ranks) for case in CASES} | {"error": refused_together(base, ranks)}
+        said["rounded"] = rounded_gradients(base, ranks)
         said["taught"] = taught(base, ranks)
         said |= {expert: velocities_of_experts(experts, ranks, expert) for expert in ("high_noise", "both")}
     assert Ranks.current() == Ranks(0, 1)
@@ -165,6 +198,7 @@ def test_two_processes_take_the_step_of_one(base_folder, two_processes, tmp_path
     together = [json.loads((two_processes / f"said-{rank}.json").read_text())[case] for rank in range(2)]
     assert together[0] == together[1]
     reduced, of_one = together[0][0].pop("reduced"), alone[0].pop("reduced")
+    assert (together[0][0].pop("gathered") > 0, alone[0].pop("gathered")) == (case != "replicas", 0)
     # Twice in each of two updates, however many passes: of the first block of rows for its norm, and of all of them.
     assert (reduced, of_one) == (2 * 2 * num_trained_shards(base_folder, CASES[case][1]) * (case != "replicas"), 0)
     for one, other in zip(alone, together[0], strict=True):
@@ -180,10 +214,27 @@ def test_two_processes_take_the_step_of_one(base_folder, two_processes, tmp_path
         assert farthest(expected, found) < 1e-5
 
 
-@pytest.mark.parametrize(("offloaded", "held"), [("offloaded", "full"), ("offloaded lora", "lora")])
-def test_where_the_shards_wait_changes_no_byte(two_processes, offloaded, held):
-    expected, found = verify(two_processes / held), verify(two_processes / offloaded)
-    assert found == expected
+SAME = [("offloaded", "full"), ("offloaded lora", "lora"), ("kept gathered", "passes")]
+
+
+@pytest.mark.parametrize(("case", "plain"), SAME)
+def test_where_shards_wait_and_when_they_are_gathered_changes_no_byte(two_processes, case, plain):
+    assert verify(two_processes / case) == verify(two_processes / plain)
+
+
+def test_weights_that_stay_gathered_are_sent_once_for_all_passes_of_a_copy(base_folder, two_processes):
+    said = json.loads((two_processes / "said-0.json").read_text())
+    kept, plain = (said[case][0]["gathered"] for case in ("kept gathered", "passes"))
+    units, copies, passes, updates = len(load_model(base_folder).blocks()) + 1, 2, CASES["passes"][-1], 2
+    assert plain - kept == units * copies * (passes - 1) * updates
+
+
+def test_weights_are_gathered_in_sixteen_bits_and_trained_in_thirty_two(two_processes):
+    for rank in range(2):
+        said = json.loads((two_processes / f"said-{rank}.json").read_text())["rounded"]
+        assert said["computed"] == ["torch.bfloat16"]
+        assert said["trained"] == said["gradients"] == ["torch.float32"]
+        assert 0 < said["apart"] < 0.1
 
 
 def test_two_processes_stop_together(two_processes):

@@ -40,6 +40,7 @@ class FluxModel(PackedPipelineModel):
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
     default_size = (1024, 1024)
     guided = FAMILY.guided
+    shares_tokens = True
 
     @classmethod
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:

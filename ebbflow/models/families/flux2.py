@@ -77,8 +77,8 @@ class Flux2Backbone(PackedPipelineModel):
             timestep=sigma,
             guidance=guidance,
             encoder_hidden_states=conditioning["embeds"],
-            txt_ids=torch.cartesian_prod(*[torch.arange(1)] * 3, length).to(tokens),
-            img_ids=places,
+            txt_ids=torch.cartesian_prod(*[torch.arange(1)] * 3, length).to(tokens)[None],
+            img_ids=places[None],
             return_dict=False,
         )[0]
         return velocity

@@ -47,6 +47,7 @@ class Flux2KleinModel(Flux2Backbone):
 
     pipeline_class = Flux2KleinPipeline
     published = PUBLISHED
+    shares_tokens = True
 
     @classmethod
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:

@@ -28,6 +28,7 @@ class FluxKontextModel(EditsImages, FluxModel):
     pipeline_class = FluxKontextPipeline
     published = {"black-forest-labs/FLUX.1-Kontext-dev": FLUX_DEV}
     text_parts = ("text_encoder", "text_encoder_2", "vae")
+    shares_tokens = False  # the image to edit has any number of them
 
     def tokens(self) -> Tokens:
         plain, multiple = super().tokens(), 2 * self.pipeline.vae_scale_factor

@@ -50,6 +50,8 @@ class QwenImageModel(PackedPipelineModel):
     ]
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (1024, 1024)
+    shares_tokens = True
+    text_multiple = 1
 
     @classmethod
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
@@ -68,11 +70,12 @@ class QwenImageModel(PackedPipelineModel):
     def _network(self, tokens: Tensor, sigma: Tensor, conditioning: Conditioning, shapes: list[tuple[int, int, int]]) -> Tensor:
         # All padding, and the mask even where it masks nothing: cut to a micro-batch's longest prompt, a row's last bits
         # would depend on the rows beside it, which in bfloat16 moved the first ratio by 5e-4 (python -m benchmarks.precision).
+        padding = -conditioning["mask"].shape[1] % self.text_multiple
         velocity: Tensor = self.transformer(
             hidden_states=tokens,
             timestep=sigma,
-            encoder_hidden_states=conditioning["embeds"],
-            encoder_hidden_states_mask=conditioning["mask"],
+            encoder_hidden_states=nn.functional.pad(conditioning["embeds"], (0, 0, 0, padding)),
+            encoder_hidden_states_mask=nn.functional.pad(conditioning["mask"], (0, padding)),
             img_shapes=[shapes] * len(tokens),
             return_dict=False,
         )[0]

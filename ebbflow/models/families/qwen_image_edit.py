@@ -39,6 +39,7 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
     pipeline_class = QwenImageEditPipeline
     published = {"Qwen/Qwen-Image-Edit": PARTS}
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "vae")
+    shares_tokens = False  # the image to edit has any number of them
     edited_pixels = 1024 * 1024
     """The pipeline scales the image to edit to about this many pixels, whatever the size that it draws."""
 

@@ -55,6 +55,7 @@ class WanModel(DrawsVideos):
     lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]  # of self- and cross-attention
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (480, 832)
+    shares_tokens = True
 
     @classmethod
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:

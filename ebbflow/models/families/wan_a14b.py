@@ -72,3 +72,5 @@ class WanA14BModel(WanModel):
 
     def blocks(self) -> list[nn.Module]:
         return [block for network in trained_networks(self.transformer).values() for block in network.blocks]
+
+    shares_tokens = False  # it has two networks

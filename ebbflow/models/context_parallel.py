@@ -1,0 +1,62 @@
+"""Context parallelism: ranks that follow each other share the tokens of a sample (2309.14509), as diffusers has it.
+
+Each has its share of the tokens everywhere but in attention, for which they exchange them for a share of the heads. All of them
+have the whole prediction, and each the gradient of its own tokens: the gradient of a parameter is the sum over these ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from diffusers import ContextParallelConfig, ParallelConfig
+from diffusers.hooks.context_parallel import apply_context_parallel
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch.distributed.device_mesh import DeviceMesh
+
+from ebbflow.models.base import Model, ModelError, device_of
+from ebbflow.models.pipeline import PipelineModel
+
+
+def share_tokens(model: Model, mesh: DeviceMesh) -> None:
+    """Have the ranks of the dimension ``ulysses`` compute each sample together, of a model that ``require_shareable`` accepts.
+
+    diffusers' ``enable_parallelism`` does the same on GPUs alone: it numbers them, and divides by zero where there are none.
+    """
+    config = ContextParallelConfig(ulysses_degree=mesh["ulysses"].size(), mesh=mesh)
+    parallel = ParallelConfig(context_parallel_config=config)
+    parallel.setup(dist.get_rank(), dist.get_world_size(), device_of(model), mesh=mesh)
+    for processor in _processors(model):
+        processor._parallel_config = parallel
+    apply_context_parallel(model.transformer, config, model.transformer._cp_plan)
+    if isinstance(model, PipelineModel) and model.text_multiple:
+        model.text_multiple = config.ulysses_degree
+
+
+def require_shareable(model: Model, ranks: int) -> None:
+    """Check that so many ranks can share the tokens of a sample.
+
+    Raises:
+        ModelError: the network, its attention, or the number of its heads or tokens do not allow it.
+    """
+    asked = f"train_context_parallel = {ranks}"
+    if not (isinstance(model, PipelineModel) and model.shares_tokens):
+        name = type(model).__name__
+        raise ModelError(f"{asked}: the tokens of {name} cannot be shared; leave it out, or take a family of docs/nodes.md")
+    default, _ = _AttentionBackendRegistry.get_active_backend()
+    backend = AttentionBackendName(_processors(model)[0]._attention_backend or default)
+    if not _AttentionBackendRegistry._is_context_parallel_available(backend):
+        raise ModelError(f"{asked}: attention {backend.value!r} cannot share tokens; set model.attention to native")
+    heads, tokens = model.transformer.config.num_attention_heads, model.tokens()
+    counts = {"attention heads": heads, "tokens of the latents": tokens.image}
+    if tokens.joint and not model.text_multiple:
+        counts["tokens of a prompt"] = tokens.text
+    for what, count in counts.items():
+        if count % ranks:
+            raise ModelError(f"{asked} does not divide the {count} {what}; take a divisor, or another size or model.max_tokens")
+
+
+def _processors(model: Model) -> list[Any]:
+    """Of the attention layers that can be told of other ranks."""
+    found = (getattr(module, "processor", None) for module in model.transformer.modules())
+    return [processor for processor in found if hasattr(processor, "_parallel_config")]

@@ -1,0 +1,150 @@
+"""Two processes that share the tokens of every sample train an offline stage as one process does."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diffusers.models.attention_dispatch import AttentionBackendName
+from safetensors.torch import load_file
+
+from ebbflow.models import load_model
+from ebbflow.models.base import ModelError
+from ebbflow.models.context_parallel import require_shareable
+from ebbflow.models.tiny import build_tiny
+from ebbflow.offline.training import train_offline_folder
+from ebbflow.recipe import Recipe
+from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.storage.artifacts import new_folder
+from ebbflow.training.checkpoint import Checkpoints
+from ebbflow.training.distributed import Ranks, process_group
+from tests.glyph_stages import small_stage
+from tests.offline_stage import write_offline_stage
+from tests.two_processes import as_two_ranks
+
+LATER = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("wan", "qwen_image", "flux2_klein")]
+"""Of the families, those whose network is not FLUX's."""
+STAGE = {
+    "kind": "offline",
+    "algorithm": {"name": "diffusion_nft", "noise_levels": 1},
+    "group_size": 2,
+    "micro_batch": 2,
+    "prompts": 4,
+    "shards": 2,
+    "epochs": 1,
+    "batch_size": 4,
+    "sampler": {"steps": 2},
+    "optimizer": {"lr": 0.1, "eps": 1.0},  # AdamW's first steps are signs, which turn rounding into full steps
+    "drift_alarm": 1e9,
+}
+
+
+@pytest.fixture
+def begin(tmp_path, make_prompts, scorer):
+    """``begin("flux")``: (folder of a stage with its rollouts, its recipe, the tiny base model)."""
+
+    def begun(family: str) -> tuple[Path, Any, Path]:
+        base = tmp_path / "base"
+        with new_folder(base) as unfinished:
+            build_tiny(family, unfinished)
+        model = {"family": family, "path": str(base), "height": 64, "width": 64, "max_tokens": 32}
+        stages = [small_stage({"kind": "online"}), small_stage(STAGE)]
+        recipe = Recipe.model_validate({"model": model, "policy": {"train": "lora", "rank": 2}, "stages": stages})
+        write_offline_stage(tmp_path, recipe, base, make_prompts(4), scorer)
+        return tmp_path, recipe.model_dump(mode="json"), base
+
+    return begun
+
+
+def train(stage: tuple[Path, Any, Path], name: str, context_parallel: int) -> MetricsRecorder:
+    folder, recipe, base = stage
+    ctx, recorder = StageContext(Recipe.model_validate(recipe), 0, 1), MetricsRecorder()
+    with process_group() as ranks, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train_offline_folder(
+            ctx,
+            base,
+            folder / "start",
+            folder / "prompts.parquet",
+            sorted(folder.glob("rollouts-*")),
+            folder / "advantages.parquet",
+            folder / name,
+            recorder,
+            Checkpoints(ctx, folder / f"kept-{name}-{ranks.rank}"),
+            context_parallel=context_parallel,
+        )
+    return recorder
+
+
+def rows(recorder: MetricsRecorder) -> list[dict[str, float]]:
+    return [{key: value for key, value in row.items() if not key.startswith(("seconds", "ms_per"))} for row in recorder.metrics]
+
+
+@pytest.mark.parametrize("family", ["flux", *LATER])
+def test_two_processes_that_share_tokens_learn_what_one_learns(begin, family):
+    stage = begin(family)
+    alone = rows(train(stage, "alone", 1))
+    as_two_ranks(train_and_compare, stage, alone)
+    for path in (stage[0] / "alone").rglob("*.safetensors"):
+        found, expected = load_file(stage[0] / "together" / path.relative_to(stage[0] / "alone")), load_file(path)
+        assert max(float((found[key] - value).abs().max()) for key, value in expected.items()) < 1e-5
+    learnt = load_file(next((stage[0] / "alone").glob("*.safetensors")))
+    assert max(float(value.abs().max()) for key, value in learnt.items() if "lora_B" in key) > 1e-4
+
+
+def train_and_compare(stage: tuple[Path, Any, Path], alone: list[dict[str, float]]) -> None:
+    together = rows(train(stage, "together", 2))
+    assert len(together) == len(alone) == 2
+    for one, both in zip(alone, together, strict=True):
+        assert both == pytest.approx(one, rel=1e-3, abs=1e-6)
+
+
+def test_ranks_that_share_tokens_have_one_number_among_those_with_rows():
+    assert [Ranks(rank, 8).of_rows(4) for rank in (0, 3, 4, 7)] == [Ranks(0, 2), Ranks(0, 2), Ranks(1, 2), Ranks(1, 2)]
+    assert Ranks(5, 8).of_rows(1) == Ranks(5, 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "ranks", "said"),
+    [
+        ("sd3", {}, 2, "train_context_parallel = 2: the tokens of SD3Model cannot be shared; leave it out"),
+        ("flux", {}, 3, "train_context_parallel = 3 does not divide the 2 attention heads; take a divisor"),
+        (
+            "flux",
+            {"max_tokens": 33},
+            2,
+            "does not divide the 33 tokens of a prompt; take a divisor, or another size or",
+        ),
+        ("wan", {"height": 32, "width": 96}, 2, "does not divide the 3 tokens of the latents"),
+        (
+            "flux",
+            {"attention": "_native_efficient"},
+            2,
+            "attention '_native_efficient' cannot share tokens; set model.",
+        ),
+    ],
+    ids=["family", "heads", "text", "latents"],
+)
+def test_what_cannot_be_shared_is_refused_before_anything_is_sent(tiny_recipe, family, keys, ranks, said):
+    config = tiny_recipe(family, keys).model
+    model = load_model(Path(config.path), config)
+    with pytest.raises(ModelError) as error:
+        require_shareable(model, ranks)
+    assert said in str(error.value)
+
+
+def test_attention_that_cannot_be_shared_is_refused(tiny_recipe):
+    config = tiny_recipe("flux").model
+    model = load_model(Path(config.path), config)
+    for processor in model.transformer.attn_processors.values():  # of this network alone: diffusers' own setter is for all
+        processor._attention_backend = AttentionBackendName._NATIVE_EFFICIENT
+    with pytest.raises(ModelError, match="attention '_native_efficient' cannot share tokens; set model.attention to native"):
+        require_shareable(model, 2)
+
+
+def test_a_compiled_network_is_refused(make_recipe, tmp_path):
+    ctx, nothing = StageContext(make_recipe(model={"compile": "blocks"}), 0, 1), (tmp_path,) * 3
+    with pytest.raises(ModelError, match="train_context_parallel = 2 is for a network that is not compiled; set model.comp"):
+        train_offline_folder(ctx, *nothing, [], *nothing[:2], MetricsRecorder(), context_parallel=2)
