@@ -95,8 +95,8 @@ class Policy:
                 # Without this the root keeps its gathered weights after a forward pass and would not see a copy swapped in.
                 fully_shard(network, **sharding)
         if shard and fsdp.prefetch:
-            for block, following in pairwise(cast("list[FSDPModule]", model.blocks())):
-                block.set_modules_to_forward_prefetch([following])
+            for sharded, following in pairwise(cast("list[FSDPModule]", model.blocks())):
+                sharded.set_modules_to_forward_prefetch([following])
         self.parameters: dict[str, Tensor] = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise _no_such_layers(model, config)
