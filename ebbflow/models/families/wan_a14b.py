@@ -35,6 +35,7 @@ class WanA14BModel(WanModel):
         "Wan-AI/Wan2.2-T2V-A14B-Diffusers": OTHERS | {"transformer": NETWORK, "transformer_2": NETWORK}
     }
     networks = tuple(EXPERTS.values())
+    shares_tokens = False  # two networks would each need it
 
     @classmethod
     def trained_parts(cls, config: ModelConfig) -> tuple[str, ...]:
@@ -72,5 +73,3 @@ class WanA14BModel(WanModel):
 
     def blocks(self) -> list[nn.Module]:
         return [block for network in trained_networks(self.transformer).values() for block in network.blocks]
-
-    shares_tokens = False  # it has two networks
