@@ -35,7 +35,7 @@ def shared_by_all_runs(*sources: str) -> Cache:
 
 
 def mapped(bound: partial[Any], **values: Any) -> Any:
-    """Map a task, bound to its other inputs, over the values of one input; in a local execution, call it once per value.
+    """Map a task, bound to its other inputs, over the values of its first; in a local execution, call it once per value.
 
     Flyte caches those calls, while a local map task that dies would start again from its first value.
     """

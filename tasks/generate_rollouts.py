@@ -15,6 +15,7 @@ from tasks.types import BaseModelArtifact, TrainedPolicy
 
 @task(cache=ONCE_PER_RUN, **accelerated())
 def generate_rollouts(
+    shard: int,
     recipe: Recipe,
     run: TrackedRun,
     base: BaseModelArtifact,
@@ -22,7 +23,6 @@ def generate_rollouts(
     prompts: FlyteFile,
     round: int,
     stage: int,
-    shard: int,
 ) -> FlyteFile:
     """A rollout shard (``rollout_schema``)."""
     from ebbflow.offline.rollouts import generate_shard_from_folders

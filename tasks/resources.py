@@ -14,9 +14,11 @@ from kubernetes.client import V1Container, V1LocalObjectReference, V1PodSpec, V1
 
 from tasks.deployment import NodesConfig, PodConfig, RayWorkersConfig, SecretConfig, pod_environment, read_deployment
 from tasks.elastic import GracefulElastic
+from tasks.flyte2 import limits_of, translate_elastic
 from tasks.images import cpu_image
 
 DEPLOYMENT = read_deployment(os.environ)
+translate_elastic()
 
 
 def light() -> dict[str, Any]:
@@ -119,7 +121,7 @@ def _task(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
     return {
         "container_image": pod.image or (cpu_image(registry) if (registry := DEPLOYMENT.image_registry) else None),
         "requests": resources,
-        "limits": resources,
+        "limits": limits_of(resources),
         "accelerator": GPUAccelerator(pod.accelerator) if pod.accelerator else None,
         "shared_memory": pod.shared_memory,
         "pod_template": PodTemplate(pod_spec=template, labels=DEPLOYMENT.labels or None),

@@ -13,7 +13,7 @@ from tasks.resources import scorer
 
 
 @task(cache=ONCE_PER_RUN, **scorer())
-def score_rollouts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, stage: int, rollouts: FlyteFile) -> FlyteFile:
+def score_rollouts(rollouts: FlyteFile, recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, stage: int) -> FlyteFile:
     """The scores of a shard (``score_schema``)."""
     from ebbflow.compute import use_deterministic_kernels
     from ebbflow.data.prompts import read_prompts

@@ -28,7 +28,7 @@ from tests.pipeline.conftest import ROOT
 from tests.pipeline.pods import Attempt, Cluster, Package, Values, execute
 from tests.pipeline.servers import KEY, client_of, tracking_server
 
-BUCKET, EXECUTION, WORKFLOW = "s3://flyte", "a6f1", "workflows.post_training.post_train"
+BUCKET, WORKFLOW = "s3://flyte", "workflows.post_training.post_train"
 STEPS = 12
 """Of each stage: enough for its pod to be deleted in the middle."""
 ONLINE = {"kind": "online", "steps": STEPS, "prompts_per_step": 4, "group_size": 8, "micro_batch": 32}
@@ -88,7 +88,7 @@ def tracking(store: dict[str, str], address: str, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def outputs(cluster: Cluster, kubernetes: Kubernetes, packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> Values:
-    """Of the workflow, run as pods; its experiment and its model have the name of this run of the tests."""
+    """Of the workflow, run as pods; execution, experiment and model have the name of this run of the tests."""
     settings = yaml.safe_load((ROOT / "workflows" / "recipes" / "tiny.yaml").read_text()) | CHANGES
     settings["tracking"] = {"experiment": kubernetes.run}
     settings["promotion"] = {"model_name": kubernetes.run, "margins": dict.fromkeys(MarginsConfig.model_fields)}
@@ -96,7 +96,7 @@ def outputs(cluster: Cluster, kubernetes: Kubernetes, packaged: Package, tmp_pat
     path.write_text(yaml.safe_dump(settings))
     context, kind = FlyteContextManager.current_context(), TypeEngine.to_literal_type(Recipe)
     given = {"recipe": TypeEngine.to_literal(context, load_recipe(path), Recipe, kind).to_flyte_idl()}
-    return execute(cluster, packaged, WORKFLOW, given, EXECUTION)
+    return execute(cluster, packaged, WORKFLOW, given, kubernetes.run)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_a_deleted_pod_saves_and_the_next_one_resumes(
 ) -> None:
     first, second = (pod for pod in cluster.pods if pod.endswith(task))
     place = first.partition(" ")[0]
-    document = ErrorDocument.FromString(cluster.store.cat_file(f"{BUCKET}/metadata/{EXECUTION}{place}/error.pb"))
+    document = ErrorDocument.FromString(cluster.store.cat_file(f"{BUCKET}/metadata/{kubernetes.run}{place}/error.pb"))
     assert document.error.kind == ContainerError.RECOVERABLE
     preempted = re.search(rf"preempted .* after (\d+) of {STEPS} steps; a checkpoint is saved", document.error.message)
     assert preempted, document.error.message

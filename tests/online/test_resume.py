@@ -174,9 +174,9 @@ def test_how_often_there_is_a_checkpoint_changes_nothing(attempt, mode):
 def test_rollouts_in_flight_are_not_generated_again(attempt, monkeypatch):
     roll_out, steps = RolloutQueue._roll_out, []
 
-    def note(queue, request):
-        steps.append((request.step, queue.weights.version))
-        return roll_out(queue, request)
+    def note(queue, request, weights):
+        steps.append((request.step, weights.version))
+        return roll_out(queue, request, weights)
 
     monkeypatch.setattr(RolloutQueue, "_roll_out", note)
     with pytest.raises(Killed):
