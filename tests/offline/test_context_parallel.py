@@ -111,19 +111,8 @@ def test_ranks_that_share_tokens_have_one_number_among_those_with_rows():
     [
         ("sd3", {}, 2, "train_context_parallel = 2: the tokens of SD3Model cannot be shared; leave it out"),
         ("flux", {}, 3, "train_context_parallel = 3 does not divide the 2 attention heads; take a divisor"),
-        (
-            "flux",
-            {"max_tokens": 33},
-            2,
-            "does not divide the 33 tokens of a prompt; take a divisor, or another size or",
-        ),
+        ("flux", {"max_tokens": 33}, 2, "does not divide the 33 tokens of a prompt; take a divisor, or another size or"),
         ("wan", {"height": 32, "width": 96}, 2, "does not divide the 3 tokens of the latents"),
-        (
-            "flux",
-            {"attention": "_native_efficient"},
-            2,
-            "attention '_native_efficient' cannot share tokens; set model.",
-        ),
     ],
     ids=["family", "heads", "text", "latents"],
 )
