@@ -25,8 +25,10 @@ from collections.abc import Mapping
 from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import click
+import mlflow
 import yaml
 from markdown_it import MarkdownIt
 
@@ -138,12 +140,15 @@ def _run_shell(block: Block, text: str, clone: Path) -> str:
 
 
 def _run_python(block: Block, text: str, clone: Path) -> str:
+    """In this process, which then has no other variables than before, and no store of MLflow."""
     printed = io.StringIO()
-    with chdir(clone), redirect_stdout(printed):
+    with patch.dict(os.environ), chdir(clone), redirect_stdout(printed):
         try:
             exec(compile(text, block.where, "exec"), {"__name__": "__main__"})
         except Exception as error:
             raise BlockError(f"{block.where}: {type(error).__name__}: {error}") from error
+        finally:
+            mlflow.set_tracking_uri(None)
     return printed.getvalue()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
+import mlflow
 import pytest
 from PIL import Image
 
@@ -128,3 +130,9 @@ def test_a_block_that_fails_is_found(text: str, clone: Path) -> None:
 
 def test_dots_of_an_output_are_anything(clone: Path) -> None:
     run_block(only("```sh\nprintf 'took 1.5 s\\nand 2\\n'\n```\n\n```output\ntook ... s\nand 2\n```\n"), clone)
+
+
+def test_code_leaves_no_variable_and_no_store_behind(clone: Path) -> None:
+    before = dict(os.environ), mlflow.get_tracking_uri()
+    run_block(only('```python\nimport mlflow\nmlflow.set_tracking_uri("sqlite:///runs/mlflow.db")\n```\n'), clone)
+    assert (dict(os.environ), mlflow.get_tracking_uri()) == before
