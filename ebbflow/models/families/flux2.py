@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, ProcessorMixin
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning
 from ebbflow.models.folder import reading
-from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, load_pipeline, pack, unpack
+from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, pack, unpack
 from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
@@ -110,10 +110,10 @@ class Flux2Model(Flux2Backbone):
     @classmethod
     def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Self:
         """As ``ebbflow.models.base.Model.load``."""
-        pipeline = load_pipeline(cls, folder, config, device)
+        model = super().load(folder, config, device)
         with reading(folder, config.family):
-            pipeline.register_modules(tokenizer=TextProcessor.read(folder))
-        return cls(pipeline, config, device)
+            model.pipeline.register_modules(tokenizer=TextProcessor.read(folder))
+        return model
 
     @staticmethod
     def _own_parts(folder: Path) -> dict[str, Any]:
