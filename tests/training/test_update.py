@@ -494,6 +494,7 @@ def linear_policy(elements):
         using=lambda name: nullcontext(),
         reduce_gradients=lambda wanted: None,
         config=PolicyConfig(),
+        context_parallel=1,
     )
 
 
