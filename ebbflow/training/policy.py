@@ -147,11 +147,14 @@ class Policy:
         if not (self.sharded and self.fsdp.keep_gathered):
             yield
             return
-        self.model.transformer.set_reshard_after_forward(False)
+        networks = trained_networks(self.model.transformer).values()
+        for network in networks:
+            network.set_reshard_after_forward(False)
         try:
             yield
         finally:
-            self.model.transformer.set_reshard_after_forward(True)
+            for network in networks:
+                network.set_reshard_after_forward(True)
             for module in self.model.transformer.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
