@@ -12,6 +12,6 @@ COPY ebbflow ebbflow
 COPY tasks tasks
 COPY workflows workflows
 RUN uv pip install --system --no-cache --no-deps --build-constraints constraints.txt --editable .
-# It runs as any user, also one without a name, on a root filesystem that cannot be written: only /tmp can. Own modules lie beside ebbflow.
+# It runs as any user, also one without a name, on a root filesystem that cannot be written: only /tmp can. Own modules lie next to ebbflow.
 ENV HOME=/tmp USER=ebbflow PYTHONPATH=/opt/ebbflow EBBFLOW_LOCAL_CACHE=/tmp/flyte-cache PYTHONDONTWRITEBYTECODE=1 MLFLOW_DISABLE_TELEMETRY=true NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000

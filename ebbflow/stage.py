@@ -103,7 +103,7 @@ class StageContext:
         return self.recipe.of_branch(self.config.branch)
 
     @property
-    def labels_beside(self) -> list[str]:
+    def labels_in_parallel(self) -> list[str]:
         """Labels of the stages that may run while this one does: those of other branches, in the same round."""
         others = [(index, stage.branch) for index, stage in enumerate(self.recipe.stages) if stage.branch]
         return [self.recipe.stage_label(self.round, index) for index, name in others if self.config.branch not in (None, name)]

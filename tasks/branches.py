@@ -20,7 +20,7 @@ def teacher_locations(ctx: StageContext, specialists: Sequence[SpecialistPolicy]
 
 
 def first_step(ctx: StageContext, policy: TrainedPolicy) -> int | None:
-    """The step at which a stage's curves begin in the run's; None in a branch, whose steps run beside those of others."""
+    """The step at which a stage's curves begin in the run's; None in a branch, as others run at the same time."""
     return None if ctx.config.branch else policy.global_step
 
 

@@ -100,7 +100,7 @@ def open_checkpoints(run: TrackedRun, ctx: StageContext, rank: int = 0, local_ra
 
     access, stages, own = FlyteContextManager.current_context().file_access, f"{run.folder}/checkpoints", _folder_name(ctx.label)
     store = access.get_filesystem_for_path(stages)
-    needed = {own, *map(_folder_name, ctx.labels_beside)}
+    needed = {own, *map(_folder_name, ctx.labels_in_parallel)}
     for stage in _names(store, stages) if rank == 0 else ():
         if stage not in needed:
             store.rm(f"{stages}/{stage}", recursive=True)

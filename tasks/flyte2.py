@@ -1,4 +1,4 @@
-"""Flyte 2, through flyte-migrate: what it needs to be told of the tasks. With flytekit alone, nothing here changes anything.
+"""Flyte 2, through flyte-migrate: what it needs to know of the tasks. With flytekit alone, nothing here changes anything.
 
 flyte-migrate replaces flytekit's decorators before it loads a file, so that it is imported before this module is.
 """

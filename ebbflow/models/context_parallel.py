@@ -57,6 +57,6 @@ def require_shareable(model: Model, ranks: int) -> None:
 
 
 def _processors(model: Model) -> list[Any]:
-    """Of the attention layers that can be told of other ranks."""
+    """Of the attention layers that can compute with other ranks."""
     found = (getattr(module, "processor", None) for module in model.transformer.modules())
     return [processor for processor in found if hasattr(processor, "_parallel_config")]

@@ -3,26 +3,10 @@
 import pytest
 import torch
 from diffusers import UniPCMultistepScheduler
+from solver_cases import DATA_MEAN, DATA_STD, affine_velocity, bent_velocity, schedule
 
 from ebbflow.flow.dpm_solver import dpm_solver_step
 from ebbflow.flow.unipc import unipc_step
-
-DATA_MEAN, DATA_STD = 1.5, 0.5
-
-
-def schedule(steps, shift=3.0):
-    even = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-    return shift * even / (1 + (shift - 1) * even)
-
-
-def bent_velocity(x, sigma):
-    return torch.sin(3 * x) + sigma * x.roll(1, -1) - 0.4
-
-
-def affine_velocity(x, sigma):
-    """E[eps - x0 | x_sigma = x] for x0 ~ N(m, s^2)."""
-    residual = (x - (1 - sigma) * DATA_MEAN) / ((1 - sigma) ** 2 * DATA_STD**2 + sigma**2)
-    return sigma * residual - (DATA_MEAN + (1 - sigma) * DATA_STD**2 * residual)
 
 
 def solve(step_of, x, velocity, sigmas):

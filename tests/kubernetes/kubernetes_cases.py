@@ -163,8 +163,10 @@ def _reason(pod: V1Pod | None) -> str:
     if pod is None:
         return ""
     states = [status.state for status in pod.status.container_statuses or []]
-    told = [f"{pod.status.reason}: {pod.status.message}"] if pod.status.reason else []
-    told += [f"{state.waiting.reason}: {state.waiting.message}" for state in states if state.waiting]
-    told += [f"exit code {state.terminated.exit_code} ({state.terminated.reason})" for state in states if state.terminated]
-    told += [condition.message for condition in pod.status.conditions or [] if condition.status == "False" and condition.message]
-    return f" ({'; '.join(told)})" if told else ""
+    reasons = [f"{pod.status.reason}: {pod.status.message}"] if pod.status.reason else []
+    reasons += [f"{state.waiting.reason}: {state.waiting.message}" for state in states if state.waiting]
+    reasons += [f"exit code {state.terminated.exit_code} ({state.terminated.reason})" for state in states if state.terminated]
+    reasons += [
+        condition.message for condition in pod.status.conditions or [] if condition.status == "False" and condition.message
+    ]
+    return f" ({'; '.join(reasons)})" if reasons else ""

@@ -47,7 +47,7 @@ def test_a_branch_has_prompts_and_rewards_of_its_own() -> None:
 
 def test_stages_of_other_branches_run_beside_it() -> None:
     recipe = Recipe.model_validate(branched())
-    beside = [StageContext(recipe, 1, index).labels_beside for index in range(5)]
+    beside = [StageContext(recipe, 1, index).labels_in_parallel for index in range(5)]
     of_words = ["2.3 offline signs"]
     assert beside == [[], of_words, ["2.2 online words", "2.4 online words"], of_words, []]
 

@@ -58,11 +58,11 @@ CASES = {
     "kept gathered": (NFT, LORA, ALONE, 3, 3),
     "replicas": (NFT, LORA, ALONE, 4, 2),
 }
+"""Algorithm, policy, groups, samples of the first process, and passes. The last has the whole model on both (HSDP)."""
 FSDP = {
     "kept gathered": FsdpConfig(keep_gathered=True, prefetch=True),
     "rounded": FsdpConfig(gather="bfloat16"),
 }
-"""Algorithm, policy, groups, samples of the first process, and passes. The last has the whole model on both (HSDP)."""
 
 
 def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[str, float]]:
