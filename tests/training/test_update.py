@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -18,7 +16,6 @@ from training_cases import (
     PAIRS,
     farthest,
     forward_rows,
-    quietly,
     samples,
     sgd,
     spoilt,
@@ -29,8 +26,7 @@ from training_cases import (
 
 from ebbflow.algorithms.base import Algorithm, expand_like, flow_matching_error, per_row
 from ebbflow.algorithms.built_in import awm, diffusion_nft
-from ebbflow.flow.noise import SampleKeys
-from ebbflow.models import Conditioning, load_model
+from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.recipe import PolicyConfig
@@ -56,7 +52,6 @@ def root_of_nothing(rows, config):
 
 ROOT = Algorithm(Own, root_of_nothing)
 INFINITE = Algorithm(Own, lambda rows, config: (per_row(rows.velocity) + INF, {}))
-LINEAR = Algorithm(Own, lambda rows, config: ((rows.velocity * rows.noise).sum(1), {}))
 
 
 def own(name):
@@ -414,142 +409,6 @@ def test_a_teacher_whose_prompts_are_not_drawn_has_no_metric(taught):
     found = updater.update(batch, 2, dict.fromkeys(range(6), "a"))
     assert found["kl/teacher/a"] == pytest.approx(found["kl/teacher"])
     assert "kl/teacher/b_c" not in found
-
-
-# The drift alarm.
-
-
-def test_the_drift_alarm_warns_once_and_stays_on(model):
-    updater = updater_of(model, NFT, lr=0.05, drift_alarm=1e-9)
-    batch = forward_rows(model, updater.stage)
-    assert quietly(updater.update, batch, 2)["alarm/velocity_drift"] == 0
-    assert not updater.alarms
-    with pytest.warns(UserWarning, match=r"velocity drift .* above drift_alarm = 1e-09 after 2 .*reference\.weight") as warned:
-        assert updater.update(batch, 2)["alarm/velocity_drift"] == 1
-    assert len(warned) == 1
-    assert quietly(updater.update, batch, 2)["alarm/velocity_drift"] == 1
-    assert len(updater.alarms) == 1
-    assert "above drift_alarm = 1e-09 after 2 optimiser steps" in updater.alarms[0]
-
-
-@pytest.mark.parametrize("passes", [1, 2, 5])
-@pytest.mark.parametrize("penalty", [0.0, 0.1], ids=["some rows", "all rows"])
-def test_the_drift_is_that_of_every_seventeenth_row_however_many_passes(model, passes, penalty):
-    """Or of all of them, where the reference penalty predicts with the base model anyway."""
-    updater = updater_of(model, "mix_grpo", lr=0, reference={"weight": penalty})
-    batch = trajectory_rows(model, updater.stage)
-    move(updater.policy, 0.005)
-    inputs = batch.inputs.at(slice(None) if penalty else slice(None, None, 17))
-    with updater.policy.using("reference"):
-        base = predict(model, *inputs)
-    with torch.no_grad():
-        expected = ((predict(model, *inputs) - base) ** 2).mean().item()
-    assert len(batch.inputs) == 18
-    assert len(base) == (18 if penalty else 2)
-    assert updater.update(batch, passes)["velocity_drift"] == pytest.approx(expected, rel=1e-4)
-
-
-def test_after_the_first_updates_every_fourth_is_watched(model, monkeypatch):
-    updater, swapped = updater_of(model, "sft", lr=1e-3, reference={"weight": 0}), []
-    using = updater.policy.using
-    monkeypatch.setattr(updater.policy, "using", lambda name: swapped.append(updater.updates) or using(name))
-    batch = forward_rows(model, updater.stage)
-    drifts = [updater.update(batch, 1)["velocity_drift"] for _ in range(14)]
-    assert swapped == [*range(8), 8, 12]
-    assert len(set(drifts[:9])) == 9
-    assert drifts[8] == drifts[9] == drifts[10] == drifts[11] != drifts[12] == drifts[13]
-
-
-def test_another_alarm_does_not_silence_the_drift_alarm(model):
-    updater = updater_of(model, NFT, lr=0.05, drift_alarm=1e-9)
-    updater.alarms.append("left out: a shard")
-    batch = forward_rows(model, updater.stage)
-    updater.update(batch, 2)
-    with pytest.warns(UserWarning, match="^velocity drift"):
-        updater.update(batch, 2)
-    assert [alarm.split(" ")[0] for alarm in updater.alarms] == ["left", "velocity"]
-
-
-def test_a_policy_that_stays_near_the_base_raises_no_alarm(model):
-    updater = updater_of(model, NFT, lr=1e-3)
-    for _ in range(3):
-        assert quietly(updater.update, forward_rows(model, updater.stage), 2)["alarm/velocity_drift"] == 0
-    assert not updater.alarms
-
-
-# Weights and gradient variance, on a policy whose per-term gradients are given: v = w, loss of a term = <w, g_i>.
-
-
-def linear_policy(elements):
-    weight = torch.nn.Parameter(torch.zeros(elements))
-    model = SimpleNamespace(
-        velocity=lambda latents, sigma, conditioning: weight.expand(len(latents), elements),
-        sigmas=lambda steps: torch.linspace(1, 0, steps + 1),
-        precision="float32",
-    )
-    return SimpleNamespace(
-        parameters={"weight": weight},
-        model=model,
-        copies={},
-        using=lambda name: nullcontext(),
-        reduce_gradients=lambda wanted: None,
-        kept_gathered=nullcontext,
-        config=PolicyConfig(),
-        context_parallel=1,
-    )
-
-
-def given_gradients(gradients, weight=None):
-    count = len(gradients)
-    inputs = ForwardInputs(gradients, torch.zeros(count), Conditioning({"embeds": gradients}), torch.arange(count))
-    weight, group_index = torch.ones(count) if weight is None else weight, torch.arange(count)
-    keys = SampleKeys(0, group_index.tolist(), group_index.tolist())
-    return ForwardBatch(inputs, weight, group_index, gradients, gradients, torch.zeros(count), keys)
-
-
-def linear_updater(elements, lr=0.1):
-    policy = linear_policy(elements)
-    return PolicyUpdater(policy, stage_of(own("LINEAR")), optimizer=sgd(policy, lr))
-
-
-def gradient_metrics(gradients, passes):
-    return linear_updater(gradients.shape[1]).update(given_gradients(gradients), passes)
-
-
-@pytest.mark.parametrize("passes", [1, 3])
-def test_the_weight_of_a_term_scales_its_loss_and_leaves_the_denominator(passes):
-    gradients = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
-    weight = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.25, 0.0, 1.0])
-    updater = linear_updater(5, lr=1.0)
-    metrics = updater.update(given_gradients(gradients, weight), passes)
-    mean = (weight[:, None] * gradients).sum(0) / 7
-    torch.testing.assert_close(updater.policy.parameters["weight"].detach(), -mean)
-    assert metrics["grad_norm"] == pytest.approx(mean.norm().item(), rel=1e-5)
-    updater.policy.parameters["weight"].data.fill_(1.0)
-    assert updater.update(given_gradients(gradients, weight), passes)["loss"] == pytest.approx(mean.sum().item(), rel=1e-4)
-
-
-def test_gradient_norm_and_variance_of_known_gradients():
-    gradients = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
-    metrics = gradient_metrics(gradients, passes=3)
-    small, whole = gradients[:4].mean(0).norm().item(), gradients.mean(0).norm().item()
-    assert metrics["grad_norm"] == pytest.approx(whole, rel=1e-5)
-    assert metrics["grad_variance"] == pytest.approx((small**2 - whole**2) / (1 / 4 - 1 / 12), rel=1e-4)
-    assert "grad_variance" not in gradient_metrics(gradients, passes=1)
-
-
-def test_gradient_variance_is_the_trace_of_the_covariance_on_average():
-    generator = torch.Generator().manual_seed(0)
-    spread = torch.tensor([0.5, 1.0, 2.0])
-    trials = [
-        gradient_metrics(torch.tensor([3.0, -1.0, 0.0]) + spread * torch.randn(16, 3, generator=generator), 4)["grad_variance"]
-        for _ in range(800)
-    ]
-    assert np.mean(trials) == pytest.approx((spread**2).sum().item(), abs=4 * np.std(trials) / len(trials) ** 0.5)
-
-
-def test_equal_gradients_have_no_variance():
-    assert gradient_metrics(torch.ones(8, 3), passes=4)["grad_variance"] == pytest.approx(0, abs=1e-5)
 
 
 def test_float16_halves_the_loss_scale_until_gradients_fit_and_takes_the_same_step(base_folder):
