@@ -177,13 +177,15 @@ class PipelineModel:
         return prediction
 
     def _to_vae(self, latents: Tensor) -> Tensor:
-        """Latents as the VAE decodes them: its shift and scale undone."""
-        scaled: Tensor = latents / self.pipeline.vae.config.scaling_factor + self.pipeline.vae.config.shift_factor
+        """Latents as the VAE decodes them: its shift, if it has one, and scale undone."""
+        config = self.pipeline.vae.config
+        scaled: Tensor = latents / config.scaling_factor + (config.get("shift_factor") or 0.0)
         return scaled
 
     def _from_vae(self, latents: Tensor) -> Tensor:
         """The inverse of ``_to_vae``."""
-        scaled: Tensor = (latents - self.pipeline.vae.config.shift_factor) * self.pipeline.vae.config.scaling_factor
+        config = self.pipeline.vae.config
+        scaled: Tensor = (latents - (config.get("shift_factor") or 0.0)) * config.scaling_factor
         return scaled
 
     # What follows from it.

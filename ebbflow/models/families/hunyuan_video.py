@@ -91,13 +91,5 @@ class HunyuanVideoModel(DrawsVideos):
         )[0]
         return velocity
 
-    def _to_vae(self, latents: Tensor) -> Tensor:
-        scaled: Tensor = latents / self.pipeline.vae.config.scaling_factor
-        return scaled
-
-    def _from_vae(self, latents: Tensor) -> Tensor:
-        scaled: Tensor = latents * self.pipeline.vae.config.scaling_factor
-        return scaled
-
     def blocks(self) -> list[nn.Module]:
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]

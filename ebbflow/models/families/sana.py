@@ -109,14 +109,6 @@ class SanaModel(PipelineModel):
         )[0]
         return velocity
 
-    def _to_vae(self, latents: Tensor) -> Tensor:
-        scaled: Tensor = latents / self.pipeline.vae.config.scaling_factor
-        return scaled
-
-    def _from_vae(self, latents: Tensor) -> Tensor:
-        scaled: Tensor = latents * self.pipeline.vae.config.scaling_factor
-        return scaled
-
     def _vae_latents(self, pixels: Tensor) -> Tensor:
         latents: Tensor = self.pipeline.vae.encode(pixels).latent  # no distribution
         return latents
