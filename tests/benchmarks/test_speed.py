@@ -73,7 +73,7 @@ def test_the_page_has_the_rows_of_other_benchmarks(tmp_path):
     latents = {"epoch, shards": 1.25, "read ms": 0.5, "KiB": 99.6}
     results = {
         "algorithms": {"runs": runs(speed_report.QUICK, 9, 10, 12) + runs(speed_report.ALL_STEPS, 40)},
-        "glyph_seeds": {"runs": {"0": {"wall_seconds": 120, "seconds": {"total": 100}}}},
+        "glyph_seeds": {"runs": {"0": {"wall_seconds": 120, "node_seconds": 100}}},
         "scale": {"now latents float32": latents, "now latents bfloat16": latents | {"read ms": 0.25}},
     }
     for name, found in results.items():
