@@ -267,14 +267,16 @@ def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
         ("flux2", "black-forest-labs/FLUX.2-dev", 32_223_281_152, 24_011_361_280, 84_046_115),
         ("hunyuan_video", "hunyuanvideo-community/HunyuanVideo", 12_821_012_544, 7_628_247_296, 246_478_803),
         ("ltx_video", "Lightricks/LTX-Video", 1_923_385_472, 4_762_310_656, 419_193_649),
+        ("ltx2", "Lightricks/LTX-2", 18_876_174_592, 12_187_325_040 + 1_431_475_200, 1_222_479_601),
         ("lumina2", "Alpha-VLLM/Lumina-Image-2.0", 2_609_769_152, 2_614_341_888, 83_819_683),
         ("flux2_klein", "black-forest-labs/FLUX.2-klein-base-4B", 3_875_544_576, 4_022_468_096, 84_046_115),
         ("flux2_klein", "black-forest-labs/FLUX.2-klein-base-9B", 9_078_581_248, 8_190_735_360, 84_046_115),
     ],
 )
 def test_newer_models_have_the_numbers_of_the_hub(family, name, transformer, encoders, vae):
-    """Of the networks 6.15, 1.6, 4.7 (SANA's "4.8"), 32, 13, 2, 2.6, 3.9 (7.75 GB) and 9 billion parameters; of the text encoders
-    Qwen3's 4.02 and 8.19 billion, Gemma 2's 2.61, Mistral Small 3.2's 24.0 and Llama 3's 7.5 without its head."""
+    """Of the networks 6.15, 1.6, 4.7 (SANA's "4.8"), 32, 13, 2, 19, 2.6, 3.9 (7.75 GB) and 9 billion parameters; of the text
+    encoders Qwen3's 4.02 and 8.19 billion, Gemma 2's 2.61, Mistral Small 3.2's 24.0, Llama 3's 7.5 without its head, and
+    Gemma 3's 12.19 beside the connectors of LTX-2."""
     sizes = published(name, family)
     assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (transformer, encoders, vae)
 

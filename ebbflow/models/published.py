@@ -16,7 +16,7 @@ class Part:
     """A part of a pipeline.
 
     Attributes:
-        library: ``diffusers`` or ``transformers``.
+        library: ``diffusers``, ``transformers``, or one of the packages in ``diffusers.pipelines``.
         kind: its class there.
         config: the keys of its configuration that differ from the class's defaults and decide its size.
         bytes: of a number, as it is published.

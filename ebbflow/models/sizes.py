@@ -147,11 +147,12 @@ def _built_empty(part: Part) -> nn.Module:
 
 def _build(part: Part) -> nn.Module:
     """A part with random weights, or on the meta device without any."""
-    kind = getattr(import_module(part.library), part.kind)
-    if part.library == "diffusers":
-        built: nn.Module = kind.from_config(part.config)
-    else:
-        built = kind(kind.config_class.from_dict(part.config))
+    if part.library == "transformers":
+        kind = getattr(import_module(part.library), part.kind)
+        built: nn.Module = kind(kind.config_class.from_dict(part.config))
+    else:  # or a package of one of its pipelines, which an index names alone
+        module = "diffusers" if part.library == "diffusers" else f"diffusers.pipelines.{part.library}"
+        built = getattr(import_module(module), part.kind).from_config(part.config)
     return built
 
 

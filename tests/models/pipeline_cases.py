@@ -24,22 +24,34 @@ from ebbflow.rollouts.generate import generate
 TINY = ("sd3", "flux", "qwen_image", "qwen_image_edit", "wan", "wan21")
 """The tiny folders that all tests of the families run on; the last two are versions 2.2 and 2.1 of Wan."""
 EDITING = ("flux_kontext", "flux2_edit", "qwen_image_edit_plus")
-VIDEOS = ("wan_a14b", "wan_i2v", "hunyuan_video", "ltx_video")
+VIDEOS = ("wan_a14b", "wan_i2v", "hunyuan_video", "ltx_video", "ltx2")
 NEWER = ("z_image", "flux2_klein", "sana", "flux2", "lumina2", *EDITING, *VIDEOS)
 """Those whose families differ less: the tests that tell most of a family run on them, and the others only in ``exhaustive``."""
 EVERY = (*TINY, *NEWER)
 NEWER_LATER = [*TINY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NEWER)]
 """For the others."""
-NEWEST = ("sana", "flux2", "flux2_edit", "lumina2", "hunyuan_video", "ltx_video")
-"""Of those the ordinary tests show that they draw their pipeline's image, and of two that it takes our adapters."""
+NEWEST = ("sana", "flux2", "flux2_edit", "lumina2", "hunyuan_video", "ltx_video", "ltx2")
+"""Of those the ordinary tests show that they draw their pipeline's image, and of three that it takes our adapters."""
 NEWEST_LATER = [pytest.param(name, marks=pytest.mark.exhaustive) if name in NEWEST else name for name in EVERY]
-OUR_LORA = ("sana", "flux2")
+OUR_LORA = ("sana", "flux2", "ltx2")
 ALIKE_LATER = [
     pytest.param(name, marks=pytest.mark.exhaustive) if name in NEWEST and name not in OUR_LORA else name for name in EVERY
 ]
 SHORT = ('a sign that says "OPEN"', "two cats", "a red bicycle leans against a blue wall")
 LONG = "a bowl of ripe fruit, 4 apples and 2 oranges, " * 80
 """More tokens than any of the pipelines reads, the one for editing apart."""
+PACKED_PIXELS = ("ltx_video", "ltx2")
+"""Whose pipelines pack each pixel of the latents."""
+PLAIN_GUIDANCE = {
+    "stg_scale": 0.0,
+    "modality_scale": 1.0,
+    "guidance_rescale": 0.0,
+    "audio_stg_scale": 0.0,
+    "audio_modality_scale": 1.0,
+    "audio_guidance_rescale": 0.0,
+    "audio_guidance_scale": 1.0,
+}
+"""Of LTX-2's pipeline: away from the negative prompt alone."""
 SEED = 5
 EDITED_PIXELS = 64 * 64
 """Instead of 1024 x 1024, to which the pipelines for editing scale their images."""
@@ -152,7 +164,7 @@ def theirs(
     drawn = [_draw(pipeline, model, wanted[part], noises[part], steps) for part in parts]
     latents, images = torch.cat([latents for latents, _ in drawn]), 255 * np.concatenate([images for _, images in drawn])
     one_frame = images.ndim == 5 and model.config.frames == 1
-    if model.config.family == "ltx_video":  # packs pixels of the latents
+    if model.config.family in PACKED_PIXELS:
         latents = latents.mT.reshape(-1, *model.latent_shape)
     return unpack(latents, model.latent_shape) if _packs(model) else latents, images[:, 0] if one_frame else images
 
@@ -196,8 +208,10 @@ def _asked(model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor) -> di
         asked["negative_prompt"] = [prompt.negative_prompt for prompt in wanted]
     if draws_videos(kind):
         asked["num_frames"] = model.config.frames
-    if kind == "ltx_video":
+    if kind in PACKED_PIXELS:
         asked["latents"] = noises.flatten(2).mT
+    if kind == "ltx2":
+        asked |= PLAIN_GUIDANCE
     if kind == "sana":
         asked["use_resolution_binning"] = False
     if kind.startswith("flux2"):  # packs by itself, from latents whose channels are the patches'

@@ -16,6 +16,7 @@ from pipeline_cases import (
     LONG,
     NEWER_LATER,
     NEWEST_LATER,
+    PACKED_PIXELS,
     SHORT,
     TINY,
     FirstOrderUniPC,
@@ -86,12 +87,36 @@ def test_the_ode_is_the_pipeline_at_other_sizes(tiny, peer, name, texts, config)
     assert_same(tiny(name, **config), peer(name), prompts(name, texts))
 
 
-@pytest.mark.parametrize(("name", "frames"), [("wan", 5), ("wan21", 5), ("wan_i2v", 5), ("hunyuan_video", 5), ("ltx_video", 9)])
+@pytest.mark.parametrize(
+    ("name", "frames"), [("wan", 5), ("wan21", 5), ("wan_i2v", 5), ("hunyuan_video", 5), ("ltx_video", 9), ("ltx2", 9)]
+)
 def test_videos_are_the_pipelines(tiny, peer, name, frames):
     model = tiny(name, frames=frames)
     assert_same(model, peer(name), prompts(name, SHORT[:2]))
     assert model.latent_shape[1] == 2
     assert model.decode(torch.zeros(1, *model.latent_shape)).shape == (1, frames, 64, 64, 3)
+
+
+@torch.no_grad()
+def test_the_pictures_of_ltx_2_do_not_depend_on_its_sound(open_tiny):
+    model, wanted = open_tiny("ltx2", frames=9), prompts("ltx2", SHORT[:1])
+    latents = torch.randn(1, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+    conditioning = model.encode(wanted).unguided()
+
+    def with_sound(isolated):
+        """Five tokens of noise, and the prompt for the sound."""
+        sound = torch.randn(1, 5, model.transformer.config.audio_in_channels, generator=torch.Generator().manual_seed(1))
+        given = {"audio_hidden_states": sound, "audio_encoder_hidden_states": conditioning["embeds"], "audio_num_frames": 5}
+        change = model.transformer.register_forward_pre_hook(
+            lambda _, positional, named: (positional, named | given | {"isolate_modalities": isolated}), with_kwargs=True
+        )
+        velocity = predict(model, latents, torch.tensor([0.7]), conditioning)
+        change.remove()
+        return velocity
+
+    alone = predict(model, latents, torch.tensor([0.7]), conditioning)
+    assert torch.equal(with_sound(isolated=True), alone)
+    assert (with_sound(isolated=False) - alone).abs().max() > 1e-2
 
 
 def test_an_image_to_edit_keeps_its_proportions(tiny, peer):
@@ -185,6 +210,23 @@ def test_limits_that_the_pipeline_would_not_keep_are_refused(open_tiny):
         open_tiny("qwen_image_edit", max_tokens=8)
     with pytest.raises(ModelError, match="model.max_tokens = 300: the network has positions for 299 at most"):
         open_tiny("lumina2", max_tokens=300)
+    with pytest.raises(ModelError, match="model.max_tokens = 20: .*8 learned tokens.*; take (16|24)"):
+        open_tiny("ltx2", max_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("part", "config", "message"),
+    [
+        ("vae", {"timestep_conditioning": True}, "has a VAE that draws noise to decode"),
+        ("transformer", {"use_prompt_embeddings": False}, "is LTX-2.3 or later, and ltx2 is LTX-2; take Lightricks/LTX-2"),
+    ],
+)
+def test_later_versions_of_ltx_2_are_refused(tiny, part, config, message):
+    model = tiny("ltx2")
+    parts = {name: SimpleNamespace(config=getattr(model.pipeline, name).config) for name in ("vae", "transformer", "connectors")}
+    parts[part] = SimpleNamespace(config=SimpleNamespace(**{**parts[part].config, **config}))
+    with pytest.raises(ModelError, match=message):
+        type(model)._check(SimpleNamespace(**parts), model.config)
 
 
 # What follows from the family.
@@ -276,7 +318,7 @@ def shift_and_scale(name, vae):
     if name.startswith("flux2"):  # of each of the four elements of a patch, here of 8 x 8 latents
         mean, variance = (values.view(-1, 2, 2).repeat(1, 4, 4) for values in (vae.bn.running_mean, vae.bn.running_var))
         return mean, (variance + vae.config.batch_norm_eps) ** -0.5
-    if name == "ltx_video":
+    if name in PACKED_PIXELS:
         return vae.latents_mean.view(-1, 1, 1, 1), 1 / vae.latents_std.view(-1, 1, 1, 1)
     if name in ("sana", "hunyuan_video"):
         return 0, vae.config.scaling_factor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from diffusers import LTXPipeline
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class LTXVideoModel(DrawsVideos):
         "ff.net.0.proj",
         "ff.net.2",
     ]
-    text_parts = ("text_encoder",)
+    text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (512, 704)
     default_max_tokens = 128
 

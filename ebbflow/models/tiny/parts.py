@@ -11,6 +11,8 @@ from transformers import (
     CLIPTokenizer,
     Gemma2Config,
     Gemma2Model,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GemmaTokenizer,
     Qwen2Tokenizer,
     Qwen3Config,
@@ -92,6 +94,20 @@ def gemma2(tokenizer: GemmaTokenizer, width: int) -> Gemma2Model:
             num_key_value_heads=1,
             head_dim=8,
             query_pre_attn_scalar=8,
+        )
+    )
+
+
+def gemma3(tokenizer: GemmaTokenizer, width: int, layers: int) -> Gemma3ForConditionalGeneration:
+    """With a network for images that no text goes through."""
+    text = {"query_pre_attn_scalar": 8, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": len(tokenizer)}
+    vision = {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, "vision_use_head": False}
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 2}
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config=text | sizes | {"num_hidden_layers": layers},
+            vision_config=vision | sizes | {"num_hidden_layers": 1},
+            mm_tokens_per_image=4,
         )
     )
 
