@@ -27,9 +27,10 @@ class Sizes:
         buffers: numbers in its checkpoint that are no parameters.
         blocks: of the transformer.
         width: of a token in them.
-        linears: the transformer's linear layers by name.
+        linears: the transformer's linear layers that the velocity depends on, by name.
         lora_targets: the layers that LoRA adapts where the recipe names none.
         text_encoders: parameters.
+        unused: parameters of the transformer that the velocity does not depend on, which are never trained.
         frozen: parameters of another network that also denoises and is never trained.
         vae: parameters.
         decoding: bytes that the VAE's tensors take at most while it decodes, per pixel of an image.
@@ -53,6 +54,7 @@ class Sizes:
     decoded_frames: int = 1
     buffers: int = 0
     frozen: int = 0
+    unused: int = 0
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ class ProcessMemory:
         numbers = self.sizes.parameters + self.sizes.buffers
         if self.recipe.policy.train == "lora":
             return self.frozen + BYTES[self.recipe.model.precision] * numbers + 4 * self.trained
-        return self.frozen + 4 * numbers + (2 * self.sizes.parameters if precision != "float32" else 0)
+        return self.frozen + 4 * numbers + (2 * (self.sizes.parameters - self.sizes.unused) if precision != "float32" else 0)
 
     def sharded_weights(self, processes: int, shards: int) -> int:
         """Of one of several processes that train: its shard and what it gathers of what is trained, and all of the rest."""

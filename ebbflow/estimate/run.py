@@ -122,7 +122,7 @@ def trained_parameters(recipe: Recipe, sizes: Sizes) -> int:
     if policy.train == "lora":
         return lora_parameters(linears, policy.targets or sizes.lora_targets, policy.rank, policy.dora)
     if policy.layers is None:
-        return sizes.parameters
+        return sizes.parameters - sizes.unused
     return sum(inputs * outputs + outputs for inputs, outputs in linears.values())
 
 

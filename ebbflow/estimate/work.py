@@ -44,7 +44,7 @@ class Work:
 def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Work:
     """The work of a stage that trains ``trained`` parameters."""
     config, passes = ctx.config, passes_of(ctx, sample)
-    buffers = sizes.buffers if ctx.recipe.policy.train == "full" else 0
+    untrained = sizes.parameters - trained + sizes.buffers if ctx.recipe.policy.train == "full" else 0
     samples, repeats, updates = _amounts(ctx)
     kept, group_index = units_of(ctx)
     rows = repeats * kept * trained_steps(ctx)
@@ -65,7 +65,7 @@ def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Wo
         training=rows * gradient_steps * passes,
         comparing=comparing * passes,
         shards=shard_bytes(sample, samples, config.latent_precision) if config.kind == "offline" else 0,
-        policy=4 * (trained * (1 + len(ctx.following) + bool(ctx.recipe.policy.ema)) + buffers),
+        policy=4 * (trained * (1 + len(ctx.following) + bool(ctx.recipe.policy.ema)) + untrained),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -135,6 +136,11 @@ def trained_networks(transformer: Any) -> dict[str, Any]:
     if isinstance(transformer, Experts):
         return {f"{name}.": network for name, network in transformer.named_children()}
     return {"": transformer}
+
+
+def is_trainable(model: Model, name: str) -> bool:
+    """Whether the velocity depends on a parameter or layer of a network, by its name there; the others are never trained."""
+    return not any(fnmatchcase(name, pattern) for pattern in getattr(model, "unused_parameters", ()))
 
 
 class Model(Protocol):

@@ -59,6 +59,7 @@ class PipelineModel:
         guided: whether ``model.guidance`` is the scale of classifier-free guidance.
         draws_videos: whether ``model.frames`` may be more than one.
         shares_tokens: whether processes can share the tokens of a sample (``ebbflow.models.context_parallel``).
+        unused_parameters: patterns of the names of parameters that the velocity does not depend on, which are never trained.
         text_multiple: the network gets prompts padded to a multiple of it; 0 where they have one length, that of the longest.
     """
 
@@ -73,6 +74,7 @@ class PipelineModel:
     guided: ClassVar[bool] = True
     draws_videos: ClassVar[bool] = False
     shares_tokens: ClassVar[bool] = False
+    unused_parameters: ClassVar[tuple[str, ...]] = ()
     text_multiple: int = 0
 
     def __init__(self, pipeline: Any, config: ModelConfig, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from ebbflow.data.model_sizes import Sample, SizeError, Sizes
 from ebbflow.models import check_folder, load_model
+from ebbflow.models.base import is_trainable
 from ebbflow.models.families import adapter_of
 from ebbflow.models.families.glyph import new_glyph
 from ebbflow.models.folder import INDEX, read_object
@@ -41,7 +42,9 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
     transformer, (width, text_width) = adapter.transformer, adapter.widths()
     pipeline = getattr(adapter, "pipeline", adapter)
     encoders = [getattr(pipeline, part) for part in adapter.text_parts if part != "vae"]
-    layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
+    linears = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
+    layers = {name: layer for name, layer in linears.items() if is_trainable(adapter, name)}
+    unused = (value.numel() for name, value in transformer.named_parameters() if not is_trainable(adapter, name))
     sizes = Sizes(
         parameters=_parameters(transformer),
         buffers=_buffers(transformer),
@@ -52,6 +55,7 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
         text_encoders=sum(_parameters(encoder) for encoder in encoders if encoder is not None),
         text_width=text_width,
         frozen=sum(_parameters(getattr(pipeline, name)) for name in adapter.networks) - _parameters(transformer),
+        unused=sum(unused),
         vae=_parameters(pipeline.vae) if hasattr(pipeline, "vae") else 0,
         decoding=_decoding_bytes(pipeline.vae, adapter.latent_shape[0]) if hasattr(pipeline, "vae") else 0,
         vae_encodes_prompts="vae" in adapter.text_parts,

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ebbflow.models.base import DTYPES, Model, trained_networks
+from ebbflow.models.base import DTYPES, Model, is_trainable, trained_networks
 from ebbflow.models.context_parallel import require_shareable, share_tokens
 from ebbflow.recipe.base import sanitize
 from ebbflow.recipe.model import FsdpConfig, Precision
@@ -80,7 +80,7 @@ class Policy:
         else:
             for network in trained_networks(model.transformer).values():
                 for name, parameter in network.named_parameters():
-                    parameter.requires_grad_(_chosen(name.rpartition(".")[0], config))
+                    parameter.requires_grad_(_chosen(name.rpartition(".")[0], config) and is_trainable(model, name))
         if context_parallel > 1:
             require_shareable(model, context_parallel)
             share_tokens(model, row_mesh(context_parallel))
@@ -215,7 +215,7 @@ class Policy:
                 layer.merged_adapters.clear()
 
     def _frozen(self) -> dict[str, Tensor]:
-        """The parameters that stay as they are, where ``layers`` leaves some out: full weights are written whole."""
+        """The parameters that stay as they are, where some are not trained: full weights are written whole."""
         if self.config.train == "lora":
             return {}
         return {name: p.detach() for name, p in self.model.transformer.named_parameters() if not p.requires_grad}
@@ -303,10 +303,16 @@ def _chosen(layer: str, config: PolicyConfig) -> bool:
 
 
 def _no_such_layers(model: Model, config: PolicyConfig) -> PolicyError:
-    layers = [name for name, layer in model.transformer.named_modules() if isinstance(layer, torch.nn.Linear)]
-    of = f" among the targets {', '.join(config.targets or model.lora_targets)}" if config.train == "lora" else ""
+    linears = [name for name, layer in model.transformer.named_modules() if isinstance(layer, torch.nn.Linear)]
+    layers = [name for name in linears if is_trainable(model, name)]
+    of = (
+        f" among the targets {', '.join(config.targets or model.lora_targets)}"
+        if config.train == "lora" and config.layers
+        else ""
+    )
+    key = f"policy.layers = {config.layers}" if config.layers else f"policy.targets = {config.targets}"
     return PolicyError(
-        f"policy.layers = {config.layers}: no layer{of} has such a name. Layers are called {layers[0]} or {layers[-1]}; write "
+        f"{key}: no layer{of} that is trained has such a name. Layers are called {layers[0]} or {layers[-1]}; write "
         "patterns such as 'transformer_blocks.1?.*' or '*.attn.*'"
     )
 
@@ -352,15 +358,17 @@ def _lora_config(model: Model, network: Any, config: PolicyConfig) -> LoraConfig
 
 
 def _targets(model: Model, network: Any, config: PolicyConfig) -> list[str]:
-    """The layers of a network that LoRA adapts: ends of their names, or where ``layers`` chooses among them, whole names."""
+    """The layers of a network that LoRA adapts: ends of their names, or where only some of them are trained, whole names."""
     ends = config.targets or model.lora_targets
-    if config.layers is None:
+    names = {name.replace(".base_layer", "") for name, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)}
+    fitting = {name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)}
+    trainable = {name for name in fitting if is_trainable(model, name)}
+    if config.layers is None and trainable == fitting:
         return ends
-    names = [name.replace(".base_layer", "") for name, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)]
-    chosen = [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends) and _chosen(name, config)]
+    chosen = sorted(name for name in trainable if _chosen(name, config))
     if not chosen:
         raise _no_such_layers(model, config)
-    return sorted(set(chosen))
+    return chosen
 
 
 def _sharding(replicas: int, cpu_offload: bool, fsdp: FsdpConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from ebbflow.models import Model
-from ebbflow.models.base import trained_networks
+from ebbflow.models.base import is_trainable, trained_networks
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import digest_of
@@ -74,6 +74,8 @@ def lora_parameters(model: Model, config: PolicyConfig, own: dict[str, Tensor], 
     for layer, (first, second, its_scale) in published.items():
         names = [f"{layer}.lora_{factor}.{ADAPTER}.weight" for factor in "AB"]
         rank = len(first)
+        if not is_trainable(model, layer):
+            raise PolicyError(f"{source} adapts {layer}, which is never trained; take a LoRA without")
         if names[0] not in own:
             raise PolicyError(f"{source} adapts {layer}, which policy.targets leave out; add {'.'.join(layer.split('.')[-2:])!r}")
         if rank > config.rank:

@@ -61,6 +61,7 @@ class LTX2Model(LTXVideoModel):
     pipeline_class = LTX2Pipeline
     published = PUBLISHED
     lora_targets = [f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_q", "to_k", "to_v", "to_out.0")]
+    unused_parameters = ("*audio*", "*a2v*", "av_cross_attn*")
     text_parts = ("text_encoder", "connectors")
     default_size = (512, 768)
     default_max_tokens = 1024
