@@ -25,6 +25,8 @@ from transformers import (
     CLIPTextModelWithProjection,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLModel,
     T5Config,
     T5EncoderModel,
     UMT5Config,
@@ -311,6 +313,16 @@ def test_the_networks_of_rewards_are_as_large_as_their_classes_build_them():
         huge, large = clip(1280, 32, 1024, 24), clip(1024, 24, 768, 12)
     assert REWARD_PARAMETERS["pickscore"] == REWARD_PARAMETERS["hps"] == numel(huge)
     assert REWARD_PARAMETERS["clipscore"] == REWARD_PARAMETERS["aesthetic"] == numel(large)
+
+
+def test_hpsv3_is_a_qwen2_vl_with_one_more_token_and_a_head():
+    published = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    scaling = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    config = Qwen2VLConfig(**published, num_key_value_heads=4, vocab_size=151657 + 1, rope_scaling=scaling)
+    with torch.device("meta"):
+        network = Qwen2VLModel(config)
+        head = nn.Sequential(nn.Linear(3584, 1024), nn.Linear(1024, 16), nn.Linear(16, 2))
+    assert REWARD_PARAMETERS["hpsv3"] == numel(network) + numel(head)
 
 
 def test_a_published_lora_has_382_matrices_of_rank_32():

@@ -44,7 +44,7 @@ def test_it_has_the_files_that_are_no_modules(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"ebbflow", "tasks", "workflows"}, "'datasets' would be Hugging Face's"
     data = [
         path for folder in ("ebbflow", "workflows") for path in (ROOT / folder).rglob("*") if path.suffix in (".html", ".yaml")
-    ]
+    ] + list(ROOT.glob("ebbflow/rewards/templates/*.txt"))
     assert {path.relative_to(ROOT).as_posix() for path in data} <= names
     prompts = {f"ebbflow/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("datasets/*/prompts.txt")}
     assert len(prompts) == 2

@@ -56,8 +56,9 @@ REWARD_PARAMETERS = {
     "clipscore": 427_616_513,
     "aesthetic": 427_616_513,
     "imagereward": 445_278_720,
+    "hpsv3": 7_748_610_610,
 }
-"""Of networks that rewards load in float32: CLIP-H, CLIP-L and BLIP as transformers builds them."""
+"""Of networks that rewards load: CLIP-H, CLIP-L, BLIP and Qwen2-VL-7B without its head for words, as transformers builds them."""
 
 
 @dataclass(frozen=True)
@@ -319,4 +320,4 @@ class ProcessMemory:
 
 
 def _reward_bytes(rewards: Iterable[RewardConfig]) -> int:
-    return 4 * sum(REWARD_PARAMETERS.get(reward.name, 0) for reward in rewards)
+    return sum(REWARD_PARAMETERS.get(reward.name, 0) * BYTES[getattr(reward, "precision", "float32")] for reward in rewards)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 CLIP_FILES = ("config.json", "model*.safetensors", "*processor_config.json", "tokenizer.json")
 """Of a CLIP in the Hugging Face layout (``ebbflow.rewards.clip``)."""
+QWEN_FILES = ("config.json", "tokenizer.json")
+"""Of a repository of Qwen2-VL, what rewards need whose checkpoint holds its weights (``ebbflow.rewards.qwen2_vl``)."""
 
 
 class PretrainedRewardConfig(RewardConfig, PretrainedSourceConfig):
@@ -78,7 +80,7 @@ class Files:
 
 
 class NetworkReward(ABC):
-    """A reward whose network is loaded at the first image: frozen, float32, kept for the life of the process."""
+    """A reward whose network is loaded at the first image: frozen, kept for the life of the process."""
 
     def __init__(self, config: PretrainedRewardConfig) -> None:
         self.config = config

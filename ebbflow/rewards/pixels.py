@@ -18,12 +18,12 @@ def resized_bytes(images: np.ndarray, size: int, device: torch.device) -> Tensor
     """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: resized as bytes, so every pixel is rounded and within its range."""
     height, width = _shorter_edge_to(size, *images.shape[1:3])
     sized = [np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)) for image in images]
-    return _standardised(_cropped(_unit(np.stack(sized), device), size))
+    return standardised(_cropped(unit(np.stack(sized), device), size))
 
 
 def resized_floats(images: np.ndarray, size: int, device: torch.device) -> Tensor:
     """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: resized as numbers, antialiased, neither rounded nor clipped."""
-    return resized_units(_unit(images, device), size)
+    return resized_units(unit(images, device), size)
 
 
 def resized_units(images: Tensor, size: int, margin: Callable[[float], int] = round) -> Tensor:
@@ -33,10 +33,11 @@ def resized_units(images: Tensor, size: int, margin: Callable[[float], int] = ro
         margin: how half of an odd number of pixels is rounded; transformers' processor of CLIP takes ``math.floor``.
     """
     shape = _shorter_edge_to(size, *images.shape[2:])
-    return _standardised(_cropped(interpolate(images, shape, mode="bicubic", antialias=True), size, margin))
+    return standardised(_cropped(interpolate(images, shape, mode="bicubic", antialias=True), size, margin))
 
 
-def _unit(images: np.ndarray, device: torch.device) -> Tensor:
+def unit(images: np.ndarray, device: torch.device) -> Tensor:
+    """uint8 RGB [N, H, W, 3] -> float32 [N, 3, H, W] in [0, 1]."""
     return torch.tensor(images, device=device).permute(0, 3, 1, 2).float() / 255
 
 
@@ -51,6 +52,7 @@ def _cropped(pixels: Tensor, size: int, margin: Callable[[float], int] = round) 
     return pixels[..., top : top + size, left : left + size]
 
 
-def _standardised(pixels: Tensor) -> Tensor:
+def standardised(pixels: Tensor) -> Tensor:
+    """RGB in [0, 1], [N, 3, H, W] -> mean 0 and deviation 1 over CLIP's training images."""
     mean, std = (pixels.new_tensor(values).view(3, 1, 1) for values in (MEAN, STD))
     return (pixels - mean) / std

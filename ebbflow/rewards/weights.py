@@ -74,12 +74,15 @@ def load_network(kind: Any, folder: Path) -> Any:
 
 
 def build_network(kind: Any, config: Any, weights: dict[str, Tensor], source: Path, **keys: Any) -> Any:
-    """``load_network`` from weights that were read from ``source`` and renamed; ``keys`` go to the network.
+    """``load_network`` from weights that were read from ``source`` and renamed.
+
+    Args:
+        keys: go to the network; ``dtype`` for another than float32.
 
     Raises:
         RewardError: weights are missing, left over, or of another shape.
     """
-    return _frozen(kind.from_pretrained(None, config=config, state_dict=weights, **keys, **LOADING), kind, source)
+    return _frozen(kind.from_pretrained(None, config=config, state_dict=weights, **LOADING | keys), kind, source)
 
 
 def _frozen(loaded: tuple[Any, dict[str, Any]], kind: Any, source: Path) -> Any:

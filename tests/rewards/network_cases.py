@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import BertTokenizer, CLIPConfig, CLIPModel, CLIPTokenizer
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.models.tiny.tokenizers import qwen_tokenizer
 from ebbflow.recipe.registry import reward
 from ebbflow.recipe.rewards import RewardConfig
 
@@ -54,6 +56,12 @@ def make_reward(name: str, folder: Path, **keys) -> RewardConfig:
         write_hps_processor(folder / "processor")
         torch.save({"epoch": 1, "state_dict": open_clip_weights()}, folder / "HPS_v2.1_compressed.pt")
         return reward(name, path=str(folder), processor={"path": str(folder / "processor")}, **keys)
+    if name == "hpsv3":
+        write_qwen_processor(folder / "processor")
+        save_file(qwen_weights(("<|Reward|>",), HPSV3_HEAD), folder / "HPSv3.safetensors")
+        return reward(
+            name, path=str(folder), **{"processor": {"path": str(folder / "processor")}, "precision": "float32", **keys}
+        )
     write_bert_tokenizer(folder / "tokenizer")
     torch.save(blip_weights(), folder / "ImageReward.pt")
     (folder / "med_config.json").write_text(json.dumps(MED_CONFIG))
@@ -96,6 +104,82 @@ def write_hps_processor(folder: Path) -> None:
 def write_bert_tokenizer(folder: Path) -> None:
     """BERT's, by letters."""
     BertTokenizer({word: number for number, word in enumerate(BERT_WORDS)}, do_lower_case=True).save_pretrained(folder)
+
+
+QWEN_WIDTH, QWEN_INNER, QWEN_EYE = 32, 48, 24
+QWEN_CONFIG = {
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": QWEN_WIDTH,
+    "intermediate_size": QWEN_INNER,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 2,
+    "model_type": "qwen2_vl",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 1,
+        "embed_dim": QWEN_EYE,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "in_chans": 3,
+        "hidden_size": QWEN_WIDTH,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+}
+"""As Qwen2-VL-7B-Instruct says it, flat, but for the sizes, the ids of its special tokens and the padded vocabulary."""
+HPSV3_HEAD = {0: (20, QWEN_WIDTH), 3: (6, 20), 5: (2, 6)}
+
+
+def write_qwen_processor(folder: Path) -> None:
+    """Of the repository of a Qwen2-VL, what its rewards need."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.save_pretrained(folder)
+    ids = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>"}
+    ids |= {"bos_token_id": "<|endoftext|>", "eos_token_id": "<|im_end|>", "vision_end_token_id": "<|vision_end|>"}
+    numbers = {key: tokenizer.convert_tokens_to_ids(token) for key, token in ids.items()}
+    (folder / "config.json").write_text(json.dumps({**QWEN_CONFIG, **numbers, "vocab_size": len(tokenizer) + 11}))
+
+
+def qwen_weights(tokens: tuple[str, ...], head: dict[int, tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """A Qwen2-VL with some more tokens under the names that transformers had then, and a head of linear layers."""
+    width, eye, words = QWEN_WIDTH, QWEN_EYE, len(qwen_tokenizer()) + len(tokens)
+    shapes: dict[str, tuple[int, ...]] = {
+        "visual.patch_embed.proj.weight": (eye, 3, 2, 14, 14),
+        **_norm("visual.merger.ln_q", eye),
+        **_linear("visual.merger.mlp.0", 4 * eye, 4 * eye),
+        **_linear("visual.merger.mlp.2", 4 * eye, width),
+        "model.embed_tokens.weight": (words, width),
+        "model.norm.weight": (width,),
+        "lm_head.weight": (words, width),
+    }
+    block = "visual.blocks.0"
+    shapes |= _norm(f"{block}.norm1", eye) | _norm(f"{block}.norm2", eye)
+    shapes |= _linear(f"{block}.attn.qkv", eye, 3 * eye) | _linear(f"{block}.attn.proj", eye, eye)
+    shapes |= _linear(f"{block}.mlp.fc1", eye, 2 * eye) | _linear(f"{block}.mlp.fc2", 2 * eye, eye)
+    for block in (f"model.layers.{layer}" for layer in range(2)):
+        shapes |= _linear(f"{block}.self_attn.q_proj", width, width)
+        shapes |= _linear(f"{block}.self_attn.k_proj", width, width // 2) | _linear(
+            f"{block}.self_attn.v_proj", width, width // 2
+        )
+        shapes |= {f"{block}.self_attn.o_proj.weight": (width, width), f"{block}.mlp.down_proj.weight": (width, QWEN_INNER)}
+        shapes |= {f"{block}.mlp.{part}_proj.weight": (QWEN_INNER, width) for part in ("gate", "up")}
+        shapes |= {f"{block}.{part}_layernorm.weight": (width,) for part in ("input", "post_attention")}
+    for number, size in head.items():
+        shapes |= {f"rm_head.{number}.weight": size, f"rm_head.{number}.bias": size[:1]}
+    return {name: weight.bfloat16().float() for name, weight in _drawn(shapes).items()}  # as published: nothing to round
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"

@@ -14,18 +14,34 @@ from network_cases import TEXTS, as_prompts, make_reward, some_images
 from ebbflow.models import hub
 from ebbflow.models.hub import HubError
 from ebbflow.recipe.registry import reward
+from ebbflow.rewards import templates
 from ebbflow.rewards.base import DifferentiableReward
+from ebbflow.rewards.built_in import hpsv3
 from ebbflow.rewards.combine import RewardError, load_reward, load_scorer
 from ebbflow.rewards.network import PretrainedRewardConfig
 from ebbflow.rewards.weights import read_weights
 
-NAMES = ["pickscore", "clipscore", "aesthetic", "hps", "imagereward"]
+NAMES = ["pickscore", "clipscore", "aesthetic", "hps", "hpsv3", "imagereward"]
 PINNED = {"path": "team/model", "revision": "1" * 40}
-PARTS = {"aesthetic": {"head": PINNED}, "hps": {"processor": PINNED}, "imagereward": {"tokenizer": PINNED}}
+PARTS = {
+    "aesthetic": {"head": PINNED},
+    "hps": {"processor": PINNED},
+    "hpsv3": {"processor": PINNED},
+    "imagereward": {"tokenizer": PINNED},
+}
 """What a reward needs besides its own path."""
 ROUNDING = {"rtol": 0, "atol": 3e-6}
 """A few float32 roundings of scores near 1: another batch size is another order of summation."""
 IMAGES, PROMPTS = some_images(), as_prompts(*TEXTS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_inputs():
+    """Few tokens for the rewards that are language models; their own tests have the published pixels and texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hpsv3, "PIXELS", 4 * 28 * 28)
+        patch.setattr(templates, "read_template", lambda name: "{prompt} <|Reward|>")
+        yield
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -1,0 +1,77 @@
+"""``hpsv3``: Human Preference Score v3, a Qwen2-VL-7B with a head that reads one special token (2508.03789)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from ebbflow.recipe.model import Precision
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
+from ebbflow.rewards.network import QWEN_FILES, Files, NetworkReward, PretrainedRewardConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from ebbflow.rewards.base import Reward
+    from ebbflow.rewards.network import Score
+    from ebbflow.rewards.qwen2_vl import JudgingQwen
+
+CHECKPOINT = "HPSv3.safetensors"
+TOKEN = "<|Reward|>"
+HEAD = (0, 3, 5)
+"""The linear layers of the head by their published numbers; the others are ReLUs and a dropout."""
+PIXELS = 256 * 28 * 28
+"""Every image is resized to about so many, its shape kept."""
+
+
+class HpsV3Config(PretrainedRewardConfig):
+    """Human preference under HPSv3 (2508.03789), raw, about -5 to 15."""
+
+    name: Literal["hpsv3"] = "hpsv3"
+    path: str | None = "MizzenAI/HPSv3"
+    processor: PretrainedSourceConfig
+    """Configuration and tokenizer of the network: ``Qwen/Qwen2-VL-7B-Instruct`` as a folder or a repository."""
+    precision: Precision = "bfloat16"
+    """Of the network, bfloat16 as published; the head is float32."""
+    batch: int = Field(4, ge=1)
+    """Images per forward pass."""
+
+    def build(self) -> Reward:
+        return HpsV3(self)
+
+
+class HpsV3(NetworkReward):
+    """The mean mu of the two outputs (mu, sigma) of the head (2508.03789).
+
+    Special tokens that a prompt spells out are left out of it; the published code reads them as such.
+    """
+
+    config: HpsV3Config
+
+    def files(self) -> list[Files]:
+        return [Files(self.config, (CHECKPOINT,)), Files(self.config.processor, QWEN_FILES)]
+
+    def load(self) -> Score:
+        from ebbflow.rewards.qwen2_vl import JudgingQwen, linear_head, load_backbone
+        from ebbflow.rewards.weights import read_weights
+
+        checkpoint, processor = (files.folder() for files in self.files())
+        source = checkpoint / CHECKPOINT
+        weights = read_weights(source)
+        model, tokenizer = load_backbone(weights, processor, source, (TOKEN,), self.config.precision)
+        head = linear_head(weights, HEAD, source, model.device)
+        return partial(_scores, JudgingQwen(model, head, tokenizer, (TOKEN,)))
+
+
+def _scores(judge: JudgingQwen, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
+    from ebbflow.rewards.qwen2_vl import resized
+    from ebbflow.rewards.templates import fill_template
+
+    vision = judge.model.config.vision_config
+    pixels = resized(images, PIXELS, PIXELS, vision.patch_size * vision.spatial_merge_size, judge.model.device)
+    frames = pixels[:, None].expand(-1, vision.temporal_patch_size, -1, -1, -1)
+    questions = [fill_template("hpsv3", judge.plain(text)) for text in texts]
+    return judge.outputs(frames, questions, "<|image_pad|>")[:, 0, 0]
