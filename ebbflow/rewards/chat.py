@@ -7,12 +7,14 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.http import NoAnswer, ServedRewardConfig, ask, shown
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 TOP_TOKENS = 20
 """Likeliest first tokens to ask for: as many as the usual servers give."""
 Sleep = Callable[[float], None]
+Answer = TypeVar("Answer")
 
 
 class _Part(BaseModel):
@@ -72,13 +75,18 @@ class Models(_Part):
     data: list[_Model]
 
 
-class ChatRewardConfig(ServedRewardConfig):
+class ChatServerConfig(ServedRewardConfig):
     """A reward that a model behind ``/chat/completions`` gives."""
 
     model: str = Field(min_length=1)
     """As the server calls it."""
     concurrency: int = Field(8, ge=1, le=64)
     """Requests at a time."""
+
+
+class ChatRewardConfig(ChatServerConfig):
+    """The same, with a question of the recipe's."""
+
     question: str = Field(min_length=1)
     """``{prompt}`` and ``{target}`` stand for those of the image's prompt; no other braces are taken."""
 
@@ -100,7 +108,7 @@ def base_url(url: str) -> str:
     return url if urlsplit(url).path else f"{url}/v1"
 
 
-def missing_model(config: ChatRewardConfig, sleep: Sleep = time.sleep) -> str | None:
+def missing_model(config: ChatServerConfig, sleep: Sleep = time.sleep) -> str | None:
     """Why the model cannot be asked; None if the server has it."""
     url = base_url(config.url) + "/models"
     try:
@@ -114,9 +122,14 @@ def missing_model(config: ChatRewardConfig, sleep: Sleep = time.sleep) -> str | 
 
 
 def ask_about(
-    config: ChatRewardConfig, images: np.ndarray, prompt: Prompt, max_tokens: int, log_probs: bool, sleep: Sleep = time.sleep
+    config: ChatServerConfig,
+    images: Sequence[np.ndarray],
+    question: str,
+    max_tokens: int,
+    log_probs: bool = False,
+    sleep: Sleep = time.sleep,
 ) -> Choice:
-    """The model's answer to the question about images, uint8 RGB [n, height, width, 3], of one prompt.
+    """The model's answer to a question about images, each uint8 RGB [height, width, 3].
 
     Args:
         log_probs: also ask for the log-probs of the likeliest tokens.
@@ -124,7 +137,7 @@ def ask_about(
     Raises:
         NoAnswer: there is no usable one.
     """
-    content = [_picture(image) for image in images] + [{"type": "text", "text": fill(config.question, prompt)}]
+    content = [*map(_picture, images), {"type": "text", "text": question}]
     request = {
         "model": config.model,
         "messages": [{"role": "user", "content": content}],
@@ -135,7 +148,54 @@ def ask_about(
     return ask(config, completions_url(config), Completion, json.dumps(request).encode(), sleep).choices[0]
 
 
-def completions_url(config: ChatRewardConfig) -> str:
+def read_answer(config: ChatServerConfig, choice: Choice, read: Callable[[str], Answer | None], wanted: str) -> Answer:
+    """What ``read`` finds in a whole answer.
+
+    Raises:
+        NoAnswer: it finds nothing, or the answer is cut; says what is ``wanted``.
+    """
+    text = choice.message.content or ""
+    found = None if choice.finish_reason == "length" else read(text)
+    if found is None:
+        raise NoAnswer(f'{completions_url(config)} answered "{shown(text[-200:], config)}": {wanted}')
+    return found
+
+
+def judge_images(
+    config: ChatServerConfig,
+    judge: Callable[[np.ndarray, Prompt], list[float]],
+    images: np.ndarray,
+    prompts: Sequence[Prompt],
+    metrics: Sequence[str] = (),
+) -> RewardResult:
+    """The scores that ``judge`` gives to each image and its prompt, several at a time; ``NoAnswer`` fails one.
+
+    Args:
+        judge: to the score and the metrics, in their order.
+        metrics: their names; a reward's column and an underscore come before them.
+    """
+    import numpy as np
+
+    rows = np.full((len(images), 1 + len(metrics)), np.nan)
+    failures: dict[int, str] = {}
+
+    def judged(image: np.ndarray, prompt: Prompt) -> list[float] | str:
+        try:
+            return judge(image, prompt)
+        except NoAnswer as error:
+            return str(error)
+
+    with ThreadPoolExecutor(config.concurrency) as pool:
+        for index, row in enumerate(pool.map(judged, images, prompts)):
+            if isinstance(row, str):
+                failures[index] = row
+            else:
+                rows[index] = row
+    columns = {f"{config.column}_{metric}": rows[:, 1 + number] for number, metric in enumerate(metrics)}
+    return RewardResult(rows[:, 0], columns, failures)
+
+
+def completions_url(config: ChatServerConfig) -> str:
     """Where the questions go."""
     return base_url(config.url) + "/chat/completions"
 

@@ -17,11 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ebbflow.rewards.base import NO_TARGET, RewardResult
-from ebbflow.rewards.chat import ChatRewardConfig, Choice, ask_about, completions_url, missing_model, probability
+from ebbflow.rewards.chat import ChatRewardConfig, Choice, ask_about, completions_url, fill, missing_model, probability
 from ebbflow.rewards.http import NoAnswer, shown
+from ebbflow.rewards.templates import fill_template
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,13 +30,17 @@ if TYPE_CHECKING:
     from ebbflow.data.prompts import Prompt
     from ebbflow.rewards.base import GroupReward
 
-MAX_TOKENS = {"probability": 1, "choice": 8, "reasoned": 4096}
+MAX_TOKENS = {"probability": 1, "choice": 8, "reasoned": 4096, "unified_reward": 512, "unified_reward_2": 512}
 """Of an answer: one token, one number with what may stand around it, or a chain of thought."""
 CHOICE = re.compile(r"[\W_]*(?:image\s*)?([12])[\W_]*", re.IGNORECASE)
 REASONED = re.compile(r"<answer>\s*image\s*([12])\s*is better[\s.]*</answer>\s*", re.IGNORECASE)
+VERDICT = re.compile(r"image ([12]) is better|(both) images are equally good", re.IGNORECASE)
+SHARES = re.compile(r"(?:alignment|coherence|style) score:\s*image 1:\s*([0-9.]+)\s*image 2:\s*([0-9.]+)", re.IGNORECASE)
 WANTED = {
     "probability": "neither 1 nor 2 is among the log-probs of its first token; take answer: choice where a server gives none",
     "choice": "the whole answer must be 1 or 2",
+    "unified_reward": "it must say 'Image 1 is better', 2, or 'Both images are equally good'",
+    "unified_reward_2": "it must give both images an alignment, a coherence and a style score that add up to 1",
     "reasoned": "it must end with <answer>Image 1 is better</answer>, or 2",
 }
 """Of an answer, for the message that it was something else."""
@@ -47,9 +52,20 @@ class PairwiseJudgeConfig(ChatRewardConfig):
     name: Literal["pairwise_judge"] = "pairwise_judge"
     question: str = Field('Which of these two images is better, for the prompt "{prompt}"? Answer 1 or 2.', min_length=1)
     """``{prompt}`` and ``{target}`` stand for those of the images' prompt; no other braces are taken."""
+    template: Literal["unified_reward", "unified_reward_2"] | None = None
+    """The published question and answer of UnifiedReward (2503.05236) instead: which image is better, or both; of version 2.0,
+    shares of alignment, coherence and style, whose mean counts."""
     answer: Literal["probability", "choice", "reasoned"] = "probability"
     """``probability``: P(1) / (P(1) + P(2)) of the first token, a share of a win. ``choice``: 1 or 2. ``reasoned``: a text
     that ends with ``<answer>Image 1 is better</answer>``, as UnifiedReward-Think answers. Every other answer is no comparison."""
+
+    @model_validator(mode="after")
+    def _a_template_is_alone(self) -> PairwiseJudgeConfig:
+        if self.template and (given := self.model_fields_set & {"question", "answer"}):
+            raise ValueError(
+                f"template = {self.template!r} has its own question and answer; leave {' and '.join(sorted(given))} out"
+            )
+        return self
 
     @property
     def compares(self) -> bool:
@@ -94,9 +110,10 @@ class PairwiseJudge:
 
     def _judge(self, two: np.ndarray, prompt: Prompt) -> float | str:
         """The probability that the first of two images is the better one, or why there is none."""
-        answer = self.config.answer
+        template, answer = self.config.template, self.config.template or self.config.answer
+        question = fill_template(f"{template}_pair", prompt.prompt) if template else fill(self.config.question, prompt)
         try:
-            choice = ask_about(self.config, two, prompt, MAX_TOKENS[answer], answer == "probability", self.sleep)
+            choice = ask_about(self.config, list(two), question, MAX_TOKENS[answer], answer == "probability", self.sleep)
         except NoAnswer as error:
             return str(error)
         judged = probability(choice, "1", "2") if answer == "probability" else in_words(choice, answer)
@@ -111,14 +128,45 @@ def balanced_pairs(count: int) -> list[tuple[int, int]]:
     return [(i, j) if (j - i) % 2 else (j, i) for i, j in combinations(range(count), 2)]
 
 
-def in_words(choice: Choice, answer: Literal["choice", "reasoned"]) -> float | None:
-    """1 where the answer names the first image, 0 where the second; None for an answer that is cut or names neither."""
+def in_words(choice: Choice, answer: str) -> float | None:
+    """1 where the answer names the first image, 0 the second, or a share between; None for one that is cut or names neither."""
     text = choice.message.content or ""
-    match = CHOICE.fullmatch(text) if answer == "choice" else _last(REASONED, text)
-    return None if match is None or choice.finish_reason == "length" else float(match[1] == "1")
+    return None if choice.finish_reason == "length" else READERS[answer](text)
+
+
+def read_choice(text: str) -> float | None:
+    """1 or 0 for an answer of that one number, 1 or 2; None for any other."""
+    match = CHOICE.fullmatch(text)
+    return float(match[1] == "1") if match else None
+
+
+def read_reasoned(text: str) -> float | None:
+    """1 or 0 for an answer that ends as UnifiedReward-Think's do; None for any other."""
+    match = _last(REASONED, text)
+    return float(match[1] == "1") if match else None
+
+
+def read_verdict(text: str) -> float | None:
+    """1, 0, or half for a draw, by the last verdict of UnifiedReward's; None without one."""
+    found = list(VERDICT.finditer(text))
+    return None if not found else 0.5 if found[-1][2] else float(found[-1][1] == "1")
+
+
+def read_shares(text: str) -> float | None:
+    """The mean share of the first image in the three scores of UnifiedReward 2.0; None where one is missing or no share."""
+    try:
+        shares = [(float(first), float(second)) for first, second in SHARES.findall(text)]
+    except ValueError:
+        return None
+    if len(shares) != 3 or any(abs(first + second - 1) > 0.01 or not 0 <= first <= 1 for first, second in shares):
+        return None
+    return sum(first for first, _ in shares) / 3
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     """The match at the end of a text."""
     found = list(pattern.finditer(text))
     return found[-1] if found and found[-1].end() == len(text) else None
+
+
+READERS = {"choice": read_choice, "reasoned": read_reasoned, "unified_reward": read_verdict, "unified_reward_2": read_shares}

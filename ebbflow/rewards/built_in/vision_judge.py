@@ -9,13 +9,21 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from ebbflow.rewards.base import NO_TARGET, RewardResult
-from ebbflow.rewards.chat import ChatRewardConfig, Choice, ask_about, completions_url, missing_model, probability
+from ebbflow.rewards.chat import (
+    ChatRewardConfig,
+    Choice,
+    ask_about,
+    completions_url,
+    fill,
+    judge_images,
+    missing_model,
+    probability,
+)
 from ebbflow.rewards.http import NoAnswer, shown
 
 if TYPE_CHECKING:
@@ -64,32 +72,19 @@ class VisionJudge:
         return missing_model(self.config, self.sleep)
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        import numpy as np
+        return judge_images(self.config, self._judge, images, prompts)
 
-        values = np.full(len(images), np.nan)
-        failures: dict[int, str] = {}
-        with ThreadPoolExecutor(self.config.concurrency) as pool:
-            for index, judged in enumerate(pool.map(self._judge, images, prompts)):
-                if isinstance(judged, str):
-                    failures[index] = judged
-                else:
-                    values[index] = judged
-        return RewardResult(values, failures=failures)
-
-    def _judge(self, image: np.ndarray, prompt: Prompt) -> float | str:
-        """The score, or why there is none."""
+    def _judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         if self.config.reads and prompt.target is None:
-            return NO_TARGET
+            raise NoAnswer(NO_TARGET)
         answer = self.config.answer
-        try:
-            choice = ask_about(self.config, image[None], prompt, MAX_TOKENS[answer], answer == "probability", self.sleep)
-        except NoAnswer as error:
-            return str(error)
+        question = fill(self.config.question, prompt)
+        choice = ask_about(self.config, [image], question, MAX_TOKENS[answer], answer == "probability", self.sleep)
         judged = probability(choice, "yes", "no") if answer == "probability" else self._in_words(choice)
         if judged is None:
             text = shown(choice.message.content or "", self.config)
-            return f'{completions_url(self.config)} answered "{text}", which is no {answer}: {WANTED[answer]}'
-        return judged
+            raise NoAnswer(f'{completions_url(self.config)} answered "{text}", which is no {answer}: {WANTED[answer]}')
+        return [judged]
 
     def _in_words(self, choice: Choice) -> float | None:
         text = choice.message.content or ""

@@ -1,0 +1,91 @@
+"""``edit_judge``: a vision-language model behind an OpenAI-compatible server compares an edited image with its source.
+
+    score = sqrt(min(success, restraint) min(naturalness, freedom from artefacts))      (VIEScore, 2312.14867)
+
+The first two are asked about source and edited image with the instruction, the other two about the edited image alone. This is
+the metric of GEdit-Bench (2504.17761); EditScore (2509.23909) and UnifiedReward-Edit are trained to answer it on a scale of 25.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from ebbflow.rewards.chat import ChatServerConfig, Sleep, ask_about, judge_images, missing_model, read_answer
+from ebbflow.rewards.http import NoAnswer
+from ebbflow.rewards.templates import fill_template
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ebbflow.data.prompts import Prompt
+    from ebbflow.rewards.base import Reward, RewardResult
+
+MAX_TOKENS = 1024
+SCALES = {"viescore": 10, "editscore": 25, "unified_reward_edit": 25}
+SCORE = re.compile(r"\"score\"\s*:\s*\[\s*([0-9]+(?:\.[0-9]+)?)\s*,\s*([0-9]+(?:\.[0-9]+)?)\s*\]")
+NO_SOURCE = "the prompt has no image to edit; give a column 'image', or use vision_judge"
+METRICS = ("success", "restraint", "quality")
+
+
+class EditJudgeConfig(ChatServerConfig):
+    """How well an instruction was carried out on the source image, 0 to 10 (VIEScore, 2312.14867), by a model behind a server."""
+
+    name: Literal["edit_judge"] = "edit_judge"
+    template: Literal["viescore", "editscore", "unified_reward_edit"] = "viescore"
+    """``viescore``: as GEdit-Bench asks any model. ``editscore``, ``unified_reward_edit``: what those models are trained on."""
+
+    def build(self) -> Reward:
+        return EditJudge(self)
+
+
+class EditJudge:
+    """The geometric mean of consistency and quality, each the lesser of two scores; NaN with a reason for another answer."""
+
+    name = "edit_judge"
+
+    def __init__(self, config: EditJudgeConfig, sleep: Sleep = time.sleep) -> None:
+        self.config = config
+        self.sleep = sleep
+
+    def unavailable(self) -> str | None:
+        return missing_model(self.config, self.sleep)
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        return judge_images(self.config, self._judge, images, prompts, METRICS)
+
+    def _judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+        if prompt.image is None:
+            raise NoAnswer(NO_SOURCE)
+        success, restraint = self._ask("consistency", [source_image(prompt.image), image], prompt)
+        quality = min(self._ask("quality", [image], prompt))
+        return [math.sqrt(min(success, restraint) * quality), success, restraint, quality]
+
+    def _ask(self, part: str, images: list[np.ndarray], prompt: Prompt) -> tuple[float, float]:
+        scale = SCALES[self.config.template]
+        question = fill_template(f"{self.config.template}_{part}", prompt.prompt)
+        choice = ask_about(self.config, images, question, MAX_TOKENS, sleep=self.sleep)
+        wanted = f'it must have one "score": [a, b] with numbers from 0 to {scale}'
+        first, second = read_answer(self.config, choice, partial(read_pair, scale=scale), wanted)
+        return 10 * first / scale, 10 * second / scale
+
+
+def read_pair(text: str, scale: float) -> tuple[float, float] | None:
+    """The two numbers of the one list of scores in an answer; None where there is no such list, or one is beyond the scale."""
+    found = SCORE.findall(text)
+    if len(found) != 1 or max(map(float, found[0])) > scale:
+        return None
+    return float(found[0][0]), float(found[0][1])
+
+
+def source_image(png: bytes) -> np.ndarray:
+    """The image to edit, uint8 RGB [height, width, 3]."""
+    import numpy as np
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))

@@ -1,0 +1,73 @@
+"""``unified_reward``: UnifiedReward (2503.05236) behind an OpenAI-compatible server rates single images, as published.
+
+Its comparisons of two images are ``pairwise_judge`` with a ``template``, UnifiedReward-Edit is ``edit_judge``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from ebbflow.rewards.chat import ChatServerConfig, Sleep, ask_about, judge_images, missing_model, read_answer
+from ebbflow.rewards.templates import fill_template
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ebbflow.data.prompts import Prompt
+    from ebbflow.rewards.base import Reward, RewardResult
+
+MAX_TOKENS = 512
+SCALE = (1.0, 5.0)
+NUMBER = r"\**\s*([0-9]+(?:\.[0-9]+)?)"
+FINAL = ("Final Score:",)
+AXES = ("Alignment Score (1-5):", "Coherence Score (1-5):", "Style Score (1-5):")
+METRICS = ("alignment", "coherence", "style")
+
+
+class UnifiedRewardConfig(ChatServerConfig):
+    """Alignment with the prompt and quality, 1 to 5, by UnifiedReward (2503.05236) behind a server."""
+
+    name: Literal["unified_reward"] = "unified_reward"
+    template: Literal["unified_reward", "unified_reward_2"] = "unified_reward_2"
+    """``unified_reward_2``: the mean of alignment, coherence and style, as version 2.0 answers. ``unified_reward``: the final
+    score after a list of the elements, as the first version answers."""
+
+    def build(self) -> Reward:
+        return UnifiedReward(self)
+
+
+class UnifiedReward:
+    """The published score, or the mean of the three published scores; NaN with a reason for another answer."""
+
+    name = "unified_reward"
+
+    def __init__(self, config: UnifiedRewardConfig, sleep: Sleep = time.sleep) -> None:
+        self.config = config
+        self.sleep = sleep
+
+    def unavailable(self) -> str | None:
+        return missing_model(self.config, self.sleep)
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        metrics = METRICS if self.config.template == "unified_reward_2" else ()
+        return judge_images(self.config, self._judge, images, prompts, metrics)
+
+    def _judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+        labels = AXES if self.config.template == "unified_reward_2" else FINAL
+        question = fill_template(f"{self.config.template}_point", prompt.prompt)
+        choice = ask_about(self.config, [image], question, MAX_TOKENS, sleep=self.sleep)
+        wanted = f"it must have one number from 1 to 5 after {' and '.join(labels)}"
+        scores = read_answer(self.config, choice, partial(read_scores, labels=labels), wanted)
+        return scores if len(scores) == 1 else [sum(scores) / len(scores), *scores]
+
+
+def read_scores(text: str, labels: Sequence[str]) -> list[float] | None:
+    """The one number from 1 to 5 after each label; None where one is missing, repeated or outside."""
+    found = [re.findall(re.escape(label) + NUMBER, text) for label in labels]
+    if any(len(numbers) != 1 or not SCALE[0] <= float(numbers[0]) <= SCALE[1] for numbers in found):
+        return None
+    return [float(number) for (number,) in found]
