@@ -28,7 +28,7 @@ PIXELS = 256 * 28 * 28
 
 
 class HpsV3Config(PretrainedRewardConfig):
-    """Human preference under HPSv3 (2508.03789), raw, about -5 to 15."""
+    """Human preference under HPSv3 (2508.03789), raw: it has no fixed range."""
 
     name: Literal["hpsv3"] = "hpsv3"
     path: str | None = "MizzenAI/HPSv3"
