@@ -16,7 +16,7 @@ from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import PromptError, PromptRow, make_glyph_prompts, require_targets, split_prompts
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 
 MIN_JUDGED = 4
 """Validation prompts of a branch: two that choose among its policies, and two on which its gate compares."""
@@ -34,7 +34,8 @@ def prepare(recipe: Recipe, *files: Path) -> tuple[pa.Table, str]:
     """
     config, source = recipe.prompts, None
     if not files:
-        rows = make_glyph_prompts(config.count, recipe.model.training.letters, recipe.seed)
+        training = recipe.model.training
+        rows = make_glyph_prompts(config.count, training.letters, recipe.seed, training.characters)
         report = f"{len(rows)} random strings"
     else:
         rows, report = _read_mixture(recipe, files) if config.mixture else _read_file(files[0])
@@ -43,7 +44,7 @@ def prepare(recipe: Recipe, *files: Path) -> tuple[pa.Table, str]:
             if any(reward.reads for reward in view.rewards):
                 require_targets([row for row in rows if row.source in view.prompts.labels or not view.prompts.mixture], source)
         if recipe.model.family == "glyph" and recipe.model.path is None:
-            require_letters(rows, recipe.model.training.letters, source)
+            require_letters(rows, recipe.model.training, source)
     _check_images(rows, recipe.model.family, source)
     _warn_of_negative_prompts(recipe.model, rows, source)
     # The split of a file never depends on the run: a challenger must not train on prompts that judged its champion.
@@ -153,16 +154,19 @@ def _require_enough(recipe: Recipe, trained: int) -> None:
             )
 
 
-def require_letters(rows: list[PromptRow], letters: int, source: Path) -> None:
-    """Check that the glyph model can draw every prompt: at most ``letters`` of A-Z, quoted or not.
+def require_letters(rows: list[PromptRow], training: GlyphTrainingConfig, source: Path) -> None:
+    """Check that the glyph model can draw every prompt: at most ``letters`` of its alphabets, quoted or not.
 
     Raises:
         PromptError: it cannot; with the count and the first such prompts.
     """
-    drawable = re.compile(rf"\W*[A-Za-z]{{1,{letters}}}\W*")
+    known = "".join(training.characters)
+    drawable = re.compile(rf"\W*[{known + known.lower()}]{{1,{training.letters}}}\W*")
     wrong = [row.prompt for row in rows if not drawable.fullmatch(row.prompt)]
     if wrong:
+        ranges = [f"{alphabet[0]}-{alphabet[-1]}" for alphabet in training.characters]
         raise PromptError(
-            f"{source}: {len(wrong)} of {len(rows)} prompts are not 1 to {letters} letters A-Z, as the glyph model needs, first: "
-            f"{'; '.join(map(repr, wrong[:3]))}. Shorten them, or raise model.training.letters and width"
+            f"{source}: {len(wrong)} of {len(rows)} prompts are not 1 to {training.letters} letters {', '.join(ranges)}, as the "
+            f"glyph model needs, first: {'; '.join(map(repr, wrong[:3]))}. Shorten them, raise model.training.letters and width, "
+            "or add to model.training.alphabets"
         )

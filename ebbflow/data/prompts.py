@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from ebbflow.data.schema import PROMPTS, SPLITS
 from ebbflow.recipe.base import short
+from ebbflow.recipe.model import CHARACTERS
 from ebbflow.storage.tables import TableError, read_columns, read_table, write_table
 
 
@@ -49,22 +50,39 @@ class PromptRow:
     """PNG of the image to edit, for image-to-image models."""
 
 
-def make_glyph_prompts(count: int, letters: int, seed: int) -> list[PromptRow]:
-    """``count`` different random strings of ``letters`` letters A-Z, each as a quoted prompt with itself as the target.
+def make_glyph_prompts(
+    count: int, letters: int, seed: int, alphabets: Sequence[str] = (CHARACTERS["capitals"],)
+) -> list[PromptRow]:
+    """``count`` different random strings of ``letters`` letters, each as a quoted prompt with itself as the target.
+
+    Args:
+        alphabets: of ``CHARACTERS``; as many strings of each, up to one.
 
     Raises:
         PromptError: there are not that many strings, or a number is below one.
     """
     if count < 1 or letters < 1:
         raise PromptError(f"count = {count}, letters = {letters}: both must be at least 1")
-    if count > 26**letters:
-        raise PromptError(f"there are only {26**letters} strings of {letters} letters, not {count}; lower count or raise letters")
     stream = np.random.Philox(key=seed)
+    counts = [len(range(index, count, len(alphabets))) for index in range(len(alphabets))]
+    texts = [
+        text for alphabet, share in zip(alphabets, counts, strict=True) for text in _strings(stream, alphabet, share, letters)
+    ]
+    return [PromptRow(prompt=f'"{text}"', target=text, source="glyph") for text in texts]
+
+
+def _strings(stream: np.random.Philox, alphabet: str, count: int, letters: int) -> list[str]:
+    """``count`` different strings of one alphabet, which is a run of ASCII."""
+    if count > (limit := len(alphabet) ** letters):
+        raise PromptError(
+            f"there are only {limit} strings of {letters} letters {alphabet[0]}-{alphabet[-1]}, not {count}; "
+            "lower count or raise letters"
+        )
     texts: dict[str, None] = {}
     while len(texts) < count:
-        draws = (stream.random_raw((count, letters)) % 26 + ord("A")).astype(np.uint8)
+        draws = (stream.random_raw((count, letters)) % len(alphabet) + ord(alphabet[0])).astype(np.uint8)
         texts |= dict.fromkeys(row.tobytes().decode("ascii") for row in draws)
-    return [PromptRow(prompt=f'"{text}"', target=text, source="glyph") for text in list(texts)[:count]]
+    return list(texts)[:count]
 
 
 def split_prompts(rows: Sequence[PromptRow], validation: int, held_out: int, seed: int) -> pa.Table:

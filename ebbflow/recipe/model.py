@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -12,6 +13,17 @@ from ebbflow.recipe.plugins import name_or_path
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
 Precision = Literal["float32", "bfloat16", "float16"]
+Alphabet = Literal["capitals", "digits", "lower_case"]
+CHARACTERS: dict[Alphabet, str] = {
+    "capitals": string.ascii_uppercase,
+    "digits": string.digits,
+    "lower_case": string.ascii_lowercase,
+}
+DESCRIPTIONS: dict[Alphabet, str] = {
+    "capitals": "capital letters A-Z",
+    "digits": "digits 0-9",
+    "lower_case": "small letters a-z",
+}
 
 
 class GlyphTrainingConfig(Strict):
@@ -21,6 +33,8 @@ class GlyphTrainingConfig(Strict):
     width: int = Field(32, ge=16, le=256, multiple_of=8)
     letters: int = Field(4, ge=1, le=16)
     """Letters per string."""
+    alphabets: list[Alphabet] = Field(["capitals"], min_length=1, exclude_if=lambda given: given == ["capitals"])
+    """What the strings are made of, each of one of these. A model without ``lower_case`` reads small letters as capitals."""
     steps: int = Field(900, ge=1)
     batch: int = Field(64, ge=1)
     lr: float = Field(2e-3, gt=0, le=1)
@@ -29,6 +43,18 @@ class GlyphTrainingConfig(Strict):
     """Probability of replacing each letter of a caption in the last third. It leaves reinforcement learning something to improve:
     without it the base already spells almost everything right."""
     seed: int = Field(0, ge=0, lt=2**63)
+
+    @field_validator("alphabets")
+    @classmethod
+    def _each_once(cls, alphabets: list[Alphabet]) -> list[Alphabet]:
+        if len(set(alphabets)) < len(alphabets):
+            raise ValueError(f"{', '.join(alphabets)}: each alphabet may be named once; leave out what is there twice")
+        return alphabets
+
+    @property
+    def characters(self) -> list[str]:
+        """Those of each alphabet."""
+        return [CHARACTERS[alphabet] for alphabet in self.alphabets]
 
 
 class FsdpConfig(Strict):

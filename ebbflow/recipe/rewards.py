@@ -65,6 +65,7 @@ class ReadingRewardConfig(RewardConfig):
 
 
 Match = Literal["exact", "contained"]
+Case = Literal["ignored", "kept"]
 
 
 class OcrRewardConfig(ReadingRewardConfig):
@@ -73,6 +74,8 @@ class OcrRewardConfig(ReadingRewardConfig):
     match: Match = "exact"
     """``exact``: every further letter that is read costs. ``contained``: a reading that contains the target scores 1, as in
     published code; a policy can then write more than it was asked for."""
+    case: Case = Field("ignored", exclude_if=lambda given: given == "ignored")
+    """``ignored``: "open" is as good as "OPEN", as published. ``kept``: it is not."""
 
 
 class CustomRewardConfig(RewardConfig):

@@ -8,12 +8,14 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.rewards import Match
+from ebbflow.recipe.rewards import Case, Match
 from ebbflow.rewards.base import NO_TARGET, RewardResult
 
 
-def text_similarity(read: str, target: str, match: Match = "exact") -> float:
-    """1 - min(Levenshtein, len) / len on lower-cased text without white space, len that of the target: in [0, 1].
+def text_similarity(read: str, target: str, match: Match = "exact", case: Case = "ignored") -> float:
+    """1 - min(Levenshtein, len) / len on text without white space, len that of the target: in [0, 1].
+
+    Text is lower-cased first, unless ``case`` is "kept".
 
     The OCR reward of Flow-GRPO (2505.05470). Its code, and that of DiffusionNFT and VeRL-Omni, gives 1 whenever the target is
     contained in the reading ("OPEN DAILY" for "OPEN"): ``match`` "contained".
@@ -21,7 +23,7 @@ def text_similarity(read: str, target: str, match: Match = "exact") -> float:
     Raises:
         ValueError: the target is blank, so that there is nothing to read.
     """
-    read, target = _fold(read), _fold(target)
+    read, target = _fold(read, case), _fold(target, case)
     if not target:
         raise ValueError("the target text is blank; leave it out instead")
     if match == "contained" and target in read:
@@ -29,9 +31,9 @@ def text_similarity(read: str, target: str, match: Match = "exact") -> float:
     return 1 - min(Levenshtein.distance(read, target), len(target)) / len(target)
 
 
-def exact(read: str, target: str) -> float:
+def exact(read: str, target: str, case: Case = "ignored") -> float:
     """1.0 where the folded texts are equal, else 0.0."""
-    return float(_fold(read) == _fold(target))
+    return float(_fold(read, case) == _fold(target, case))
 
 
 def judge_readings(
@@ -40,6 +42,7 @@ def judge_readings(
     exact_name: str,
     failures: Mapping[int, str] | None = None,
     match: Match = "exact",
+    case: Case = "ignored",
 ) -> RewardResult:
     """Scores of N readings against their prompts' targets, with exact matches as the metric ``exact_name`` whatever ``match`` is.
 
@@ -51,10 +54,10 @@ def judge_readings(
         if prompt.target is None:
             reasons[index] = NO_TARGET
         elif reading is not None:
-            values[index] = text_similarity(reading, prompt.target, match)
-            matches[index] = exact(reading, prompt.target)
+            values[index] = text_similarity(reading, prompt.target, match, case)
+            matches[index] = exact(reading, prompt.target, case)
     return RewardResult(values, {exact_name: matches}, reasons)
 
 
-def _fold(text: str) -> str:
-    return "".join(text.lower().split())
+def _fold(text: str, case: Case) -> str:
+    return "".join((text.lower() if case == "ignored" else text).split())

@@ -45,6 +45,22 @@ def test_what_the_glyph_model_cannot_draw_is_said_at_once(tmp_path: Path, line: 
         prepare(recipe(source=str(file)), file)
 
 
+def test_what_a_glyph_model_draws_depends_on_its_alphabets(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f'"{text}"\n' for text in ("12", "34", "5678", "90", "77", "31", "ABCD", "ab")))
+
+    def prepared(*alphabets: str) -> str:
+        settings = recipe(source=str(file)).model_dump(mode="json") | {
+            "model": {"training": {"alphabets": alphabets}},
+            "stages": [{"kind": "offline", "prompts": 2}],
+        }
+        return prepare(Recipe.model_validate(settings), file)[1]
+
+    assert "to train" in prepared("digits", "capitals")
+    with pytest.raises(PromptError, match=r"2 of 8 prompts are not 1 to 4 letters 0-9, as .* or add to model.training.alphabets"):
+        prepared("digits")
+
+
 def mixture(tmp_path: Path, stages: dict[str, int], **files: list[str]) -> tuple[Recipe, list[Path]]:
     paths = [tmp_path / f"{name}.txt" for name in files]
     for path, lines in zip(paths, files.values(), strict=True):

@@ -23,6 +23,7 @@ from ebbflow.data.prompts import (
     write_prompts,
 )
 from ebbflow.data.schema import PROMPTS
+from ebbflow.recipe.model import GlyphTrainingConfig
 from tests.cpu_time import at_most_cpu_seconds
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -51,10 +52,20 @@ def test_glyph_prompts_are_unique_quoted_and_repeatable():
 
 def test_glyph_prompts_can_use_up_every_string():
     assert {row.target for row in make_glyph_prompts(26, 1, seed=0)} == set("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    with pytest.raises(PromptError, match="only 26 strings of 1 letters, not 27"):
+    with pytest.raises(PromptError, match="only 26 strings of 1 letters A-Z, not 27"):
         make_glyph_prompts(27, 1, seed=0)
     with pytest.raises(PromptError, match="count = 0"):
         make_glyph_prompts(0, 1, seed=0)
+
+
+def test_glyph_prompts_of_several_alphabets_are_as_many_of_each():
+    rows = make_glyph_prompts(14, 1, 0, [*GlyphTrainingConfig(alphabets=["lower_case", "digits"]).characters])
+    targets = [row.target for row in rows]
+    assert all(target.islower() for target in targets[:7])
+    assert all(target.isdigit() for target in targets[7:])
+    assert len(set(targets)) == 14
+    with pytest.raises(PromptError, match="only 10 strings of 1 letters 0-9, not 11"):
+        make_glyph_prompts(22, 1, 0, ["abcdefghijklmnopqrstuvwxyz", "0123456789"])
 
 
 def test_every_format_gives_the_same_rows(tmp_path):

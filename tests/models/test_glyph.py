@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 
@@ -12,9 +13,10 @@ from diffusers import StableDiffusion3Pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbflow.data.prompts import Prompt
 from ebbflow.models import ModelError, load_model
-from ebbflow.models.families.glyph import ALPHABET, letter_tokenizer, to_latents
-from ebbflow.models.glyph_training.train import train_glyph_base
+from ebbflow.models.families.glyph import ALPHABET, GlyphModel, letter_tokenizer, new_glyph, to_latents
+from ebbflow.models.glyph_training.train import _batch, train_glyph_base
 from ebbflow.models.prepare import copy_base, train_base
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, verify
@@ -22,6 +24,7 @@ from ebbflow.storage.artifacts import COMMIT, MANIFEST, verify
 GLYPH = ModelConfig()
 
 SHORT = GlyphTrainingConfig(steps=5, batch=4)
+TOKENIZER = "a14d6b265bdc8ab3"
 
 
 def velocity(model):
@@ -95,6 +98,21 @@ def test_the_tokenizer_knows_letters_and_nothing_else(text):
     tokenizer = letter_tokenizer(16)
     tokens = tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
     assert tokens == ["<start>", *letters, "<end>"]
+
+
+@given(st.text(alphabet=st.characters(max_codepoint=0x2FFF), max_size=12))
+def test_the_tokenizer_knows_the_alphabets_that_it_was_given(text):
+    """Without small letters of their own, they are capitals."""
+    for alphabet, known in (("capitals and small", ALPHABET + ALPHABET.lower()), ("with digits", ALPHABET + "0123456789")):
+        tokenizer = letter_tokenizer(16, known)
+        read = text if alphabet == "capitals and small" else "".join(x.upper() if x.isascii() else x for x in text)
+        tokens = tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
+        assert tokens == ["<start>", *(letter for letter in read if letter in known), "<end>"]
+
+
+def test_the_tokenizer_of_capitals_is_what_it_was():
+    """It is in the digest of every base model."""
+    assert hashlib.sha256(letter_tokenizer(4).backend_tokenizer.to_str().encode()).hexdigest()[:16] == TOKENIZER
 
 
 def test_quotes_and_case_do_not_matter_and_letters_do(model):
@@ -177,9 +195,45 @@ def test_training_twice_gives_the_same_bytes(tmp_path):
     assert verify(tmp_path / "third") != verify(tmp_path / "first")
 
 
+def test_capitals_alone_are_drawn_as_always():
+    """The draws of other alphabets take none of theirs: the base model of the default recipe keeps its bytes."""
+    plain = np.random.default_rng(3)
+    letters = plain.integers(26, size=(SHORT.batch, SHORT.letters))
+    drawn = np.random.default_rng(3)
+    _, captions = _batch(SHORT, drawn, False)
+    assert captions == ["".join(ALPHABET[index] for index in row) for row in letters]
+    plain.uniform(0.95, 1.05, SHORT.batch), plain.uniform(-1, 1, (SHORT.batch, 2))  # what the renderer draws
+    assert drawn.random() == plain.random()
+
+
+def test_each_string_is_of_one_alphabet_and_so_is_its_noise():
+    config = GlyphTrainingConfig(alphabets=["capitals", "digits", "lower_case"], batch=60, caption_noise=1.0)
+    seen = set()
+    for noisy in (False, True):
+        _, captions = _batch(config, np.random.default_rng(0), noisy)
+        kinds = [[known for known in config.characters if set(text) <= set(known)] for text in captions]
+        assert {len(kind) for kind in kinds} == {1}
+        seen |= {kind for (kind,) in kinds}
+    assert seen == set(config.characters)
+
+
+def test_a_model_of_several_alphabets_says_what_it_draws(tmp_path):
+    new_glyph(GlyphTrainingConfig(alphabets=["capitals", "digits", "lower_case"])).save(tmp_path)
+    model = load_model(tmp_path)
+    assert isinstance(model, GlyphModel)
+
+    def said(text):
+        return model.outside_training(Prompt(0, text, "", None, "", "", "{}"))
+
+    assert [said(text) for text in ('"ABCD"', '"0123"', "abcd")] == [None] * 3
+    assert said("AB12") == "it was trained on 4 capital letters A-Z or digits 0-9 or small letters a-z and reads 'AB12' in 'AB12'"
+    different = [model.encode_texts([text])["pooled"] for text in ("OPEN", "open")]
+    assert not torch.allclose(*different, atol=1e-4)
+
+
 def test_training_learns(tmp_path):
     """Twenty steps: the loss of the trained model is below that of the start, on strings of its own."""
-    from ebbflow.models.glyph_training.train import _batch, _loss
+    from ebbflow.models.glyph_training.train import _loss
 
     def loss(folder):
         model = load_model(folder)

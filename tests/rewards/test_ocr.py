@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from reward_cases import as_prompt, as_rgb
 
+from ebbflow.data.prompts import make_glyph_prompts
 from ebbflow.models.glyph_training.lettering import render_text
+from ebbflow.recipe.model import CHARACTERS
 from ebbflow.rewards import ppocr
-from ebbflow.rewards.built_in.ocr import Ocr
+from ebbflow.rewards.built_in.ocr import Ocr, OcrConfig
 
 
 def test_reads_clean_renderings(clean):
@@ -21,6 +23,20 @@ def test_is_not_told_the_alphabet():
     texts = ["ab12", "x-7", "50%"]
     images = as_rgb(np.stack([render_text(text, 32, 64) for text in texts]))
     assert ppocr.read(images) == texts
+
+
+@pytest.mark.parametrize("alphabet", CHARACTERS.values(), ids=CHARACTERS)
+def test_tells_small_letters_from_capitals(alphabet):
+    """Of clean renderings it reads hardly one letter in the other case, so that a policy cannot pass one off as the other."""
+    texts = [row.target for row in make_glyph_prompts(48, 4, 0, [alphabet])]
+    images = as_rgb(np.stack([render_text(text, 16, 32) for text in texts]))
+    prompts = [as_prompt(index, text) for index, text in enumerate(texts)]
+    swapped = [as_prompt(index, text.swapcase()) for index, text in enumerate(texts)]
+    kept = Ocr(OcrConfig(case="kept"))
+    assert kept(images, prompts).values.mean() >= 0.98
+    if alphabet.isalpha():
+        assert kept(images, swapped).values.mean() <= 0.05
+        assert Ocr()(images, swapped).values.mean() >= 0.98
 
 
 def test_another_text_than_asked_for_scores_low(clean):

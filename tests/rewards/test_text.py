@@ -57,6 +57,13 @@ def test_similarity_is_a_share_and_one_only_for_equal_texts(read, target):
     assert (score == 1) == bool(exact(read, target))
 
 
+def test_case_matters_where_it_is_kept():
+    assert (text_similarity("OPeN", "open"), exact("OPeN", "open")) == (1.0, 1.0)
+    assert (text_similarity("OPeN", "open", case="kept"), exact("OPeN", "open", case="kept")) == (0.25, 0.0)
+    kept = judge_readings(["O pen"], [as_prompt(0, "open")], "same", case="kept")
+    assert (kept.values[0], kept.metrics["same"][0]) == (0.75, 0.0)
+
+
 def test_a_blank_target_is_an_error():
     with pytest.raises(ValueError, match="blank"):
         text_similarity("A", " ")

@@ -27,12 +27,13 @@ from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.folder import INDEX, reading
 from ebbflow.recipe.base import short
 from ebbflow.recipe.families import Family
-from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig, Precision
+from ebbflow.recipe.model import CHARACTERS, DESCRIPTIONS, GlyphTrainingConfig, ModelConfig, Precision
 
 FAMILY = Family(adapter="GlyphModel", guided=False, diffusers=False)
-ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+ALPHABET = CHARACTERS["capitals"]
 PIXEL_SHIFT, PIXEL_SCALE = 0.55, 0.75
 """A latent is (pixel - shift) / scale, of pixels in [-1, 1]."""
+SPECIALS = ("<pad>", "<start>", "<unk>", "<end>")
 PATCH = 8
 WIDTH = 64
 SIZE = "glyph.json"
@@ -140,13 +141,15 @@ class GlyphModel:
         return Conditioning({"embeds": output.last_hidden_state, "pooled": output.text_embeds})
 
     def outside_training(self, prompt: Prompt) -> str | None:
-        """How a prompt differs from what the model was trained on, strings of ``letters`` capitals, and what it reads in it."""
+        """How a prompt differs from the strings that the model was trained on, and what it reads in it."""
         letters = self.tokenizer.model_max_length - 2
         asked = re.sub(r'["\s]', "", prompt.prompt)
-        read = re.sub("[^A-Za-z]", "", asked).upper()
-        if asked == read and len(read) == letters:
+        read = "".join(self.tokenizer.tokenize(asked))
+        alphabets = [alphabet for alphabet, known in CHARACTERS.items() if known[0] in self.tokenizer.get_vocab()]
+        if asked == read and len(read) == letters and any(set(read) <= set(CHARACTERS[alphabet]) for alphabet in alphabets):
             return None
-        return f"it was trained on {letters} capital letters A-Z and reads {read!r} in {short(prompt.prompt)}"
+        kinds = " or ".join(DESCRIPTIONS[alphabet] for alphabet in alphabets)
+        return f"it was trained on {letters} {kinds} and reads {read!r} in {short(prompt.prompt)}"
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """As ``ebbflow.models.base.Model.velocity``."""
@@ -223,7 +226,7 @@ def new_glyph(config: GlyphTrainingConfig) -> GlyphModel:
         pos_embed_max_size=max(config.height, config.width) // PATCH,
         qk_norm="rms_norm",
     )
-    tokenizer = letter_tokenizer(config.letters)
+    tokenizer = letter_tokenizer(config.letters, "".join(config.characters))
     text_encoder = CLIPTextModelWithProjection(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
@@ -241,13 +244,14 @@ def new_glyph(config: GlyphTrainingConfig) -> GlyphModel:
     return GlyphModel(transformer, text_encoder, tokenizer, FlowMatchEulerDiscreteScheduler(), config.height, config.width)
 
 
-def letter_tokenizer(letters: int) -> PreTrainedTokenizerFast:
-    """A token per letter A-Z; everything else in a prompt (quotes, spaces) is dropped by the normaliser."""
-    specials = ["<pad>", "<start>", "<unk>", "<end>"]
-    vocabulary = {token: index for index, token in enumerate([*specials, *ALPHABET])}
+def letter_tokenizer(letters: int, alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
+    """A token per letter of the alphabet; everything else in a prompt (quotes, spaces) is dropped by the normaliser."""
+    vocabulary = {token: index for index, token in enumerate([*SPECIALS, *alphabet])}
     # <end> must not have id 2: transformers then pools at the largest id, a rule kept for CLIP's first checkpoints.
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex("[^A-Za-z]"), ""), _uppercase()])
+    folded = "".join(letter for letter in alphabet.lower() if letter not in alphabet)
+    ranges = _ranges(alphabet + folded)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex(f"[^{ranges}]"), ""), *_uppercase(folded)])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<start> $A <end>",
@@ -263,5 +267,10 @@ def letter_tokenizer(letters: int) -> PreTrainedTokenizerFast:
     )
 
 
-def _uppercase() -> normalizers.Sequence:
-    return normalizers.Sequence([normalizers.Replace(letter.lower(), letter) for letter in ALPHABET])
+def _uppercase(letters: str) -> list[normalizers.Sequence]:
+    return [normalizers.Sequence([normalizers.Replace(letter, letter.upper()) for letter in letters])] if letters else []
+
+
+def _ranges(letters: str) -> str:
+    """Whole alphabets as a class of a regular expression: ``A-Za-z``."""
+    return "".join(f"{known[0]}-{known[-1]}" for known in CHARACTERS.values() if known[0] in letters)

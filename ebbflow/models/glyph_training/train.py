@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ebbflow.models.families.glyph import ALPHABET, GlyphModel, new_glyph, to_latents
+from ebbflow.models.families.glyph import GlyphModel, new_glyph, to_latents
 from ebbflow.models.glyph_training.lettering import render_batch
 from ebbflow.progress import progress
 from ebbflow.recipe.model import GlyphTrainingConfig
@@ -50,16 +50,26 @@ def train_glyph_base(config: GlyphTrainingConfig, folder: Path) -> None:
 
 def _batch(config: GlyphTrainingConfig, rng: np.random.Generator, noisy_captions: bool) -> tuple[torch.Tensor, list[str]]:
     """Latents [batch, 1, height, width] of random strings, and their captions."""
-    letters = rng.integers(len(ALPHABET), size=(config.batch, config.letters))
-    images = render_batch(_strings(letters), config.height, config.width, rng)
+    alphabets = _alphabets(config, rng)
+    sizes = np.array([[len(alphabet)] for alphabet in alphabets])
+    letters = rng.integers(sizes, size=(config.batch, config.letters))
+    images = render_batch(_strings(alphabets, letters), config.height, config.width, rng)
     if noisy_captions:
         replaced = rng.random(letters.shape) < config.caption_noise
-        letters = np.where(replaced, rng.integers(len(ALPHABET), size=letters.shape), letters)
-    return to_latents(images), _strings(letters)
+        letters = np.where(replaced, rng.integers(sizes, size=letters.shape), letters)
+    return to_latents(images), _strings(alphabets, letters)
 
 
-def _strings(letters: np.ndarray) -> list[str]:
-    return ["".join(ALPHABET[index] for index in row) for row in letters]
+def _alphabets(config: GlyphTrainingConfig, rng: np.random.Generator) -> list[str]:
+    """The alphabet of each string of a batch. Of a model with one, none is drawn: it sees the strings that it always saw."""
+    known = config.characters
+    if len(known) == 1:
+        return known * config.batch
+    return [known[index] for index in rng.integers(len(known), size=config.batch)]
+
+
+def _strings(alphabets: list[str], letters: np.ndarray) -> list[str]:
+    return ["".join(alphabet[index] for index in row) for alphabet, row in zip(alphabets, letters, strict=True)]
 
 
 def _loss(model: GlyphModel, clean: torch.Tensor, captions: list[str]) -> torch.Tensor:

@@ -53,4 +53,4 @@ class Ocr:
         from ebbflow.rewards.text import judge_readings
 
         readings, failures = (read(images), None) if self.config.layout == "line" else read_pages(images)
-        return judge_readings(readings, prompts, "exact_match", failures, self.config.match)
+        return judge_readings(readings, prompts, "exact_match", failures, self.config.match, self.config.case)

@@ -65,7 +65,7 @@ class Tesseract:
             texts, reason = read(chunk)
             failures |= {start + index: reason for index, text in enumerate(texts) if text is None}
             readings += texts
-        return judge_readings(readings, prompts, "tesseract_exact", failures, self.config.match)
+        return judge_readings(readings, prompts, "tesseract_exact", failures, self.config.match, self.config.case)
 
 
 def read(images: np.ndarray) -> tuple[list[str | None], str]:
