@@ -112,7 +112,8 @@ class Scorer:
         if lacking := [reward.name for reward, _ in self.rewards if not isinstance(reward, DifferentiableReward)]:
             raise RewardError(
                 f"{algorithm} learns from the gradient of the rewards, and {lacking[0]!r} has none; train on hpsv3, imagereward, "
-                "pickscore, hps, clipscore, aesthetic or one of your own with 'with_gradient', or set algorithm.name to mix_grpo"
+                "pickscore, hps, clipscore, aesthetic, recognizer (glyph) or one of your own with 'with_gradient', or set "
+                "algorithm.name to mix_grpo"
             )
 
     def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:

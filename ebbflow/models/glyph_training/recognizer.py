@@ -1,0 +1,141 @@
+"""A small network that reads the pictures of the glyph model, trained on strings drawn as the model's own training pictures.
+
+It is differentiable: algorithms on the gradient of the reward learn from it where an OCR engine has no gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d, cross_entropy, pad
+
+from ebbflow.models.families.glyph import ALPHABET
+from ebbflow.models.glyph_training import lettering
+from ebbflow.models.glyph_training.lettering import render_batch
+from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.identity import code_digest
+from ebbflow.storage.locks import wait_for_lock
+
+logger = logging.getLogger(__name__)
+STEPS, BATCH, RATE = 400, 64, 4e-3
+CHANNELS = 16
+SMOOTHING = 0.1
+"""Of the labels (1512.00567). It bounds the log-probability of a letter from both sides: about -6 to -.1."""
+WEIGHTS = "recognizer.safetensors"
+
+
+@cache
+def open_recognizer(height: int, width: int, letters: int) -> nn.Module:
+    """The recogniser of strings of ``letters`` capitals A-Z in pictures of a size: [N, 1, height, width] in [0, 1] to log-probs
+    [N, letters, 26].
+
+    It is trained at its first use, in seconds, and kept in the user's cache. It is on the CPU, frozen.
+
+    Raises:
+        ValueError: that many letters do not fit legibly.
+        ArtifactError: the cache is damaged.
+    """
+    folder = cache_folder() / _key(height, width, letters)
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with wait_for_lock(folder.with_suffix(".lock")):
+            if not folder.exists():
+                train_recognizer(height, width, letters, folder)
+    verify(folder)
+    network = new_recognizer(height, width, letters)
+    network.load_state_dict(load_file(folder / WEIGHTS))
+    return network.requires_grad_(False).eval()
+
+
+def cache_folder() -> Path:
+    """Where recognisers are kept: ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbflow" / "recognizers"
+
+
+def _key(height: int, width: int, letters: int) -> str:
+    parts = [height, width, letters, code_digest(Path(__file__), Path(lettering.__file__))]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def train_recognizer(height: int, width: int, letters: int, folder: Path, steps: int = STEPS) -> None:
+    """Train a recogniser from scratch into ``folder``, committed; the same weights on the same machine.
+
+    Loss: cross-entropy of each letter, on drawn strings that are damaged as samples are: faint, blurred, grainy, with the shadow
+    of other letters.
+
+    Raises:
+        ValueError: that many letters do not fit legibly.
+    """
+    rng, threads = np.random.default_rng(0), torch.get_num_threads()
+    torch.set_num_threads(1)  # the order of additions, and so the weights, would depend on it
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(0)
+            network = new_recognizer(height, width, letters)
+            optimizer = torch.optim.AdamW(network.parameters(), lr=RATE)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
+            for _ in range(steps):
+                pictures, targets = _batch(height, width, letters, rng)
+                loss = cross_entropy(network(_damaged(pictures)).flatten(0, 1), targets.flatten(), label_smoothing=SMOOTHING)
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                optimizer.step()
+                schedule.step()
+    finally:
+        torch.set_num_threads(threads)
+    with new_folder(folder) as unfinished:
+        save_file(network.state_dict(), unfinished / WEIGHTS)
+    logger.info("trained a recogniser of %d letters in %dx%d pixels, last loss %.3f", letters, height, width, loss.item())
+
+
+def new_recognizer(height: int, width: int, letters: int) -> nn.Sequential:
+    """A recogniser with random weights: convolutions that halve the picture to about four rows, and a linear layer."""
+    halvings = max(2, (height // 4).bit_length() - 1)
+    widths = [1, CHANNELS, *[2 * CHANNELS] * (halvings - 1)]
+    convolutions = [nn.Conv2d(before, after, 3, 2, 1) for before, after in pairwise(widths)]
+    features = 2 * CHANNELS * -(-height // 2**halvings) * -(-width // 2**halvings)
+    return nn.Sequential(
+        *(layer for convolution in convolutions for layer in (convolution, nn.GELU())),
+        nn.Conv2d(2 * CHANNELS, 2 * CHANNELS, 3, 1, 1),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(features, letters * len(ALPHABET)),
+        nn.Unflatten(1, (letters, len(ALPHABET))),
+        nn.LogSoftmax(-1),
+    )
+
+
+def letter_indices(texts: list[str]) -> Tensor:
+    """Positions in the alphabet of texts of equal length, integer [N, letters]."""
+    return torch.tensor([[ALPHABET.index(letter) for letter in text] for text in texts])
+
+
+def _batch(height: int, width: int, letters: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """Pictures in [0, 1], [batch, 1, height, width], of random strings, and their letters, [batch, letters]."""
+    targets = rng.integers(len(ALPHABET), size=(BATCH, letters))
+    texts = ["".join(ALPHABET[index] for index in row) for row in targets]
+    pictures = torch.from_numpy(render_batch(texts, height, width, rng)).float()[:, None] / 255
+    return pictures, torch.from_numpy(targets)
+
+
+def _damaged(pictures: Tensor) -> Tensor:
+    """The same, each with the shadow of another string, blurred, in another contrast and with grain, all by random amounts."""
+
+    def draw(low: float, high: float) -> Tensor:
+        return torch.empty(len(pictures), 1, 1, 1).uniform_(low, high)
+
+    shadowed = torch.minimum(pictures, 1 - draw(0, 0.35) * (1 - pictures.roll(1, 0)))
+    blurred = avg_pool2d(pad(shadowed, (1, 1, 1, 1), mode="replicate"), 3, 1)
+    softened = shadowed.lerp(blurred, draw(0, 1))
+    faded = 0.5 + (softened - 0.5) * draw(0.4, 1.1) + draw(-0.1, 0.1)
+    return (faded + draw(0, 0.3) * torch.randn_like(faded)).clamp(0, 1)
