@@ -44,10 +44,11 @@ from ebbflow.rewards.combine import Scorer, load_scorer
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.tables import write_table
+from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_model, open_policy, save_policy
 from ebbflow.training.policy_metadata import PolicyMetadata, write_base_policy
-from ebbflow.training.update import PolicyUpdater, TrainingError
+from ebbflow.training.update import PolicyUpdater
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "benchmarks"
@@ -161,6 +162,7 @@ def recipe_of(asked: dict[str, Any]) -> Recipe:
     settings = dict(asked["settings"])
     rewards = settings.pop("rewards", [{"name": "ocr"}])
     settings.pop("cpu_seconds", None)
+    steps = {"steps": settings.pop("evaluation_steps")} if "evaluation_steps" in settings else {}
     kind = settings.get("kind", "online")
     stage = {"kind": kind, "steps" if kind == "online" else "epochs": STEPS} | settings
     prompts = {"validation": 1, "held_out": 96}
@@ -171,7 +173,7 @@ def recipe_of(asked: dict[str, Any]) -> Recipe:
             "prompts": prompts,
             "rewards": rewards,
             "guardrails": [],
-            "evaluation": {"samples": 1},
+            "evaluation": {"samples": 1, **steps},
             "stages": [stage],
         }
     )

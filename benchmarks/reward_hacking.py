@@ -33,9 +33,10 @@ from ebbflow.rewards.combine import load_scorer
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.disk import write_text
+from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy_io import open_model, open_policy
 from ebbflow.training.policy_metadata import write_base_policy
-from ebbflow.training.update import PolicyUpdater, TrainingError
+from ebbflow.training.update import PolicyUpdater
 
 ENTRIES = Path(__file__).with_suffix(".yaml")
 RUNS = WORK / "reward_hacking"

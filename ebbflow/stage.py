@@ -98,6 +98,11 @@ class StageContext:
         return {"teacher": one} if one else {teacher_copy(name): folder for name, folder in several.items()}
 
     @property
+    def starts_as_teacher(self) -> bool:
+        """Whether the stage's teacher is the policy that it starts from."""
+        return "teacher" in self.algorithm.copies(self.config.hyper) and not self.teachers
+
+    @property
     def own_recipe(self) -> Recipe:
         """The recipe with the prompt sets and the rewards of the stage's branch; the recipe, of a stage in none."""
         return self.recipe.of_branch(self.config.branch)

@@ -10,8 +10,8 @@ Why
 
 How
     - ``base``: ``Algorithm`` (loss, policy copies, grouping, how copies follow) and the rows that a loss gets:
-      ``TrajectoryRows`` (transitions with log-probs), ``ForwardRows`` (noised final latents) or ``GradientRows`` (rewards with
-      gradient).
+      ``TrajectoryRows`` (transitions with log-probs), ``ForwardRows`` (noised final latents), ``GradientRows`` (rewards with
+      gradient) or ``MatchingRows`` (a student's samples, noised again).
     - ``built_in``: a file per algorithm with its hyper-parameters and its loss. Nothing else lists them: ``ebbflow.recipe`` finds
       the files, and reads the classes of hyper-parameters from them.
     - ``registry``: the algorithm of a recipe's ``algorithm.name``, or of a user's ``package.module:Name``.
@@ -19,8 +19,8 @@ How
     - ``reference`` and ``correction``: the penalty against the base model, and importance weights against the rollout policy.
 
 Gotchas
-    - Reading a recipe imports ``built_in``, ``base``, ``grouping``, ``imitation`` and ``policy_gradient``: they import torch and
-      numpy for type checking only, or inside functions.
+    - Reading a recipe imports ``built_in``, ``base``, ``distribution_matching``, ``grouping``, ``imitation`` and
+      ``policy_gradient``: they import torch and numpy for type checking only, or inside functions.
     - Log-probs are means over latent elements, not sums: a clip range depends on their number.
     - A loss returns one value per row, [M], and takes no mean; the update averages over all processes.
     - Rows of one ``group_index`` (a pair, a group) share sigma, and the noise unless the algorithm says otherwise, and are always

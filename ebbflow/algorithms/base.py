@@ -1,9 +1,9 @@
 """What an algorithm is: a pure function from typed rows to a loss for each, and a statement of what it needs.
 
 A *row* is one entry of the loss. Trajectory algorithms have a row per (sample, trained denoising step), forward-process
-algorithms one per (sample, draw of sigma and noise), algorithms on the gradient of the reward one per sample. The update averages
-over the rows, weighs them where rollouts are corrected, adds the reference penalty, and names a row that is not finite: no
-algorithm does any of this itself.
+algorithms one per (sample, draw of sigma and noise), algorithms on the gradient of the reward and those that match distributions
+one per sample. The update averages over the rows, weighs them where rollouts are corrected, adds the reference penalty, and names
+a row that is not finite: no algorithm does any of this itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
     from ebbflow.flow.transition import Transition
 
-CopyName = Literal["reference", "old", "sampling", "teacher", "rollout"]
-"""``rollout``: the policy as it was before the first update on the samples, of a step online, of the stage offline."""
-FollowingName = Literal["old", "sampling"]
+CopyName = Literal["reference", "old", "sampling", "teacher", "rollout", "fake"]
+"""``rollout``: the policy as it was before the first update on the samples, of a step online, of the stage offline. ``fake``: the
+fake score network of distribution matching, the only copy that is trained."""
+FollowingName = Literal["old", "sampling", "fake"]
 FOLLOWING: tuple[FollowingName, ...] = get_args(FollowingName)
-"""The copies that move with the training, each by the schedule of the algorithm that keeps it; the others stand still."""
+"""The copies that move with the training, each by the schedule of the algorithm that keeps it; ``fake`` is trained. The others
+stand still."""
 Decay: TypeAlias = Callable[[Any, int], float]
 RowMetrics: TypeAlias = "dict[str, Tensor]"
 """Metrics by name, a value for each row: [M]."""
@@ -111,7 +113,37 @@ class GradientRows:
         return self.latents - expand_like(self.sigma, self.velocity) * self.velocity
 
 
-AnyRows: TypeAlias = TrajectoryRows | ForwardRows | GradientRows
+@dataclass(frozen=True)
+class MatchingRows:
+    """M rows of a loss that matches the distribution of a few-step student to that of its teacher, one per sample.
+
+    Attributes:
+        latents: x before one of the student's denoising steps, [M, ...], without gradient.
+        sigma: [M], there.
+        velocity: under the policy being trained, there, with gradient, [M, ...].
+        noised: the student's sample, noised again, [M, ...], without gradient.
+        noised_sigma: [M], there.
+        copies: the velocity at ``noised`` under ``teacher`` (with guidance, if the stage says so) and ``fake``.
+        advantage: [M].
+        advantage_clip: ``advantages.clip``.
+    """
+
+    latents: Tensor
+    sigma: Tensor
+    velocity: Tensor
+    noised: Tensor
+    noised_sigma: Tensor
+    copies: Mapping[CopyName, Tensor]
+    advantage: Tensor
+    advantage_clip: float = ADVANTAGE_CLIP
+
+    @property
+    def clean(self) -> Tensor:
+        """The predicted clean latents x - sigma v, with gradient, [M, ...]."""
+        return self.latents - expand_like(self.sigma, self.velocity) * self.velocity
+
+
+AnyRows: TypeAlias = TrajectoryRows | ForwardRows | GradientRows | MatchingRows
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import Algorithm, ForwardRows, GradientRows, TrajectoryRows, expand_like, per_row
+from ebbflow.algorithms.base import Algorithm, ForwardRows, GradientRows, MatchingRows, TrajectoryRows, expand_like, per_row
 from ebbflow.flow.transition import log_prob, sample, transition
 from ebbflow.recipe.algorithms import AlgorithmConfig
 from ebbflow.recipe.base import RecipeError, sanitize
@@ -30,8 +30,8 @@ def try_loss(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> None:
         RecipeError: one of them fails, the loss is not a finite number for each row, or no gradient reaches the prediction.
     """
     groups = _selected(path, algorithm, hyper)
-    make = {"forward": _forward_rows, "trajectory": _trajectory_rows, "gradient": _gradient_rows}[hyper.kind]
-    rows, velocity = make(groups, algorithm, hyper)
+    makers = {"forward": _forward_rows, "trajectory": _trajectory_rows, "gradient": _gradient_rows, "matching": _matching_rows}
+    rows, velocity = makers[hyper.kind](groups, algorithm, hyper)
     count, name = len(velocity), f"the loss of {path}, {_name(algorithm.loss)},"
     try:
         returned: Any = algorithm.loss(rows, hyper)
@@ -103,6 +103,22 @@ def _gradient_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -
         denoise=lambda v: latents - expand_like(sigma, v) * v,
         reward=lambda clean: -per_row(clean**2),
         copies={copy: velocity.detach() + DISTANCE * draw() for copy in algorithm.copies(hyper)},
+        advantage=advantage,
+    )
+    return rows, velocity
+
+
+def _matching_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -> tuple[MatchingRows, Tensor]:
+    """The rows of a student's first step, and the prediction in them."""
+    draw, advantage, _ = _draws(groups)
+    velocity, level = draw().requires_grad_(), torch.linspace(0.1, 0.9, len(advantage))
+    rows = MatchingRows(
+        latents=draw(),
+        sigma=torch.ones(len(advantage)),
+        velocity=velocity,
+        noised=draw(),
+        noised_sigma=level,
+        copies={copy: draw() for copy in algorithm.copies(hyper)},
         advantage=advantage,
     )
     return rows, velocity

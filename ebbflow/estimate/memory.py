@@ -6,10 +6,11 @@ latents, a process holds these bytes:
 
 =============  =================================================================================================
 weights        LoRA: b (P + B) + 4 A. Full: 4 (P + B), and 2 P of casts that autocast keeps where b = 2
-optimiser      8 A of AdamW (1711.05101), and 4 A of gradients. While a copy is swapped in, the swapped-out parameters
-               take the gradients' place
-copies         4 A each (``ebbflow.training.policy``): the reference always, old, sampling, rollout, ema and teacher where
-               a stage has them; where nothing trains, also the swapped-out parameters
+optimiser      8 A of AdamW (1711.05101), and 4 A of gradients; 8 A more for a fake score (``dmd2``, ``tdm``). While a
+               copy is swapped in, the swapped-out parameters take the gradients' place
+copies         4 A each (``ebbflow.training.policy``): the reference always, old, sampling, rollout, fake, ema and teacher
+               where a stage has them; where nothing trains, also the swapped-out parameters, and while a fake score is
+               trained that is sharded or offloaded
 activations    n s h L 34 b / 2 (2205.05198, without the scores that flash attention never stores), times 1.5:
                modulation and gates, which that transformer lacks. With ``gradient_checkpointing``
                n s h (L b + 34 1.5 b / 2); with ``gradient_checkpointing_every`` some blocks keep theirs. Twice with
@@ -17,7 +18,8 @@ activations    n s h L 34 b / 2 (2205.05198, without the scores that flash atten
                gradients n s h 10 b: a token's residual, its modulated copy, and the 4 h of the feed-forward
                layer before and after its nonlinearity; or the VAE while it decodes, if that is more. Where adapters
                are merged to generate (``Policy.merged``), 4 bytes for each element of the weights that they adapt
-samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each trained step
+samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each trained step,
+               of a few-step student two for each step
 others         text encoders, VAE or reward networks that are loaded at the same time
 =============  =================================================================================================
 
@@ -39,6 +41,7 @@ from dataclasses import dataclass, replace
 from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE, Sample, Sizes
 from ebbflow.estimate.work import BYTES, compared_copies, passes_of, trained_steps, units_of
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.algorithms import MatchingConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.recipe import DRIFT_SIGMAS
 from ebbflow.recipe.rewards import RewardConfig
@@ -156,7 +159,7 @@ class ProcessMemory:
 
     @property
     def prompt_bytes(self) -> int:
-        guided = any(stage.reference.guided for stage in self.recipe.stages)
+        guided = any(stage.guides_a_copy for stage in self.recipe.stages)
         return BYTES[self.recipe.model.precision] * self.sample.conditioning * max(self.sample.passes, 1 + guided)
 
     @property
@@ -202,7 +205,8 @@ class ProcessMemory:
     def copies(self, ctx: StageContext) -> int:
         """Of the copies that the policy of a stage has."""
         made_rollouts = "rollout" in ctx.algorithm.copies(ctx.config.hyper)
-        further = len(ctx.following) + made_rollouts + bool(self.recipe.policy.ema) + len(ctx.teachers)
+        teachers = len(ctx.teachers) + ctx.starts_as_teacher
+        further = len(ctx.following) + made_rollouts + bool(self.recipe.policy.ema) + teachers
         return 4 * self.trained * (1 + further)
 
     def encoding(self) -> Memory:
@@ -275,10 +279,12 @@ class ProcessMemory:
 
     def _training_state(self, ctx: StageContext, processes: int, shards: int) -> Memory:
         """Weights, optimiser and copies of one of several processes that train, and where they are."""
+        fake = isinstance(ctx.config.hyper, MatchingConfig)
+        swapped = 4 * self.trained if fake and (processes > 1 or self.recipe.model.cpu_offload) else 0
         state = Memory(
             weights=self.sharded_weights(processes, shards),
-            optimizer=12 * self.trained // shards,
-            copies=self.copies(ctx) // shards,
+            optimizer=(12 + 8 * fake) * self.trained // shards,
+            copies=(self.copies(ctx) + swapped) // shards,
             loading=self.weights("float32") if processes > 1 else 0,
         )
         if not self.recipe.model.cpu_offload:
@@ -291,9 +297,10 @@ class ProcessMemory:
         return replace(state, weights=state.weights - shard, optimizer=0, copies=0, offloaded=offloaded)
 
     def _update(self, ctx: StageContext, samples: int) -> int:
-        """Of one optimiser step: three latents and a prediction of every copy for each term, and the encoded prompts."""
+        """Of an optimiser step: three latents and a prediction of every copy for each term, a student's steps, and prompts."""
         predictions = len(compared_copies(ctx)) + ctx.config.reference.guided
-        return samples * (self.prompt_bytes + trained_steps(ctx) * self.latents * (3 + predictions))
+        of_student = 2 * ctx.config.sampler.steps + 2 if isinstance(ctx.config.hyper, MatchingConfig) else 0
+        return samples * (self.prompt_bytes + trained_steps(ctx) * self.latents * (3 + predictions + of_student))
 
     def _rolling_out(self, ctx: StageContext, samples: int) -> int:
         """Our engine merges adapters for samples without a trajectory: those of final latents, and of a validation."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ebbflow.data.model_sizes import Sample, Sizes
 from ebbflow.flow.windows import plan, shortened
-from ebbflow.recipe.algorithms import ForwardConfig, GradientConfig
+from ebbflow.recipe.algorithms import ForwardConfig, GradientConfig, MatchingConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import correction_of
 from ebbflow.stage import StageContext, drift_stride
@@ -59,6 +59,9 @@ def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Wo
     if isinstance(config.hyper, GradientConfig):  # the steps before it are repeated without gradient, at most all of them
         gradient_steps = config.hyper.steps_with_gradient
         comparing += rows * (config.sampler.steps - gradient_steps)
+    if isinstance(config.hyper, MatchingConfig):  # the student's steps without gradient, and the second pass of a guided teacher
+        gradient_steps += config.hyper.fake_updates
+        comparing += rows * (config.sampler.steps + (config.hyper.guidance > 1))
     return Work(
         samples=samples,
         denoising=round(denoising_steps(ctx) * samples) * sample.passes,
@@ -76,8 +79,9 @@ def _watched_rows(updates: int, rows: int, together: int) -> int:
 
 
 def passes_of(ctx: StageContext, sample: Sample) -> int:
-    """Of the network for a term: losses on final latents are without guidance, others where the stage says so."""
-    return sample.passes if ctx.config.hyper.kind != "forward" and ctx.config.guidance_in_loss else 1
+    """Of the network for a term: losses on final latents and of students are without guidance, others where the stage says so."""
+    unguided = ctx.config.hyper.kind in ("forward", "matching") or not ctx.config.guidance_in_loss
+    return 1 if unguided else sample.passes
 
 
 def _amounts(ctx: StageContext) -> tuple[int, int, int]:
@@ -111,7 +115,7 @@ def trained_steps(ctx: StageContext) -> int:
     hyper, window = ctx.config.hyper, ctx.config.window
     if isinstance(hyper, ForwardConfig):
         return hyper.noise_levels
-    if isinstance(hyper, GradientConfig):
+    if isinstance(hyper, GradientConfig | MatchingConfig):
         return 1
     assert window
     return len(plan(window, ctx.config.sampler.steps, 0, ctx.seed).trained)

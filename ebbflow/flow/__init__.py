@@ -12,6 +12,7 @@ How
       process that computes it matters.
     - ``transition``: mean, std and log-prob of one stochastic step (Flow-SDE, Dance-SDE, CPS).
     - ``dpm_solver``, ``unipc``: deterministic second-order steps; ``windows``: which steps are stochastic and which are trained.
+    - ``renoising``: noises a latent again that is part noise already.
     - ``trajectory``: what a rollout records at the trained steps.
 
 Gotchas

@@ -36,10 +36,11 @@ from ebbflow.timing import Clock
 from ebbflow.training.batches import SampleGroups, forward_batch, num_micro_batches, shard_for_rank, split_evenly
 from ebbflow.training.checkpoint import Checkpoints, collect_parts, restore, step_of, write_part
 from ebbflow.training.distributed import Ranks, first, first_of_node
+from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy_io import load_policy, save_policy
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
 from ebbflow.training.stop_conditions import handle_sigterm
-from ebbflow.training.update import PolicyUpdater, TrainingError
+from ebbflow.training.update import PolicyUpdater
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ebbflow.models.encoding import Embeddings, embed
 from ebbflow.online.first_update_alarm import first_update_alarms
 from ebbflow.online.messages import RolloutRequest, TrainingBatch, TrainingReport
 from ebbflow.online.tracing import TaskTimer
-from ebbflow.recipe.algorithms import ForwardConfig, GradientConfig
+from ebbflow.recipe.algorithms import ForwardConfig, GradientConfig, MatchingConfig
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import Rollouts, join
 from ebbflow.rollouts.parity import measure_parity, parity_bar
@@ -42,6 +42,7 @@ from ebbflow.training.batches import (
 )
 from ebbflow.training.checkpoint import restore, write_part
 from ebbflow.training.distributed import Ranks
+from ebbflow.training.matching import matching_batch, student_steps
 from ebbflow.training.policy_io import save_policy
 from ebbflow.training.policy_metadata import PolicyMetadata
 from ebbflow.training.reward_gradients import gradient_batch
@@ -74,7 +75,7 @@ class TrainingWorker:
 
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         """Every different prompt, once."""
-        return embed(self.updater.policy.model, prompts, negatives=self.ctx.config.reference.guided)
+        return embed(self.updater.policy.model, prompts, negatives=self.ctx.config.guides_a_copy)
 
     def receive(self, *rollouts: Rollouts) -> None:
         """Nothing: what a worker is given comes to its machine, or is found to be gone, before a step that all ranks take."""
@@ -157,12 +158,15 @@ def train_on_batch(
     for groups in _groups_of_updates(ctx, batch):
         if left := groups if trajectory is None else trajectory.kept(np.concatenate(groups)):
             shard = shard_for_rank(left, Ranks.current())
+            before: dict[str, float] = {}
             if isinstance(ctx.config.hyper, GradientConfig):
                 assert scorer is not None, "who opens a worker for such an algorithm gives it the rewards"
                 rows = _gradient_rows(ctx, batch, updater, scorer, conditioning, np.concatenate(shard), _passes(ctx, left))
+            elif isinstance(ctx.config.hyper, MatchingConfig):
+                rows, before = _matching_rows(ctx, batch, updater, conditioning, np.concatenate(shard), _passes(ctx, left))
             else:
                 rows = _loss_rows(ctx, batch, rollouts, conditioning, trajectory, shard, updater.schedule)
-            updates.append(_update(ctx, updater, rows, left, batch.prompt_sets))
+            updates.append(before | _update(ctx, updater, rows, left, batch.prompt_sets))
     if updates and "ratio/deviation" in updates[0]:
         metrics["ratio/first_deviation"] = updates[0]["ratio/deviation"]
         metrics["ratio/first_dead_share"] = dead_share(updates[0])
@@ -227,6 +231,20 @@ def _gradient_rows(
         score=scorer.with_gradient,
         passes=passes,
     )
+
+
+def _matching_rows(
+    ctx: StageContext, batch: TrainingBatch, updater: PolicyUpdater, conditioning: Conditioning, samples: np.ndarray, passes: int
+) -> tuple[RowBatch, dict[str, float]]:
+    """(the rows of some samples, metrics of the fake score), once the fake score has followed the policy."""
+    hyper = ctx.config.hyper
+    assert isinstance(hyper, MatchingConfig)
+    conditioning = conditioning.rows(torch.from_numpy(batch.sample_index[samples]))
+    advantage = torch.from_numpy(batch.advantages[samples]).to(conditioning.device)
+    keys = batch.keys.take(samples)
+    steps = student_steps(updater.policy.model, conditioning, keys, ctx.config.sampler, updater.schedule, passes)
+    fake = [updater.update_fake(matching_batch(steps, advantage, hyper, draw), passes) for draw in range(hyper.fake_updates)]
+    return matching_batch(steps, advantage, hyper, hyper.fake_updates), _means(fake)
 
 
 def _passes(ctx: StageContext, groups: SampleGroups) -> int:

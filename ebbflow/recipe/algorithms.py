@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, ValidationError, model_validator
 
 from ebbflow.recipe.base import RecipeError, Strict, explain
+from ebbflow.recipe.paths import PathText
 from ebbflow.recipe.plugins import import_path, name_or_path
 
 
@@ -41,6 +42,7 @@ class EmaScheduleConfig(Strict):
 
 GROUP_SIZE = "the size of a run follows the machines, not the algorithm"
 SUM_OF_REWARDS = "each of several rewards is normalised by itself, so that no scale decides; of one reward it is the same"
+TEACHER_GUIDANCE = "it is that of a model, and some have none; the recipe says it"
 """Why defaults of every algorithm deviate from their source."""
 
 
@@ -63,10 +65,11 @@ class Published(NamedTuple):
 
 
 class AlgorithmConfig(Strict):
-    """What every algorithm declares. A user's own hyper-parameters derive from one of the three kinds below.
+    """What every algorithm declares. A user's own hyper-parameters derive from one of the four kinds below.
 
     Attributes:
-        kind: what its rows are made of: steps of a trajectory with log-probs, noised final latents, or rewards with gradient.
+        kind: what its rows are made of: steps of a trajectory with log-probs, noised final latents, rewards with gradient, or a
+            few-step student's samples, noised again.
         stages: where it can run.
         stage_defaults: keys of the stage that it sets unless the recipe does; a stage ignores those that its kind lacks.
         published: what its source has, by the dotted key of a stage (``algorithm.beta``, ``window.size``).
@@ -74,7 +77,7 @@ class AlgorithmConfig(Strict):
         paper: where it is published.
     """
 
-    kind: ClassVar[Literal["trajectory", "forward", "gradient"]]
+    kind: ClassVar[Literal["trajectory", "forward", "gradient", "matching"]]
     stages: ClassVar[tuple[str, ...]]
     stage_defaults: ClassVar[dict[str, Any]] = {}
     published: ClassVar[dict[str, Published]] = {}
@@ -167,6 +170,27 @@ class GradientConfig(AlgorithmConfig):
         Args:
             draw: a numpy ``Generator``, another one for each update.
         """
+
+
+class MatchingConfig(AlgorithmConfig):
+    """Distillation of a many-step teacher into a few-step student, by the distribution of its samples (docs/few_steps.md)."""
+
+    kind: ClassVar = "matching"
+    stages: ClassVar = ("online",)
+    along_trajectory: ClassVar[bool] = False
+    """What is noised again is the end of a deterministic step, to the noise levels of that step; else the clean prediction."""
+
+    teacher: PathText | None = Field(None, min_length=1)
+    """Policy folder (or URI) of the teacher, trained from the same base model with the same ``policy``; left out, the policy that
+    the stage starts from."""
+    guidance: float = Field(1.0, ge=1)
+    """Scale of classifier-free guidance of the teacher alone: the student learns to generate without (``model.guidance: 1``)."""
+    fake_updates: int = Field(5, ge=1)
+    """Optimiser steps of the fake score before each of the student's, on the same samples with other noise."""
+    fake_lr_factor: float = Field(1.0, gt=0)
+    """Learning rate of the fake score, in that of the student; its optimiser is the same otherwise."""
+    sigma: SigmaConfig = SigmaConfig(kind="uniform", min=0.02, max=0.98)
+    """Noise levels at which the two scores are compared, and the fake score is trained."""
 
 
 class CustomAlgorithmConfig(Strict):

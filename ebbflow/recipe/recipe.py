@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, ValidationInfo, field_validator, model_validator
 
-from ebbflow.recipe.algorithms import EmaScheduleConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig, MatchingConfig
 from ebbflow.recipe.base import (
     RecipeError,
     Strict,
@@ -376,6 +376,40 @@ class Recipe(Strict):
                 raise ValueError(
                     f"{given}: the prompt set {without[0]} has no teacher; name one for every set of prompts.mixture"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _students_have_a_teacher(self) -> Recipe:
+        """What starts a stage is no teacher any more once it is a student of few steps."""
+        matching = [index for index, stage in enumerate(self.stages) if isinstance(stage.hyper, MatchingConfig)]
+        for index in matching:
+            again = self.rounds > 1 or index > matching[0]
+            if again and self.stages[index].hyper.teacher is None:  # type: ignore[attr-defined]
+                since = "in round 2" if self.rounds > 1 else f"since stages.{matching[0]}"
+                raise ValueError(
+                    f"stages.{index}.algorithm has no teacher, so that it learns from the policy before it, and that is a "
+                    f"student of few steps {since}; give teacher a policy folder"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _students_can_be_trained(self) -> Recipe:
+        family = FAMILIES.get(self.model.family)
+        for index, stage in enumerate(self.stages):
+            if not isinstance(hyper := stage.hyper, MatchingConfig):
+                continue
+            if self.model.guidance > 1 and (family is None or family.guided):
+                raise ValueError(
+                    f"stages.{index}: a student of {stage.algorithm_name} generates without guidance, and model.guidance = "
+                    f"{self.model.guidance:g}; set it to 1, and algorithm.guidance to that of the teacher"
+                )
+            if hyper.guidance > 1 and family and not family.guided:
+                raise ValueError(
+                    f"stages.{index}.algorithm.guidance = {hyper.guidance:g} needs classifier-free guidance, which model.family "
+                    f"= {self.model.family!r} has not; leave it out"
+                )
+            if self.model.precision == "float16":
+                raise ValueError(f"stages.{index}: the fake score of {stage.algorithm_name} has no float16; take bfloat16")
         return self
 
     @model_validator(mode="after")

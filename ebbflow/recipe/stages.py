@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig, GradientConfig
+from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig, GradientConfig, MatchingConfig
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.choices import (
     ENGINES,
@@ -88,6 +88,11 @@ class StageConfig(Strict):
         """How people call the algorithm: a user's own by its path."""
         return self.algorithm.path if isinstance(self.algorithm, CustomAlgorithmConfig) else self.algorithm.name
 
+    @property
+    def guides_a_copy(self) -> bool:
+        """Whether it needs negative prompts for the reference or the teacher, though the policy generates without guidance."""
+        return self.reference.guided or (isinstance(self.hyper, MatchingConfig) and self.hyper.guidance > 1)
+
     @model_validator(mode="before")
     @classmethod
     def _defaults_follow_the_algorithm(cls, data: Any) -> Any:
@@ -109,7 +114,12 @@ class StageConfig(Strict):
             raise ValueError(_wrong_stage(self.algorithm_name, kind))
         if kind == "offline" and (hasattr(self.hyper, "teacher") or hasattr(self.hyper, "teachers")):
             raise ValueError(f"{self.algorithm_name} learns from a teacher, which only online stages load; use it in one")
-        checks = {"trajectory": self._check_trajectory, "forward": self._check_forward, "gradient": self._check_gradient}
+        checks = {
+            "trajectory": self._check_trajectory,
+            "forward": self._check_forward,
+            "gradient": self._check_gradient,
+            "matching": self._check_matching,
+        }
         checks[self.hyper.kind]()
         return self
 
@@ -222,6 +232,27 @@ class StageConfig(Strict):
             raise ValueError(
                 f"the reference of {name} is its velocity as it generates; take reference.penalty = velocity and "
                 "reference.guidance = 1, or leave them out"
+            )
+
+    def _check_matching(self) -> None:
+        name, hyper, sampler = self.algorithm_name, self.hyper, self.sampler.name
+        assert isinstance(hyper, MatchingConfig)
+        if hyper.along_trajectory and sampler != "ode":
+            raise ValueError(
+                f"{name} matches the ends of deterministic steps, and sampler.name = {sampler!r}; take ode, or the algorithm dmd2"
+            )
+        if sampler in ("dpm_solver", "unipc"):
+            raise ValueError(
+                f"{name} trains a student in single steps, and {sampler!r} needs the step before; set sampler.name to cps or ode"
+            )
+        if self.window is not None or self.correction is not None:
+            raise ValueError(f"{name} takes the student's steps itself; leave 'window' and 'correction' out")
+        if not self.guidance_in_loss:
+            raise ValueError(f"the student of {name} is without guidance always; leave 'guidance_in_loss' out")
+        if self.reference.penalty != "velocity":
+            raise ValueError(
+                f"reference.penalty = {self.reference.penalty!r} compares the steps of a trajectory and {name} has none; "
+                "take velocity, or leave it out"
             )
 
 

@@ -86,6 +86,9 @@ class RowBatch(Protocol):
     @property
     def keys(self) -> SampleKeys: ...
 
+    def inputs_of(self, copy: CopyName) -> ForwardInputs:
+        """Where a copy of the policy is evaluated, [M]."""
+
     def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> AnyRows:
         """Rows of the loss, given the velocities there under the policy and under its copies."""
 
@@ -108,6 +111,9 @@ class TrajectoryBatch:
     advantage: Tensor
     sampler: SamplerConfig
     keys: SampleKeys
+
+    def inputs_of(self, copy: CopyName) -> ForwardInputs:
+        return self.inputs
 
     def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> TrajectoryRows:
         step = self.transition(part, velocity)
@@ -213,6 +219,9 @@ class ForwardBatch:
     noise: Tensor
     advantage: Tensor
     keys: SampleKeys
+
+    def inputs_of(self, copy: CopyName) -> ForwardInputs:
+        return self.inputs
 
     def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> ForwardRows:
         return ForwardRows(

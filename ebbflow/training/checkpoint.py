@@ -32,12 +32,14 @@ from ebbflow.algorithms.base import FOLLOWING
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, new_folder, verify
 from ebbflow.training.distributed import Ranks, receive_file, send_file
+from ebbflow.training.optimizer import AnyOptimizer
 from ebbflow.training.policy import Policy, like
 from ebbflow.training.update import PolicyUpdater
 
 logger = logging.getLogger(__name__)
 
 PARAMETERS, OPTIMIZER, COUNTERS, STATE = "parameters", "optimizer", "counters.json", "state.json"
+FAKE_OPTIMIZER = "fake_optimizer"
 MOVING = (*FOLLOWING, "ema")
 """Copies that move with the training; the others are what they were at the start of the stage."""
 COUNTED = ("updates", "steps", "alarms", "drift", "drifted", "loss_scale")
@@ -95,30 +97,42 @@ def part_files(folder: Path) -> list[Path]:
 def restore(folder: Path, updater: PolicyUpdater) -> None:
     """Put the updater where it stood; every rank calls it, however many wrote the checkpoint."""
     policy = updater.policy
-    for kind in sorted({path.name.partition("-")[0] for path in part_files(folder)} - {OPTIMIZER, COUNTERS}):
+    optimizers = _optimizers(updater)
+    for kind in sorted({path.name.partition("-")[0] for path in part_files(folder)} - {*optimizers, COUNTERS}):
         with _opened(folder, kind) as values:
             whole = policy.distributed(values)
         if kind == PARAMETERS:
             policy.assign(whole)
         else:
             policy.copies[kind] = whole
-    with _opened(folder, OPTIMIZER) as values:
-        for name, parameter in policy.parameters.items():
-            own = {key: _placed(policy, values[key], parameter) for key in values if key.rpartition("/")[0] == name}
-            if own:
-                updater.optimizer.state[parameter] = {key.rpartition("/")[2]: value for key, value in own.items()}
+    for kind, optimizer in optimizers.items():
+        with _opened(folder, kind) as values:
+            for name, parameter in policy.parameters.items():
+                own = {key: _placed(policy, values[key], parameter) for key in values if key.rpartition("/")[0] == name}
+                if own:
+                    optimizer.state[parameter] = {key.rpartition("/")[2]: value for key, value in own.items()}
     for name, value in json.loads((folder / COUNTERS).read_text()).items():
         setattr(updater, name, value)
 
 
 def _moving(updater: PolicyUpdater) -> dict[str, dict[str, Tensor]]:
-    """The parameters, the copies that follow them, and every tensor of the optimiser by parameter and by what it is."""
-    policy, state = updater.policy, updater.optimizer.state
-    optimizer = {
-        f"{name}/{key}": value for name, parameter in policy.parameters.items() for key, value in state.get(parameter, {}).items()
+    """The parameters, the copies that follow them, and every tensor of the optimisers by parameter and by what it is."""
+    policy = updater.policy
+    optimizers = {
+        kind: {
+            f"{name}/{key}": value
+            for name, parameter in policy.parameters.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        for kind, optimizer in _optimizers(updater).items()
     }
     copies = {name: values for name, values in policy.copies.items() if name in MOVING}
-    return {PARAMETERS: policy.parameters, **copies, OPTIMIZER: optimizer}
+    return {PARAMETERS: policy.parameters, **copies, **optimizers}
+
+
+def _optimizers(updater: PolicyUpdater) -> dict[str, AnyOptimizer]:
+    """The optimisers of the policy and of what is trained beside it, by what their parts are called."""
+    return {OPTIMIZER: updater.optimizer} | ({FAKE_OPTIMIZER: updater.fake.optimizer} if updater.fake else {})
 
 
 def _local(value: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The policy: the trained parameters of a model, and named copies of them.
 
 Full-parameter and LoRA training, one process and FSDP2 differ only in which parameters are trained and how they are stored.
-A copy (``reference``, ``old``, ``sampling``, ``rollout``, ``ema``, ``teacher`` or one for each prompt set) is a snapshot of the
-trained parameters; ``using`` swaps it in for a forward pass without gradient. So the reference is always the base model: the
-untouched weights, or adapters whose second factor is zero.
+A copy (``reference``, ``old``, ``sampling``, ``rollout``, ``ema``, ``fake``, ``teacher`` or one for each prompt set) is a
+snapshot of the trained parameters; ``using`` swaps it in for a forward pass without gradient, ``training`` to train it. So the
+reference is always the base model: the untouched weights, or adapters whose second factor is zero.
 """
 
 from __future__ import annotations
@@ -140,6 +140,23 @@ class Policy:
         swap = self._overwritten if self.sharded or self.offloaded else self._replaced
         with torch.no_grad(), swap(self.copies[name]):
             yield
+
+    @contextmanager
+    def training(self, name: str) -> Iterator[None]:
+        """Train a copy inside the block: the parameters are the copy's, with gradient, until they are put back, without one."""
+        apart, copy = self.sharded or self.offloaded, self.copies[name]
+        self._forget_gradients()  # the policy's own
+        try:
+            with self._overwritten(copy) if apart else self._replaced(copy):
+                yield
+                for key, parameter in self.parameters.items() if apart else ():  # else they are the same memory
+                    copy[key].copy_(parameter.detach())
+        finally:
+            self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     @contextmanager
     def kept_gathered(self) -> Iterator[None]:

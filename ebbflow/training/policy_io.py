@@ -73,6 +73,8 @@ def open_policy(
         metadata = metadata.model_copy(update={"teachers": several})
     for name in ctx.following:
         policy.ensure(name)
+    if ctx.starts_as_teacher:
+        policy.snapshot("teacher")
     if ctx.recipe.policy.ema:
         policy.ensure("ema")
     return policy, metadata

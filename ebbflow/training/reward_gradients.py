@@ -39,6 +39,9 @@ class GradientBatch:
     model: Model
     score: Score
 
+    def inputs_of(self, copy: CopyName) -> ForwardInputs:
+        return self.inputs
+
     def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> GradientRows:
         return GradientRows(
             latents=self.inputs.latents[part],

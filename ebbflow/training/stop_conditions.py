@@ -19,7 +19,7 @@ from types import FrameType
 
 from ebbflow.recipe.stages import StageConfig
 from ebbflow.training.distributed import all_reduce_max
-from ebbflow.training.update import TrainingError
+from ebbflow.training.gradients import TrainingError
 
 EXPIRES = "EBBFLOW_EXPIRES_AT"
 MIN_SECONDS_TO_SAVE = 60.0

@@ -10,28 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ebbflow.algorithms.base import CopyName, RowMetrics, per_row
 from ebbflow.algorithms.reference import penalty, penalty_weight
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.flow.training_sigmas import schedule_points
 from ebbflow.models.base import predict, predict_checkpointed
-from ebbflow.recipe.algorithms import ForwardConfig
+from ebbflow.recipe.algorithms import ForwardConfig, MatchingConfig
 from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
 from ebbflow.stage import drift_stride, teacher_copy
 from ebbflow.training.batches import ForwardInputs, RowBatch, parts
 from ebbflow.training.distributed import all_reduce_max
+from ebbflow.training.fake_score import FakeScore
+from ebbflow.training.gradients import TrainingError, gradient_norm, sum_over_processes, world_size
+from ebbflow.training.matching import MatchingBatch
 from ebbflow.training.optimizer import AnyOptimizer, make_optimizer, set_learning_rate
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata, Progress, progress_of
-
-
-class TrainingError(Exception):
-    """Training that must not go on: names the sample, the step and the row, and what to change."""
-
 
 NOT_IN_A_METRIC = re.compile(r"[^A-Za-z0-9_.-]")
 """What the name of a prompt set may have, as it may be that of a file, and the name of a metric should not."""
@@ -49,6 +45,7 @@ class PolicyUpdater:
         steps: rollout steps of this stage.
         schedule: the sigmas of the stage's sampler, [steps + 1].
         drift: mean (v - v_base)^2 when it was last measured.
+        fake: the fake score network, where the algorithm trains one beside the policy.
         alarms: what a person should look at, a line each.
         drifted: whether the drift alarm went off.
     """
@@ -74,6 +71,7 @@ class PolicyUpdater:
         self.hyper = stage.hyper
         self.schedule = _schedule(policy, stage)
         self.optimizer: AnyOptimizer = optimizer or make_optimizer(policy, stage.optimizer)
+        self.fake = FakeScore(policy, stage.optimizer, self.hyper) if isinstance(self.hyper, MatchingConfig) else None
         # Gradients of means over many latent elements are below what float16 can hold.
         self.loss_scale = FIRST_LOSS_SCALE if policy.model.precision == "float16" else 1.0
         self.updates = self.steps = 0
@@ -88,6 +86,12 @@ class PolicyUpdater:
         """How far the algorithm has come, earlier stages included."""
         done = {"steps": self.before.steps + self.steps, "updates": self.before.updates + self.updates}
         return self.before.model_copy(update=done)
+
+    def update_fake(self, batch: MatchingBatch, passes: int) -> dict[str, float]:
+        """Take one optimiser step of the fake score, before the policy's (``FakeScore.update``)."""
+        assert self.fake, "the algorithm trains one"
+        set_learning_rate(self.fake.optimizer, self.stage.optimizer.schedule, self.updates, self.num_updates)
+        return self.fake.update(batch, passes)
 
     def start_rollout(self) -> None:
         """Remember the policy as it is, where the loss compares it with later ones: it made the samples of the next updates."""
@@ -115,14 +119,14 @@ class PolicyUpdater:
         Raises:
             TrainingError: the loss or the gradient is not finite; the parameters and their copies are as they were.
         """
-        total = int(_over_processes(torch.tensor(len(batch.inputs), device=batch.weight.device)))
+        total = int(sum_over_processes(torch.tensor(len(batch.inputs), device=batch.weight.device)))
         taught = self._rows_of_teachers(batch, prompt_sets or {})
         done = self._passes(batch, parts(batch.group_index, passes), total, taught)
-        means, norm = done.means(total), _gradient_norm(self.policy)
+        means, norm = done.means(total), gradient_norm(self.policy)
         while self.loss_scale > 1 and not torch.isfinite(norm) and all(map(math.isfinite, means.values())):
             self.loss_scale /= 2
             done = self._passes(batch, parts(batch.group_index, passes), total, taught)
-            means, norm = done.means(total), _gradient_norm(self.policy)
+            means, norm = done.means(total), gradient_norm(self.policy)
         # Both are the same on every process, so all of them stop here together.
         if not (torch.isfinite(norm) and all(math.isfinite(value) for value in means.values())):
             raise _non_finite_error(done, batch, means, norm, self.policy)
@@ -151,9 +155,9 @@ class PolicyUpdater:
         """Forward and backward over every part; the gradients are left in the parameters."""
         # FSDP averages gradients over processes; this weight makes the result the mean over all rows however they are dealt out.
         # Processes that share tokens have the gradient of their own ones, and each counts the row.
-        weight = self.loss_scale * _world_size() * self.policy.context_parallel / total
+        weight = self.loss_scale * world_size() * self.policy.context_parallel / total
         self.optimizer.zero_grad(set_to_none=True)
-        copies = self._copies(batch.inputs, slices, taught)
+        copies = self._copies(batch, slices, taught)
         anchor = self._anchor(batch.inputs, slices, copies)
         base = copies.get("reference")
         watched = drift_stride(self.updates, len(slices)) if base is None else 1  # all rows where it costs nothing
@@ -173,8 +177,8 @@ class PolicyUpdater:
             if base is not None and watched:
                 done.compare(velocity, base, part.start, watched)
             if part == slices[0] and len(slices) > 1:
-                norm = _gradient_norm(self.policy, self.loss_scale)
-                done.first_norm = norm * total / _over_processes(loss.new_tensor(len(loss)))
+                norm = gradient_norm(self.policy, self.loss_scale)
+                done.first_norm = norm * total / sum_over_processes(loss.new_tensor(len(loss)))
         if self.loss_scale != 1:
             torch._foreach_div_([p.grad for p in self.policy.parameters.values() if p.grad is not None], self.loss_scale)
         return done
@@ -198,8 +202,8 @@ class PolicyUpdater:
             metrics = metrics | {"kl/reference": divergence}
         return loss, metrics
 
-    def _copies(self, inputs: ForwardInputs, slices: list[slice], taught: Mapping[str, Tensor]) -> dict[CopyName, Tensor]:
-        """The predictions of the copies that the loss needs, at every point; of several teachers that of each row's own."""
+    def _copies(self, batch: RowBatch, slices: list[slice], taught: Mapping[str, Tensor]) -> dict[CopyName, Tensor]:
+        """The predictions of the copies that the loss needs, for every row; of several teachers that of each row's own."""
         needed = set(self.algorithm.copies(self.hyper))
         if self.stage.reference.weight > 0 and not self.stage.reference.guided:
             needed.add("reference")
@@ -207,9 +211,9 @@ class PolicyUpdater:
             needed.discard("rollout")
         # In the same order on every process: a swap communicates.
         return {
-            name: _velocities_of_teachers(self.policy, taught, inputs, slices)
+            name: _velocities_of_teachers(self.policy, taught, batch.inputs_of(name), slices)
             if name == "teacher" and taught
-            else _velocities(self.policy, name, inputs, slices)
+            else _velocities(self.policy, name, batch.inputs_of(name), slices)
             for name in sorted(needed)
         }
 
@@ -244,7 +248,7 @@ class PolicyUpdater:
 def _schedule(policy: Policy, stage: StageConfig) -> Tensor:
     """The sampler's sigmas, [steps + 1], once a loss that draws from them finds some: before rollouts are paid for."""
     schedule = policy.model.sigmas(stage.sampler.steps)
-    if isinstance(stage.hyper, ForwardConfig) and stage.hyper.sigma.kind == "schedule":
+    if isinstance(stage.hyper, ForwardConfig | MatchingConfig) and stage.hyper.sigma.kind == "schedule":
         try:
             schedule_points(stage.hyper.sigma, schedule)
         except ValueError as error:
@@ -285,14 +289,14 @@ class _Passes:
         names = sorted(self.rows)
         sums = torch.stack([torch.cat(self.rows[name]).double().sum() for name in names])
         drift = {"velocity_drift": _shared_mean(torch.cat(self.drift)).item()} if self.drift else {}
-        return dict(zip(names, (_over_processes(sums) / total).tolist(), strict=True)) | drift
+        return dict(zip(names, (sum_over_processes(sums) / total).tolist(), strict=True)) | drift
 
     def means_of_teachers(self, taught: Mapping[str, Tensor]) -> dict[str, float]:
         """``kl/teacher`` of the rows of each teacher, over all processes; none where it has no rows."""
         means = {}
         for copy, rows in taught.items() if "kl/teacher" in self.rows else ():
             divergence = torch.cat(self.rows["kl/teacher"]).double()[rows]
-            total, count = _over_processes(torch.stack([divergence.sum(), divergence.new_tensor(len(rows))])).tolist()
+            total, count = sum_over_processes(torch.stack([divergence.sum(), divergence.new_tensor(len(rows))])).tolist()
             if count:
                 means[f"kl/teacher/{NOT_IN_A_METRIC.sub('_', copy.removeprefix(teacher_copy('')))}"] = total / count
         return means
@@ -336,15 +340,6 @@ def _velocities_of_teachers(policy: Policy, taught: Mapping[str, Tensor], inputs
     return torch.cat(found)[order]
 
 
-def _gradient_norm(policy: Policy, scale: float = 1.0) -> Tensor:
-    """Of gradients that are ``scale`` times too large."""
-    gradients = [p.grad for p in policy.parameters.values() if p.grad is not None]
-    if scale != 1:
-        gradients = list(torch._foreach_div(gradients, scale))
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
 def _gradient_metrics(norm: Tensor, first_norm: Tensor, passes: int, total: int) -> dict[str, float]:
     """The norm before clipping, and how much single samples disagree.
 
@@ -375,15 +370,5 @@ def _non_finite_error(done: _Passes, batch: RowBatch, means: dict[str, float], n
 
 def _shared_mean(values: Tensor) -> Tensor:
     """The mean over the values of all processes."""
-    total = _over_processes(torch.stack([values.double().sum(), values.new_tensor(len(values)).double()]))
+    total = sum_over_processes(torch.stack([values.double().sum(), values.new_tensor(len(values)).double()]))
     return total[0] / total[1]
-
-
-def _over_processes(value: Tensor) -> Tensor:
-    if dist.is_initialized():
-        dist.all_reduce(value)
-    return value
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

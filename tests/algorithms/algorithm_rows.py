@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ebbflow.algorithms.base import ForwardRows, GradientRows, TrajectoryRows
+from ebbflow.algorithms.base import ForwardRows, GradientRows, MatchingRows, TrajectoryRows
 from ebbflow.flow.transition import Transition, log_prob, sample, transition
 
 SHAPE = (2, 3)
@@ -127,4 +127,19 @@ def gradient_rows(latents, sigma, velocity, advantage, copies=None):
         reward=lambda clean: 1 - mean_square(clean - 0.2),
         copies=copies or {},
         advantage=advantage,
+    )
+
+
+def matching_rows(noised_sigma, seed=20):
+    """Random rows before a student's first step, with a velocity that is a leaf."""
+    rows = len(noised_sigma)
+    latents, velocity, noised, teacher, fake = (normal(rows, *SHAPE, seed=seed + index) for index in range(5))
+    return MatchingRows(
+        latents=latents,
+        sigma=torch.ones_like(noised_sigma),
+        velocity=velocity.requires_grad_(),
+        noised=noised,
+        noised_sigma=noised_sigma,
+        copies={"teacher": teacher, "fake": fake},
+        advantage=torch.zeros_like(noised_sigma),
     )

@@ -6,10 +6,10 @@ from typing import get_args
 
 import pytest
 import torch
-from algorithm_rows import SHAPE, doubles, forward_rows, gradient_rows, moved, normal, rollout
+from algorithm_rows import SHAPE, doubles, forward_rows, gradient_rows, matching_rows, moved, normal, rollout
 
 from ebbflow.algorithms import registry
-from ebbflow.algorithms.base import ForwardRows, GradientRows, TrajectoryRows, group_mean
+from ebbflow.algorithms.base import ForwardRows, GradientRows, MatchingRows, TrajectoryRows, group_mean
 from ebbflow.algorithms.built_in import awm
 from ebbflow.algorithms.built_in.awm import AWMConfig
 from ebbflow.algorithms.built_in.crd import CRDConfig
@@ -17,7 +17,7 @@ from ebbflow.algorithms.built_in.diffusion_nft import DiffusionNFTConfig
 from ebbflow.algorithms.built_in.distillation import DistillationConfig
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.flow.transition import Transition
-from ebbflow.recipe.algorithms import CustomAlgorithmConfig, ForwardConfig, GradientConfig, TrajectoryConfig
+from ebbflow.recipe.algorithms import CustomAlgorithmConfig, ForwardConfig, GradientConfig, MatchingConfig, TrajectoryConfig
 from ebbflow.recipe.registry import ALGORITHMS, AnyAlgorithmConfig
 from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
 
@@ -46,7 +46,7 @@ def test_every_built_in_algorithm_is_found_and_introduces_itself(of_class):
     summary = of_class.__dict__["__doc__"].splitlines()[0]  # its own, which `ebbflow list` prints
     assert summary.endswith(".")
     assert 20 < len(summary) < 130
-    kinds = {"trajectory": TrajectoryConfig, "forward": ForwardConfig, "gradient": GradientConfig}
+    kinds = {"trajectory": TrajectoryConfig, "forward": ForwardConfig, "gradient": GradientConfig, "matching": MatchingConfig}
     assert issubclass(of_class, kinds[of_class.kind])
 
 
@@ -79,6 +79,9 @@ def rows_of(of_class):
         leaf = normal(6, *SHAPE, seed=7).requires_grad_()
         rows = gradient_rows(normal(6, *SHAPE, seed=8), doubles([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]), leaf, doubles([1.0] * 6))
         return rows, leaf
+    if of_class.kind == "matching":
+        rows = matching_rows(doubles([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
+        return rows, rows.velocity
     made = rollout(rows=6)
     leaf = moved(made)
     return made.rows(leaf, **{name: normal(*leaf.shape, seed=9) for name in needed}), leaf
@@ -94,6 +97,9 @@ def part_of(rows, part):
         return ForwardRows(copies=copies, **{name: getattr(rows, name)[part] for name in names})
     if isinstance(rows, GradientRows):
         return gradient_rows(*(getattr(rows, name)[part] for name in ("latents", "sigma", "velocity", "advantage")), copies)
+    if isinstance(rows, MatchingRows):
+        names = ("latents", "sigma", "velocity", "noised", "noised_sigma", "advantage")
+        return MatchingRows(copies=copies, **{name: getattr(rows, name)[part] for name in names})
     names = ("log_prob", "old_mean", "old_log_prob", "advantage")
     rest = {name: getattr(rows, name)[part] for name in names}
     return TrajectoryRows(transition=part_of(rows.transition, part), copies=copies, **rest)

@@ -60,6 +60,27 @@ def test_every_teacher_is_a_copy(make_recipe):
     assert of_two == copies({"teacher": "x"}) * 3 / 2  # the other copy is the reference
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_fake_score_takes_a_copy_and_the_optimiser_s_state_once_more(make_recipe, base_folder, make_prompts, scorer, offload):
+    student = {"algorithm": {"name": "dmd2", "fake_updates": 1}, "sampler": {"steps": 2}}
+    recipe = make_recipe(student, policy={"train": "lora", "rank": 2}, model={"path": str(base_folder), "cpu_offload": offload})
+    ctx, model = StageContext(recipe, 0, 0), load_model(base_folder)
+    policy = Policy(model, recipe.policy, 0, cpu_offload=offload)
+    policy.ensure("fake")
+    policy.ensure("teacher")
+    updater = PolicyUpdater(policy, ctx.online)
+    run_online_stage(ctx, local_workers(ctx, updater, scorer), make_prompts(8), MetricsRecorder())
+    memory = estimate(recipe).memory["1.1 online training"]
+    held = sum(value.nbytes for copy in policy.copies.values() for value in copy.values())
+    states = [*updater.optimizer.state.values(), *updater.fake.optimizer.state.values()]
+    moments = sum(value.nbytes for state in states for value in state.values() if value.ndim)
+    own = sum(parameter.nbytes for parameter in policy.parameters.values())
+    if offload:  # the policy's own values wait there while the fake score trains
+        assert (memory.offloaded, memory.optimizer) == (held + own + moments, own)
+    else:
+        assert (memory.copies, memory.optimizer) == (held, moments + own)
+
+
 def test_sixteen_bits_halve_the_weights_under_a_lora_and_add_casts_to_trained_ones(tiny_recipe):
     def weights(precision, train):
         recipe = tiny_recipe("sd3", {"precision": precision}, policy={"train": train}, stages=[{"kind": "online"}])

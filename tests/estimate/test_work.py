@@ -51,6 +51,7 @@ ONLINE = [
     {"algorithm": {"name": "diffusion_dpo"}, **FEW, "updates_per_step": 1},
     {"algorithm": {"name": "dgpo"}, **FEW},
     {"algorithm": {"name": "crd"}, **FEW},
+    {"algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 3}},
 ]
 
 
@@ -59,7 +60,7 @@ def test_an_online_stage_evaluates_the_network_as_often(make_recipe, make_prompt
     recipe = make_recipe(MORE | keys)
     ctx, model = StageContext(recipe, 0, 0), load_model(base_folder)
     policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
-    for name in ctx.following:
+    for name in (*ctx.following, *(["teacher"] if ctx.starts_as_teacher else [])):
         policy.ensure(name)
     run_online_stage(ctx, local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(8), MetricsRecorder())
     work = estimate(recipe).work["1.1 online"]
@@ -94,13 +95,27 @@ def test_a_guided_reference_is_two_evaluations_of_each_term(tiny_recipe, make_pr
     model = load_model(Path(recipe.model.path), recipe.model)
     policy, counter, ctx = Policy(model, recipe.policy, 0), Counter(model.transformer), StageContext(recipe, 0, 0)
     assert ctx.config.reference.guidance == 4.5
-    for name in ctx.following:
+    for name in (*ctx.following, *(["teacher"] if ctx.starts_as_teacher else [])):
         policy.ensure(name)
     run_online_stage(ctx, local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(4), MetricsRecorder())
     work = estimate(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
     assert (work.denoising, work.training) == (8 * 3, 8 * 2)
     assert work.comparing > (1 + 2) * work.training
+
+
+def test_a_guided_teacher_is_two_evaluations_of_each_term(tiny_recipe, make_prompts, scorer):
+    stage = {"kind": "online", **MORE, "steps": 1, "algorithm": {"name": "tdm", "guidance": 4.5, "fake_updates": 2}}
+    recipe = tiny_recipe("sd3", stages=[stage | {"sampler": {"steps": 2}}], policy={"train": "lora"})
+    model, ctx = load_model(Path(recipe.model.path), recipe.model), StageContext(recipe, 0, 0)
+    policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
+    for name in ("teacher", "fake"):
+        policy.ensure(name)
+    run_online_stage(ctx, local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(4), MetricsRecorder())
+    work = estimate(recipe).work["1.1 online"]
+    assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
+    assert (work.denoising, work.training) == (8 * 2, 8 * 3)
+    assert work.comparing - 8 * (2 + 2 + 1) == 2  # of the base model, at some rows of each update
 
 
 def test_an_offline_stage_generates_trains_and_stores_as_much(tiny_recipe, make_prompts, tmp_path):

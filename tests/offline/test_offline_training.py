@@ -33,10 +33,11 @@ from ebbflow.storage.artifacts import verify
 from ebbflow.storage.tables import TableError, nan_to_null, read_table, read_table_metadata, write_table
 from ebbflow.training.batches import forward_batch
 from ebbflow.training.distributed import Ranks
+from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_policy
 from ebbflow.training.policy_metadata import Progress, read_policy_metadata, write_base_policy
-from ebbflow.training.update import PolicyUpdater, TrainingError
+from ebbflow.training.update import PolicyUpdater
 
 NAN = float("nan")
 FORWARD = [name for name, config in ALGORITHMS.items() if config.kind == "forward"]

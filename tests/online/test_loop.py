@@ -97,6 +97,7 @@ EVERY_STEP = {
     "utilisation/rollout", "utilisation/reward", "utilisation/training",
 }  # fmt: skip
 PPO, RATIO = {"clip/up", "clip/down"}, {"ratio/mean", "ratio/deviation", "kl/old"}
+MATCHING = {"matching/distance", "matching/gradient", "fake/loss", "fake/grad_norm"}
 ITS_OWN = {
     "flow_grpo": PPO | RATIO | {"kl/reference"},
     "flow_grpo_fast": PPO | RATIO,
@@ -115,6 +116,8 @@ ITS_OWN = {
     "rwr": {"rwr/weight"},
     "refl": {"refl/reward", "refl/active"},
     "draft": {"draft/reward"},
+    "dmd2": MATCHING,
+    "tdm": MATCHING,
 }
 
 
@@ -291,7 +294,10 @@ def test_failed_samples_are_masked_and_too_many_stop_the_stage(run, make_prompts
         run(prompts=broken)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "distillation"])
+WITHOUT_REWARDS = ["distillation", "dmd2", "tdm"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_REWARDS])
 def test_groups_that_say_nothing_train_nothing(run, turned, name):
     """A reward that gives everyone the same: no update, no crash, and the metrics say why."""
     policy, before, logged, record = run(judge=turned(0), algorithm=keys_of(name))
@@ -304,8 +310,9 @@ def test_groups_that_say_nothing_train_nothing(run, turned, name):
         assert "loss" not in metrics
 
 
-def test_distillation_learns_whatever_the_reward_says(run, turned):
-    policy, before, logged, record = run(judge=turned(0), algorithm=keys_of("distillation"))
+@pytest.mark.parametrize("name", WITHOUT_REWARDS)
+def test_distillation_learns_whatever_the_reward_says(run, turned, name):
+    policy, before, logged, record = run(judge=turned(0), algorithm=keys_of(name))
     assert changed(policy, before)
     assert record.optimizer_steps == 2
     assert logged[0]["group/zero_std_share"] == 1

@@ -79,6 +79,7 @@ CASES = {
     "one-step-off-lora": ({"mode": "one_step_off", "optimizer": OPTIMIZER}, {"train": "lora", "rank": 2}),
     "nft-average": ({**NFT, "mode": "one_step_off", "optimizer": {"name": "muon"}}, {"ema": {"slope": 0.5, "max_decay": 0.5}}),
     "crd-lora": ({"algorithm": CRD, "sampler": {"name": "ode", "steps": 3}}, {"train": "lora", "rank": 2}),
+    "dmd2-lora": ({"algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 2}}, {"train": "lora", "rank": 2}),
     "async-running": ({"advantages": {"running": True}, "mode": "async", "staleness": 2}, {}),
 }
 

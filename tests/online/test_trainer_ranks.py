@@ -54,6 +54,8 @@ CASES = {
     "a group an update": {"algorithm": {"name": "dgpo", "noise_levels": 2}, **ODE, "updates_per_step": 4},
     "reward gradients": {"algorithm": {"name": "draft", "last_steps": 2}, "sampler": {"name": "ode", "steps": 3}, "policy": LORA},
     "whole weights": {"algorithm": {"name": "draft", "last_steps": 2}, "sampler": {"name": "ode", "steps": 3}},
+    "student": {"algorithm": {"name": "tdm", "fake_updates": 2}, "sampler": {"name": "ode", "steps": 3}, "policy": LORA},
+    "whole student": {"algorithm": {"name": "tdm", "fake_updates": 2}, "sampler": {"name": "ode", "steps": 3}},
     "one term": {"algorithm": {"name": "mix_grpo"}, **SHIFTED, "updates_per_step": 1},
     "nothing": {"algorithm": {"name": "mix_grpo"}, **SHIFTED},
 }
@@ -66,7 +68,7 @@ def recipe_of(case: str) -> Recipe:
     stage |= {
         "sampler": {"steps": 4},
         "reference": {"weight": 0.1, "guidance": 1},
-        "optimizer": {"max_grad_norm": 0.5},
+        "optimizer": {"max_grad_norm": 0.5, "eps": 1.0},  # of a fake score, whose first step would be a sign, too
         **CASES[case],
     }
     policy = stage.pop("policy", {"train": "full"})
@@ -98,6 +100,8 @@ def trainer_of(base: Path, ctx: StageContext, ranks: Ranks) -> TrainingWorker:
     policy = Policy(load_model(base), ctx.recipe.policy, 0, shard=ranks.world > 1)
     for name in ctx.following:
         policy.ensure(name)
+    if ctx.starts_as_teacher:
+        policy.copies["teacher"] = {key: p.detach() + 0.1 for key, p in policy.parameters.items()}  # not the policy itself
     # Adam's first step is a sign, which turns rounding into full steps.
     updater = PolicyUpdater(policy, ctx.online, optimizer=torch.optim.SGD(policy.parameters.values(), lr=0.05))
     return TrainingWorker(ctx, updater, rank=ranks.rank, scorer=Scorer(((Darkness(), 1.0),)))

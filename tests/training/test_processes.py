@@ -38,9 +38,10 @@ from ebbflow.stage import teacher_copy
 from ebbflow.storage.artifacts import verify
 from ebbflow.training import policy as policy_module
 from ebbflow.training.distributed import Ranks, process_group
+from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata
-from ebbflow.training.update import PolicyUpdater, TrainingError
+from ebbflow.training.update import PolicyUpdater
 from tests.two_processes import as_two_ranks
 
 # Two processes with FSDP2. What they are dealt is uneven: four samples and two, two groups and one; what comes out is what one

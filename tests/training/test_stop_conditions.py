@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.training import stop_conditions
 from ebbflow.training.distributed import process_group
+from ebbflow.training.gradients import TrainingError
 from ebbflow.training.stop_conditions import EXPIRES, Preempted, Stop, StopConditions, handle_sigterm
-from ebbflow.training.update import TrainingError
 from tests.two_processes import as_two_ranks
 
 

@@ -32,8 +32,9 @@ from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.stage import teacher_copy
 from ebbflow.training.batches import ForwardBatch, ForwardInputs, forward_batch
+from ebbflow.training.gradients import TrainingError
 from ebbflow.training.optimizer import make_optimizer
-from ebbflow.training.update import PolicyUpdater, TrainingError
+from ebbflow.training.update import PolicyUpdater
 from tests.parameters import move, moved, same, values
 
 NAN, INF = float("nan"), float("inf")

@@ -1,0 +1,67 @@
+r"""TDM, trajectory distribution matching (2503.06674): a teacher's distribution at each of a student's deterministic steps.
+
+As DMD2 (``ebbflow.algorithms.built_in.dmd2``), but fresh noise is added where the drawn step of the student ends, x' at sigma',
+up to a noise level t between sigma' and the sigma where the step begins. So each noise level belongs to one step, and one fake
+score can tell the distributions of all steps apart. The last step has sigma' = 0, as DMD2 has at all of them.
+
+Deviations: the fake score learns from the fresh noise (``ebbflow.flow.renoising``). The published code regresses it to x0_hat,
+which is not independent of the noise that a deterministic step leaves in x', and corrects that by importance weights. The loss is
+squared, as in the published code without ``--use_huber``. No number of steps as an input (TDM-unify).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ebbflow.algorithms.distribution_matching import matching_algorithm
+from ebbflow.recipe.algorithms import GROUP_SIZE, TEACHER_GUIDANCE, MatchingConfig, Published
+
+SCRIPT = "Luo-Yihong/TDM train_tdm_demo.py"
+
+
+class TDMConfig(MatchingConfig):
+    """TDM: as DMD2, but at the end of each of the student's deterministic steps, over the noise levels of that step."""
+
+    paper: ClassVar = "2503.06674"
+    stage_defaults: ClassVar = {
+        "sampler": {"name": "ode", "steps": 4},
+        "optimizer": {"lr": 2e-5, "weight_decay": 0.01, "betas": [0.0, 0.95]},
+        "updates_per_step": 1,
+    }
+    along_trajectory: ClassVar = True
+    published: ClassVar = {
+        "algorithm.guidance": Published(2.0, SCRIPT, "cfg, of PixArt-alpha", TEACHER_GUIDANCE),
+        "algorithm.fake_updates": Published(1, SCRIPT),
+        "algorithm.fake_lr_factor": Published(5.0, SCRIPT, "learning_rate / 5 for the student"),
+        "algorithm.sigma.kind": Published("uniform", SCRIPT, "of the times of the step, with use_separate"),
+        "algorithm.sigma.min": Published(0.02, SCRIPT, "20 of 1000 times"),
+        "algorithm.sigma.max": Published(
+            "10 of 1000 times below the start of the step", SCRIPT, deviation="a bound for the first step is enough", ours="0.98"
+        ),
+        "sampler.name": Published("ode", SCRIPT, "generate_new"),
+        "sampler.steps": Published(4, SCRIPT),
+        "reference.weight": Published(0.0, SCRIPT),
+        "optimizer.lr": Published(2e-5, SCRIPT, "of all parameters"),
+        "optimizer.weight_decay": Published(0.01, SCRIPT),
+        "optimizer.betas": Published([0.0, 0.95], SCRIPT),
+        "optimizer.max_grad_norm": Published(1.0, SCRIPT),
+        "updates_per_step": Published(1, SCRIPT),
+        "group_size": Published(1, SCRIPT, deviation=GROUP_SIZE),
+        "target of the fake score": Published(
+            "x0_hat, with importance weights",
+            SCRIPT,
+            deviation="denoising score matching has no bias that would need weights",
+            ours="the fresh noise",
+        ),
+    }
+
+    name: Literal["tdm"] = "tdm"
+    fake_updates: int = Field(1, ge=1)
+    """Optimiser steps of the fake score before each of the student's, on the same samples with other noise."""
+    fake_lr_factor: float = Field(5.0, gt=0)
+    """Learning rate of the fake score, in that of the student; its optimiser is the same otherwise."""
+
+
+ALGORITHM = matching_algorithm(TDMConfig)

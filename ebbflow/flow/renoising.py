@@ -1,0 +1,40 @@
+r"""Noises a latent again that has some noise already, and what a score learns from it.
+
+The forward process from the noise level s to t >= s, with fresh noise eps, is
+
+    x_t = a x_s + b eps,     a = (1 - t) / (1 - s),   b^2 = t^2 - a^2 s^2
+
+The score of x_t, whatever the distribution of x_s is, is -E[eps | x_t] / b (denoising score matching, Vincent, 2011). So the
+velocity v with this score, -(x_t + (1 - t) v) / t, minimises the mean of (beta v - u)^2 with beta = b / t and
+
+    u = (eps - beta x_t) / (1 - t) = (1 + (1 - t) s^2 / ((1 - s)^2 t)) eps - beta x_s / (1 - s)
+
+From a clean latent, s = 0, beta is 1 and u = eps - x_0: flow matching. Towards t = s, where x_t says nothing of eps, beta is 0.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def renoise(latents: Tensor, fresh: Tensor, sigma: Tensor, to: Tensor) -> Tensor:
+    """x_t, [N, ...], of latents x_s at ``sigma`` < 1 and ``fresh`` noise, both [N, ...]; sigma <= ``to``, both [N]."""
+    kept, added = _shares(sigma, to)
+    return _rows(kept, latents) * latents + _rows(added, latents) * fresh
+
+
+def score_target(latents: Tensor, fresh: Tensor, sigma: Tensor, to: Tensor) -> tuple[Tensor, Tensor]:
+    """(beta, [N], and u, [N, ...]) of the same, with ``to`` > 0."""
+    beta = _shares(sigma, to)[1] / to
+    of_fresh = 1 + (1 - to) * sigma**2 / ((1 - sigma) ** 2 * to)
+    return beta, _rows(of_fresh, fresh) * fresh - _rows(beta / (1 - sigma), latents) * latents
+
+
+def _shares(sigma: Tensor, to: Tensor) -> tuple[Tensor, Tensor]:
+    """(a, b), both [N]."""
+    kept = (1 - to) / (1 - sigma)
+    return kept, (to**2 - (kept * sigma) ** 2).clamp_min(0).sqrt()
+
+
+def _rows(values: Tensor, like: Tensor) -> Tensor:
+    return values.to(like).view(-1, *[1] * (like.ndim - 1))

@@ -1,0 +1,60 @@
+"""The fake score of distribution matching: a copy of the policy that is trained on the student's samples."""
+
+from __future__ import annotations
+
+import torch
+
+from ebbflow.algorithms.base import expand_like, per_row
+from ebbflow.models.base import predict
+from ebbflow.recipe.algorithms import MatchingConfig
+from ebbflow.recipe.choices import OptimizerConfig
+from ebbflow.training.batches import parts
+from ebbflow.training.gradients import TrainingError, gradient_norm, sum_over_processes, world_size
+from ebbflow.training.matching import MatchingBatch
+from ebbflow.training.optimizer import AnyOptimizer, make_optimizer
+from ebbflow.training.policy import Policy
+
+FAKE = "fake"
+"""The policy copy."""
+
+
+class FakeScore:
+    """The policy copy ``fake`` and its optimiser, which is the policy's with another learning rate.
+
+    It steps on the policy's own parameters while they are the copy's, so it trains adapters and sharded weights as well.
+    """
+
+    def __init__(self, policy: Policy, config: OptimizerConfig, hyper: MatchingConfig) -> None:
+        self.policy, self.max_grad_norm = policy, config.max_grad_norm
+        own = config.model_copy(update={"lr": config.lr * hyper.fake_lr_factor})
+        self.optimizer: AnyOptimizer = make_optimizer(policy, own)
+
+    def update(self, batch: MatchingBatch, passes: int) -> dict[str, float]:
+        """Take one optimiser step on the mean of (scale v - target)^2 over the rows of all processes.
+
+        Args:
+            batch: this process's share of the rows.
+            passes: forward-backward passes, the same number on every process.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite; the step was not taken.
+        """
+        policy, slices = self.policy, parts(batch.group_index, passes)
+        total = int(sum_over_processes(torch.tensor(len(batch.inputs), device=batch.weight.device)))
+        error = torch.zeros((), dtype=torch.float64, device=batch.weight.device)
+        with policy.training(FAKE):
+            for part in slices:
+                velocity = predict(policy.model, *batch.noised.at(part))
+                errors = per_row((expand_like(batch.scale[part], velocity) * velocity - batch.target[part]) ** 2)
+                policy.reduce_gradients(part == slices[-1])
+                (errors.sum() * (world_size() / total)).backward()
+                error += errors.detach().double().sum()
+            mean, norm = (sum_over_processes(error) / total).item(), gradient_norm(policy)
+            if not torch.isfinite(norm) or mean != mean:
+                raise TrainingError(
+                    f"not finite: the fake score's loss {mean} or its gradient norm {norm.item()}; the step was not taken. "
+                    "Lower algorithm.fake_lr_factor or optimizer.lr"
+                )
+            torch.nn.utils.clip_grads_with_norm_(policy.parameters.values(), self.max_grad_norm, norm)
+            self.optimizer.step()
+        return {"fake/loss": mean, "fake/grad_norm": norm.item()}

@@ -1,0 +1,190 @@
+"""Rows of distribution matching: a few-step student's own steps, and its samples, noised again.
+
+The steps are taken once for each update of the policy, without gradient and under the policy as it is, whatever engine and
+version generated the samples that were scored: as many passes as the sampler has steps. Fake score and policy draw from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ebbflow.algorithms.base import CopyName, MatchingRows, expand_like
+from ebbflow.flow.noise import SampleKeys, initial_noise, noise
+from ebbflow.flow.renoising import renoise, score_target
+from ebbflow.flow.training_sigmas import training_sigmas
+from ebbflow.flow.transition import sample, transition
+from ebbflow.models.base import Conditioning, Model, predict
+from ebbflow.recipe.algorithms import MatchingConfig, SigmaConfig
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.seeding import Stream, generators
+from ebbflow.training.batches import ForwardInputs, parts
+
+
+@dataclass(frozen=True)
+class StudentSteps:
+    """The denoising steps of N samples, without gradient.
+
+    Attributes:
+        latents: before each of K steps, [N, K, ...].
+        velocity: predicted there, [N, K, ...].
+        sigmas: [K + 1].
+        conditioning: of the samples, without guidance; negative prompts where the teacher has guidance.
+        keys: of the samples.
+    """
+
+    latents: Tensor
+    velocity: Tensor
+    sigmas: Tensor
+    conditioning: Conditioning
+    keys: SampleKeys
+
+
+@dataclass(frozen=True)
+class MatchingBatch:
+    """One row per sample, before one of the student's steps.
+
+    Attributes:
+        inputs: there.
+        noised: the student's sample from there, noised again.
+        scale, target: the fake score minimises (scale v - target)^2 at ``noised``, [M] and [M, ...].
+        guidance: of the teacher.
+        steps: integer [M], the student's step of each row.
+    """
+
+    inputs: ForwardInputs
+    noised: ForwardInputs
+    scale: Tensor
+    target: Tensor
+    guidance: float
+    steps: Tensor
+    weight: Tensor
+    group_index: Tensor
+    advantage: Tensor
+    keys: SampleKeys
+
+    def inputs_of(self, copy: CopyName) -> ForwardInputs:
+        if copy == "teacher" and self.guidance > 1:
+            return self.noised.guided(self.guidance)
+        return self.noised if copy in ("teacher", "fake") else self.inputs
+
+    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> MatchingRows:
+        return MatchingRows(
+            latents=self.inputs.latents[part],
+            sigma=self.inputs.sigma[part],
+            velocity=velocity,
+            noised=self.noised.latents[part],
+            noised_sigma=self.noised.sigma[part],
+            copies=copies,
+            advantage=self.advantage[part],
+        )
+
+    def describe(self, row: int) -> str:
+        key = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
+        return f"{key}, denoising step {int(self.steps[row])}, noised to sigma {float(self.noised.sigma[row]):.4f}"
+
+
+@torch.no_grad()
+def student_steps(
+    model: Model, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, sigmas: Tensor, passes: int
+) -> StudentSteps:
+    """The steps of N samples under the policy as it is, with the noise of their rollouts.
+
+    Args:
+        conditioning, keys: of the N samples.
+        sigmas: the sampler's schedule, [K + 1].
+        passes: forward passes that the samples are split into at each step, the same number on every process.
+    """
+    sigmas, unguided = sigmas.to(conditioning.device), conditioning.unguided()
+    slices = parts(torch.arange(len(keys)), passes)
+    found = [_steps(model, unguided.rows(part), keys.rows(part), sampler, sigmas) for part in slices]
+    latents, velocity = (torch.cat(column) for column in zip(*found, strict=True))
+    return StudentSteps(latents, velocity, sigmas, conditioning, keys)
+
+
+def _steps(
+    model: Model, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, sigmas: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(latents before each step, velocity there), both [N, K, ...]."""
+    device, record = conditioning.device, []
+    latents = initial_noise(model.latent_shape, keys).to(device)
+    for step in range(len(sigmas) - 1):
+        velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning)
+        record.append((latents, velocity))
+        if step == len(sigmas) - 2:
+            break  # where the last one ends is not asked for
+        move = transition(sampler.name, latents, velocity, sigmas, step, sampler.eta)
+        latents = move.mean
+        if sampler.stochastic:
+            fresh = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1)
+            latents = sample(move, fresh.to(device))
+    before, predicted = (torch.stack(column, 1) for column in zip(*record, strict=True))
+    return before, predicted
+
+
+def matching_batch(steps: StudentSteps, advantage: Tensor, config: MatchingConfig, draw: int) -> MatchingBatch:
+    """A row for each of N samples, at a step and a noise level of its own.
+
+    Args:
+        advantage: [N].
+        draw: a number for each batch that is made of the same steps: which step, noise level and noise.
+    """
+    device, samples = steps.latents.device, torch.arange(len(steps.keys))
+    step, uniform, fresh = _draws(steps, draw)
+    sigmas = steps.sigmas.cpu()
+    start, end = sigmas[step], sigmas[step + 1] if config.along_trajectory else torch.zeros(len(step))
+    level = _noise_levels(steps, config, step, uniform, draw).to(device)
+    rows, step, start, end, fresh = (values.to(device) for values in (samples, step, start, end, fresh))
+    latents, velocity = steps.latents[rows, step], steps.velocity[rows, step]
+    reached = latents - expand_like(start - end, latents) * velocity  # by a deterministic step; the clean prediction at 0
+    inputs = ForwardInputs(latents, start, steps.conditioning.unguided(), rows, steps.conditioning.negative)
+    scale, target = score_target(reached, fresh, end, level)
+    return MatchingBatch(
+        inputs=inputs,
+        noised=replace(inputs, latents=renoise(reached, fresh, end, level), sigma=level),
+        scale=scale,
+        target=target,
+        guidance=config.guidance,
+        steps=step,
+        weight=torch.ones(len(rows), device=device),
+        group_index=rows,
+        advantage=advantage,
+        keys=steps.keys,
+    )
+
+
+def _draws(steps: StudentSteps, draw: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(step, integer [N], uniform in [0, 1) [N], noise [N, ...]); from each sample's own generator, so batches do not matter."""
+    keys, count = steps.keys, len(steps.sigmas) - 1
+    numbers = np.empty((len(keys), 2), dtype=np.float32)
+    fresh = np.empty((len(keys), *steps.latents.shape[2:]), dtype=np.float32)
+    for row, generator in enumerate(generators(keys.seed, keys.prompt_ids, keys.samples, draw, Stream.TRAINING)):
+        numbers[row] = generator.random(2, dtype=np.float32)
+        generator.standard_normal(dtype=np.float32, out=fresh[row])
+    step = (torch.from_numpy(numbers[:, 0]) * count).long().clamp_max(count - 1)
+    return step, torch.from_numpy(numbers[:, 1].copy()), torch.from_numpy(fresh)
+
+
+def _noise_levels(steps: StudentSteps, config: MatchingConfig, step: Tensor, uniform: Tensor, draw: int) -> Tensor:
+    """The sigma that each sample is noised to, [N]: along the trajectory between those of its step."""
+    schedule = steps.sigmas.cpu()
+    if not config.along_trajectory:
+        return training_sigmas(config.sigma, schedule, steps.keys, draw, uniform[None])[0]
+    levels = torch.empty(len(step))
+    for number in step.unique().tolist():
+        chosen = step == number
+        keys = steps.keys.take(chosen.nonzero()[:, 0].numpy())
+        band = _band(config.sigma, float(schedule[number + 1]), float(schedule[number]))
+        levels[chosen] = training_sigmas(band, schedule, keys, draw, uniform[None, chosen])[0]
+    return levels
+
+
+def _band(config: SigmaConfig, low: float, high: float) -> SigmaConfig:
+    """The noise levels of a step; all from ``low`` to ``high`` where the band of the recipe lies outside."""
+    inside = (max(config.min, low), min(config.max, high))
+    low, high = inside if inside[0] < inside[1] else (low, high)
+    return config.model_copy(update={"min": low, "max": high})

@@ -1,0 +1,57 @@
+"""Latents that are noised again, against the forward process and the scores of Gaussians."""
+
+import pytest
+import torch
+
+from ebbflow.flow.renoising import renoise, score_target
+from ebbflow.flow.transition import sample, transition
+
+SIGMAS = torch.tensor([1.0, 0.8, 0.55, 0.2, 0.0], dtype=torch.float64)
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_noise_that_is_added_twice_is_that_of_the_higher_level():
+    clean, noise, fresh = (normal(200_000, 1, 1, seed=seed) for seed in range(3))
+    sigma, to = torch.full((len(clean),), 0.3, dtype=torch.float64), torch.full((len(clean),), 0.8, dtype=torch.float64)
+    again = renoise(0.7 * 2 * clean + 0.3 * noise, fresh, sigma, to)
+    assert again.var().item() == pytest.approx(0.2**2 * 4 + 0.8**2, rel=0.01)
+    torch.testing.assert_close(renoise(clean, fresh, sigma, sigma), clean, rtol=1e-12, atol=1e-7)
+    once = renoise(clean, fresh, torch.zeros_like(to), to)
+    torch.testing.assert_close(once, 0.2 * clean + 0.8 * fresh, rtol=1e-12, atol=1e-14)
+
+
+def test_a_clean_latent_has_the_target_of_flow_matching():
+    clean, fresh, to = normal(3, 2, 3, seed=0), normal(3, 2, 3, seed=1), torch.tensor([0.1, 0.5, 1.0], dtype=torch.float64)
+    beta, target = score_target(clean, fresh, torch.zeros_like(to), to)
+    torch.testing.assert_close(beta, torch.ones_like(to), rtol=1e-12, atol=0)
+    torch.testing.assert_close(target, fresh - clean, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("sigma", "to"), [(0.5, 0.55), (0.5, 0.9), (0.2, 0.4), (0.0, 0.7)])
+def test_the_target_leads_to_the_score_even_where_image_and_noise_are_of_one_draw(sigma, to):
+    """x0 = .6 + .4 z of the same z that the deterministic step leaves in x_s: regressing to x0 would not give the score."""
+    z, fresh = normal(400_000, 1, seed=0), normal(400_000, 1, seed=1)
+    levels = torch.full((2, len(z)), sigma, dtype=torch.float64)
+    levels[1] = to
+    latents = (1 - sigma) * (0.6 + 0.4 * z) + sigma * z
+    noised, (beta, target) = renoise(latents, fresh, *levels), score_target(latents, fresh, *levels)
+    design = torch.cat([noised, torch.ones_like(noised)], 1)
+    slope, intercept = torch.linalg.lstsq(beta[0] * design, target).solution[:, 0].tolist()
+    kept = (1 - to) / (1 - sigma)
+    mean, variance = kept * (1 - sigma) * 0.6, kept**2 * ((1 - sigma) * 0.4 + sigma) ** 2 + to**2 - (kept * sigma) ** 2
+    # v = -(t score + x) / (1 - t) with the score (mean - x) / variance
+    assert slope == pytest.approx((to / variance - 1) / (1 - to), abs=0.02)
+    assert intercept == pytest.approx(-to * mean / variance / (1 - to), abs=0.02)
+
+
+def test_the_cps_sampler_with_eta_one_noises_its_clean_prediction_again():
+    """Multistep sampling of consistency models, and of DMD2."""
+    latents, velocity, fresh = (normal(3, 2, 3, seed=seed) for seed in range(3))
+    for step in range(4):
+        move = transition("cps", latents, velocity, SIGMAS, step, eta=1.0)
+        clean = latents - SIGMAS[step] * velocity
+        expected = (1 - SIGMAS[step + 1]) * clean + SIGMAS[step + 1] * fresh
+        torch.testing.assert_close(sample(move, fresh), expected, rtol=1e-12, atol=1e-12)
