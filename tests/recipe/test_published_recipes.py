@@ -20,7 +20,7 @@ from ebbflow.recipe.paths import local_path
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "workflows" / "recipes").glob("*.yaml"))
-OWN = ("glyph", "glyph_lora", "glyph_ray", "tiny")
+OWN = ("glyph", "glyph_few_steps", "glyph_lora", "glyph_ray", "tiny")
 SIGNS = ROOT / "datasets" / "signs" / "prompts.txt"
 SERVER = "https://mlflow.example"
 
