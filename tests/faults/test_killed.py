@@ -47,6 +47,8 @@ STAGES: dict[str, dict[str, Any]] = {
         "policy": {"train": "lora", "rank": 2, "ema": {"slope": 0.5, "max_decay": 0.5}},
     },
 }
+STUDENT = {"stage": {**ONLINE, "algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 2}, "window": None}}
+STUDENT["policy"] = {"train": "lora", "rank": 2}
 A_STAGE, IN_MAKE_TEST = 8, 4
 """Random points in each stage, and how many of them cover every kind in one or another stage."""
 
@@ -71,7 +73,7 @@ class Stages:
     def whole(self, stage: str) -> dict[str, Any]:
         """What an uninterrupted run says of itself."""
         if stage not in self.known:
-            folder, keys = self.folder / stage, STAGES[stage]
+            folder, keys = self.folder / stage, {**STAGES, "student": STUDENT}[stage]
             folder.mkdir()
             (folder / "base").symlink_to(self.base)
             write_prompts(self.prompts, folder / "prompts.parquet")
@@ -127,6 +129,21 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(stages, stage, index):
     point = turn_of(stage, index)
     if point not in calls:
         point = draws.choice(sorted(calls))
+    kill_and_resume(stages, stage, index, point, draws)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("point", POINTS)
+def test_a_student_killed_anywhere_ends_with_the_same_bytes(stages, point):
+    """Its fake score and that one's optimiser, too."""
+    index, draws = list(POINTS).index(point), random.Random(f"{SEED} student {point}")
+    if point not in stages.whole("student")["calls"]:
+        point = "before the optimiser's step"  # of one of the two, at another call
+    kill_and_resume(stages, "student", index, point, draws)
+
+
+def kill_and_resume(stages, stage, index, point, draws):
+    calls = stages.whole(stage)["calls"]
     death = Death(point, draws.randint(1, calls[point]), draws.random() < 0.5)
     name = f"killed-{index}"
     assert stages.run(stage, name, death) == -9, death

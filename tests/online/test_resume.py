@@ -95,7 +95,10 @@ def test_a_killed_stage_ends_with_the_same_bytes(attempt, online, policy):
         assert attempt(f"killed-{kill}", policy=policy, **online) == whole, kill
 
 
-@pytest.mark.parametrize(("online", "policy"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("online", "policy"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.exhaustive] * (name == "dmd2-lora")) for name, case in CASES.items()],
+)
 def test_a_stage_that_is_preempted_saves_after_the_step(attempt, online, policy):
     whole = attempt("whole", policy=policy, **online)
     for preempted in (0, 2, 5):
