@@ -115,13 +115,15 @@ def check(recipe: Path) -> None:
 def estimate(recipe: Path, processes: int, tflops: float | None, context_parallel: int) -> None:
     """Estimate what RECIPE needs: memory per process, network evaluations, storage, hours. Nothing is run or downloaded."""
     from ebbflow.data.model_sizes import SizeError  # imports numpy
-    from ebbflow.estimate.measured import measured
+    from ebbflow.estimate.measured import measured, measured_evaluation
     from ebbflow.estimate.run import estimate_of
     from ebbflow.estimate.text import describe
 
     try:
         resolved = load_recipe(recipe)
-        click.echo(describe(estimate_of(resolved, processes, *measured(resolved.model), 1, False, context_parallel), tflops))
+        sizes, sample = measured(resolved.model)
+        evaluated = measured_evaluation(resolved)
+        click.echo(describe(estimate_of(resolved, processes, sizes, sample, 1, False, context_parallel, evaluated), tflops))
     except (RecipeError, SizeError) as error:
         sys.exit(str(error))
     except _model_error() as error:  # evaluated where all other errors are ruled out

@@ -61,6 +61,7 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
         import_path(path)
     _try_losses(recipe)
     _check_model(recipe.model, on_cluster)
+    _check_evaluated_size(recipe)
     if (start := recipe.policy.start) and not start.on_hub:
         _check_start(start.path or "", on_cluster)
     for branch in (None, *recipe.branches):
@@ -139,6 +140,17 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
         from ebbflow.models.sizes import check_drawn_size  # as above
 
         check_drawn_size(model)
+
+
+def _check_evaluated_size(recipe: Recipe) -> None:
+    if recipe.model.family in FAMILIES and (recipe.evaluation.height or recipe.evaluation.width):
+        from ebbflow.models import ModelError  # as above
+        from ebbflow.models.sizes import check_drawn_size
+
+        try:
+            check_drawn_size(recipe.evaluation.drawn(recipe.model))
+        except ModelError as error:
+            raise ModelError(str(error).replace("model.", "evaluation.", 1)) from None
 
 
 def _check_start(path: str, on_cluster: bool) -> None:

@@ -174,7 +174,7 @@ def _with(made: Estimate, changed: dict[str, Any], processes: int | None = None)
         recipe = _replaced(recipe, key.split("."), value)
     words = " and ".join(f"{key}: {str(value).lower()}" for key, value in changed.items())
     spread = (made.nodes, made.hybrid, made.context_parallel)
-    return estimate_of(recipe, processes or made.processes, made.sizes, made.sample, *spread), words
+    return estimate_of(recipe, processes or made.processes, made.sizes, made.sample, *spread, made.evaluated), words
 
 
 def _replaced(part: Any, path: list[str], value: Any) -> Any:

@@ -218,3 +218,11 @@ def test_an_algorithm_on_the_gradient_of_the_reward_needs_rewards_that_have_one(
     recipe = {"output": str(tmp_path), "rewards": ["similarity"], "guardrails": [], "stages": stages}
     with pytest.raises(RewardError, match="draft learns from the gradient of the rewards, and 'similarity' has none; train on"):
         check_recipe(Recipe.model_validate(recipe), SERVER, on_cluster=False)
+
+
+def test_the_size_of_an_evaluation_must_be_drawable(tmp_path: Path) -> None:
+    build_tiny("sd3", tmp_path / "sd3")
+    model = {"family": "sd3", "path": str(tmp_path / "sd3"), "height": 64, "width": 64}
+    recipe = Recipe.model_validate({"output": str(tmp_path), "model": model, "evaluation": {"height": 96, "width": 68}})
+    with pytest.raises(ModelError, match=r"evaluation\.width = 68: sd3 draws multiples of 16 pixels; take 64"):
+        check_recipe(recipe, SERVER, on_cluster=False)

@@ -83,7 +83,7 @@ def hours(made: Estimate, tflops: float) -> dict[str, Hours]:
         for ctx in contexts
         if not isinstance(ctx.config, CustomStageConfig)
     }
-    evaluation = made.evaluation * forward
+    evaluation = made.evaluation * forward_operations(made.sizes, made.evaluated) / TERA / tflops / 3600
     return found | {"evaluations": Hours(evaluation, evaluation).times(made.evaluations)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ebbflow.data.model_sizes import Sample, Shape, Sizes, adapted_layers, lora_parameters
@@ -24,6 +24,7 @@ class Estimate:
         nodes: of that training.
         hybrid: whether each node has a replica of the model (HSDP), instead of a share of it.
         context_parallel: of those processes, how many share the tokens of a sample.
+        evaluated: a sample as an evaluation generates it.
         memory: of one process, by what it does.
         work: of each stage, by its label in the first round.
         evaluations: of policies in a run, at most.
@@ -36,6 +37,7 @@ class Estimate:
     recipe: Recipe
     sizes: Sizes
     sample: Sample
+    evaluated: Sample
     trained: int
     processes: int
     memory: dict[str, Memory]
@@ -62,7 +64,10 @@ def estimate(recipe: Recipe, processes: int = 2, nodes: int = 1, hybrid: bool = 
         raise ValueError(f"processes = {processes}: an offline stage trains with at least one")
     from ebbflow.models.sizes import measure  # imports torch
 
-    return estimate_of(recipe, processes, *measure(recipe.model), nodes, hybrid, context_parallel)
+    sizes, sample = measure(recipe.model)
+    drawn = recipe.evaluation.drawn(recipe.model)
+    evaluated = sample if drawn == recipe.model else measure(drawn)[1]
+    return estimate_of(recipe, processes, sizes, sample, nodes, hybrid, context_parallel, evaluated)
 
 
 def estimate_of(
@@ -73,12 +78,17 @@ def estimate_of(
     nodes: int = 1,
     hybrid: bool = False,
     context_parallel: int = 1,
+    evaluated: Sample | None = None,
 ) -> Estimate:
     """What a recipe needs of a model of these sizes.
+
+    Args:
+        evaluated: a sample as an evaluation generates it; left out, ``sample``.
 
     Raises:
         SizeError: no layer is called as ``policy.targets`` says.
     """
+    evaluated = evaluated or sample
     trained = trained_parameters(recipe, sizes)
     of = ProcessMemory(recipe, sizes, sample, trained, adapted_weights(recipe, sizes))
     contexts = [StageContext(recipe, 0, index) for index, stage in enumerate(recipe.stages) if stage.kind != "custom"]
@@ -91,9 +101,10 @@ def estimate_of(
         recipe=recipe,
         sizes=sizes,
         sample=sample,
+        evaluated=evaluated,
         trained=trained,
         processes=processes,
-        memory={"text encoding": of.encoding(), "evaluation": of.evaluation()}
+        memory={"text encoding": of.encoding(), "evaluation": replace(of, sample=evaluated).evaluation()}
         | stage_memory(of, contexts, processes * nodes, processes if hybrid else None, context_parallel),
         work=work,
         evaluations=evaluations,
@@ -102,7 +113,7 @@ def estimate_of(
             "base model": sizes.stored,
             "rollout shards": recipe.rounds * sum(done.shards for done in work.values()),
             "policies": recipe.rounds * sum(done.policy for done in work.values()),
-            "evaluations": evaluations * judged * PNG_BYTES_PER_PIXEL * sample.pixels,
+            "evaluations": evaluations * judged * PNG_BYTES_PER_PIXEL * evaluated.pixels,
         },
         main_memory=BYTES[recipe.model.precision] * sizes.text_encoders + 4 * sizes.vae,
         prompt=of.prompt_bytes,

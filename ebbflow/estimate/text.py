@@ -24,6 +24,7 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
         f"  transformer: {sizes.parameters:,} parameters in {sizes.blocks} blocks of width {sizes.width}",
         f"  trained: {made.trained:,} ({share})",
         f"  a sample: latents {' x '.join(map(str, sample.latent_shape))}, {sample.tokens} tokens, {text}",
+        *[_evaluated(made)] * (made.evaluated != sample),
         f"  evaluations of the network for a denoising step: {sample.passes}",
         f"  processes in the training of an offline stage: {made.processes}{nodes}{sharing}",
         "",
@@ -54,6 +55,11 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
         *(_hours(made, tflops) if tflops else ["", "For the hours, say what a GPU sustains: --tflops"]),
     ]
     return "\n".join(lines)
+
+
+def _evaluated(made: Estimate) -> str:
+    sample = made.evaluated
+    return f"  a sample of an evaluation: latents {' x '.join(map(str, sample.latent_shape))}, {sample.tokens} tokens"
 
 
 def _hours(made: Estimate, tflops: float) -> list[str]:

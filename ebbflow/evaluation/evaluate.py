@@ -1,4 +1,4 @@
-"""Evaluate a policy with fixed prompts, fixed noise and the deterministic sampler."""
+"""Evaluate a policy with fixed prompts, fixed noise and the sampler and size of the recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from ebbflow.models import Model, load_model, predict
 from ebbflow.models.encoding import Encode, encode_once
 from ebbflow.progress import progress
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.recipe import DRIFT_SIGMAS
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
@@ -44,7 +43,8 @@ class EvaluationError(Exception):
 def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, label: str, samples: Path) -> Evaluation:
     """Evaluate the policy of a folder with the guardrails of the recipe, and all of its rewards that score single images.
 
-    The policy may be a champion of another recipe: its card says what it is, what it was trained from and how that generates.
+    The policy may be a champion of another recipe: its card says what it is, what it was trained from and how that generates. The
+    sampler, and the size where ``evaluation`` has one, are this recipe's.
 
     Args:
         base: its base model's folder.
@@ -60,7 +60,7 @@ def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, lab
     metadata = read_policy_metadata(folder)
     require_base(metadata, base, folder)
     require_allowed_code(metadata, folder, (*recipe.own_paths, recipe.model.attention))
-    model = load_model(base, metadata.model)
+    model = load_model(base, recipe.evaluation.drawn(metadata.served_model))
     policy = Policy(model, metadata.config, recipe.seed)
     policy.load(folder)
     scorer = load_scorer(recipe.evaluated_rewards, recipe.guardrails)
@@ -69,12 +69,12 @@ def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, lab
 
 
 def require_same_image_size(recipe: Recipe, champion: Path) -> None:
-    """Check that a champion generates images of the recipe's size: scores of other sizes cannot be compared.
+    """Check that a champion is served in the size that the recipe evaluates: scores of other sizes cannot be compared.
 
     Raises:
         EvaluationError: it does not; names both sizes.
     """
-    its, ours = (_size(model) for model in (read_policy_metadata(champion).model, recipe.model))
+    its, ours = _size(read_policy_metadata(champion).served_model), _size(recipe.evaluation.drawn(recipe.model))
     if its != ours:
         raise EvaluationError(
             f"champion of {recipe.promotion.model_name!r} generates {its}, this recipe {ours}: scores are not comparable; "
@@ -208,7 +208,7 @@ def _generate_and_score(
     clock: Clock,
 ) -> _Samples:
     """In batches: the uncompressed videos of all prompts would not fit in memory."""
-    sampler = SamplerConfig(name="ode", steps=recipe.evaluation.steps)
+    sampler = recipe.evaluation.solver
     parts = []
     for part in progress(f"evaluating {label}", "batch", _micro_batches(recipe, len(prompts))):
         batch = prompts[part]

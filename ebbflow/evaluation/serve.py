@@ -61,13 +61,13 @@ def load_served(base: Path, policy: Path, allowed_code: Collection[str] = ()) ->
     """
     metadata = read_policy_metadata(policy)
     require_allowed_code(metadata, policy, [*os.environ.get(ALLOW_CODE, "").split(","), *allowed_code])
-    return _loaded(base, policy), SamplerConfig(name="ode", steps=metadata.steps)
+    return _loaded(base, policy), SamplerConfig(name=metadata.sampler, steps=metadata.steps, eta=metadata.eta)
 
 
 def iter_images(
     base: Path, policy: Path, prompts: Sequence[Prompt], seeds: Sequence[int], allowed_code: Collection[str] = ()
 ) -> Iterator[tuple[int, Drawn]]:
-    """An image per prompt with its index, by the deterministic sampler with the steps that the policy was evaluated with.
+    """An image per prompt with its index, by the sampler, with the steps and in the size that the policy was evaluated with.
 
     An image depends on its own prompt and seed: the other prompts of a batch do not change its noise, and its pixels by rounding
     only. A prompt that cannot be drawn gets an error instead. ``EBBFLOW_ALLOW_CODE`` lists code that the policy may name,
@@ -135,6 +135,6 @@ def _warning(model: Model, prompt: Prompt, unguided: bool) -> str | None:
 def _loaded(base: Path, policy: Path) -> Model:
     metadata = read_policy_metadata(policy)
     require_base(metadata, base, policy)
-    model = load_model(base, metadata.model)
+    model = load_model(base, metadata.served_model)
     Policy(model, metadata.config, seed=0).load(policy)
     return model

@@ -23,7 +23,6 @@ from ebbflow.online.messages import RolloutBatch, RolloutRequest, ScoredRollouts
 from ebbflow.online.rollout_queue import RolloutQueue, max_steps_ahead
 from ebbflow.online.timeline import Timeline
 from ebbflow.plots.images import PICTURED, caption, image_grid
-from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.stage import MetricsLogger, StageContext
 
@@ -173,8 +172,11 @@ def validation_prompts(ctx: StageContext, path: Path) -> list[Prompt]:
 def validation_requests(
     ctx: StageContext, prompts: Sequence[Prompt], embeddings: Embeddings, version: int
 ) -> list[RolloutRequest]:
-    """One sample per prompt with the noise, the sampler and the steps of an evaluation, in requests of a micro-batch."""
-    sampler, size = SamplerConfig(name="ode", steps=ctx.recipe.evaluation.steps), ctx.config.micro_batch
+    """One sample per prompt with the noise, the sampler and the steps of an evaluation, in requests of a micro-batch.
+
+    Their size is that of the stage's rollouts: a validation may be as frequent as it is cheap.
+    """
+    sampler, size = ctx.recipe.evaluation.solver, ctx.config.micro_batch
     batches = [list(prompts[start : start + size]) for start in range(0, len(prompts), size)]
     return [
         RolloutRequest(

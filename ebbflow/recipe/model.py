@@ -142,3 +142,8 @@ class ModelConfig(PretrainedSourceConfig):
         if self.family == "glyph" and given:
             raise ValueError(f"{', '.join(given)}: the glyph model draws what it was trained on; set training.height and width")
         return self
+
+
+def resized(model: ModelConfig, height: int | None, width: int | None) -> ModelConfig:
+    """The model with images of another height and width; as they are, where one is None."""
+    return model.model_copy(update={"height": height or model.height, "width": width or model.width})

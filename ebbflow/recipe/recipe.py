@@ -8,6 +8,7 @@ import json
 import math
 import operator
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,9 +28,11 @@ from ebbflow.recipe.base import (
     short,
 )
 from ebbflow.recipe.branches import BranchConfig, require_branches
+from ebbflow.recipe.choices import SAMPLERS, SamplerConfig, listed
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.model import ModelConfig, resized
 from ebbflow.recipe.paths import OutputText, PathText, StoreText, resolve_paths
+from ebbflow.recipe.plugins import name_or_path
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.registry import AnyRewardConfig, reward
 from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, ONLY_COMPARISONS, CustomRewardConfig, RewardConfig
@@ -161,9 +164,19 @@ class PolicyConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """Fixed prompts, fixed noise, deterministic sampler."""
+    """Fixed prompts and fixed noise; the policy is served with the same sampler and size."""
 
     steps: int = Field(10, ge=2, le=1000)
+    sampler: Annotated[str, name_or_path(*SAMPLERS)] = Field(
+        "ode",
+        exclude_if=partial(operator.eq, "ode"),
+        description=f"{listed(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md).",
+    )
+    eta: float | None = Field(None, gt=0, le=2, exclude_if=partial(operator.is_, None))
+    """Noise level of a stochastic sampler; left out: its published default."""
+    height: int | None = Field(None, ge=8, exclude_if=partial(operator.is_, None))
+    """Of the images, in pixels; left out, ``model.height``: train small, evaluate large."""
+    width: int | None = Field(None, ge=8, exclude_if=partial(operator.is_, None))
     micro_batch: int = Field(64, ge=1)
     """Samples per forward pass."""
     samples: int = Field(4, ge=1, le=64)
@@ -173,6 +186,23 @@ class EvaluationConfig(Strict):
     them scores."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
     resamples: int = Field(10_000, ge=100)
+
+    @model_validator(mode="after")
+    def _the_sampler_can_be_used(self) -> EvaluationConfig:
+        try:
+            _ = self.solver
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+        return self
+
+    @property
+    def solver(self) -> SamplerConfig:
+        """The sampler with its steps."""
+        return SamplerConfig(name=self.sampler, steps=self.steps, eta=self.eta)
+
+    def drawn(self, model: ModelConfig) -> ModelConfig:
+        """A base model as it generates in an evaluation."""
+        return resized(model, self.height, self.width)
 
 
 DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
@@ -475,6 +505,14 @@ class Recipe(Strict):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _the_evaluated_size_can_be_drawn(self) -> Recipe:
+        sizes = {key: size for key in ("height", "width") if (size := getattr(self.evaluation, key))}
+        if sizes and self.model.family == "glyph":
+            key, size = next(iter(sizes.items()))
+            raise ValueError(f"evaluation.{key} = {size}: the glyph model draws the size that it was trained on; leave it out")
+        return self
+
     @model_validator(mode="wrap")  # type: ignore[arg-type, unused-ignore]  # mypy finds it or not, by the order of the files
     @classmethod
     def _explain_what_is_wrong(cls, data: Any, handler: ModelWrapValidatorHandler[Recipe], info: ValidationInfo) -> Recipe:
@@ -498,7 +536,7 @@ class Recipe(Strict):
         rewards = [config.path for config in configs if isinstance(config, CustomRewardConfig)]
         kinds = [stage.path for stage in self.stages if isinstance(stage, CustomStageConfig)]
         engines = [stage.engine for stage in self.stages]
-        return [path for path in (*rewards, self.model.family, *engines, *kinds) if ":" in path]
+        return [path for path in (*rewards, self.model.family, *engines, *kinds, self.evaluation.sampler) if ":" in path]
 
     @property
     def evaluated_rewards(self) -> list[RewardConfig]:

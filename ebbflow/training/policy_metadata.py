@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
 from ebbflow.recipe.base import Strict, explain
+from ebbflow.recipe.choices import SAMPLERS
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.model import ModelConfig, resized
 from ebbflow.recipe.plugins import not_allowed
 from ebbflow.recipe.recipe import EvaluationConfig, PolicyConfig
 from ebbflow.storage.artifacts import digest_of, new_folder, verify
@@ -21,6 +23,7 @@ STATISTICS = "prompt_statistics.json"
 AGAIN = "copy the folder again or make it again"
 ALLOW_CODE = "EBBFLOW_ALLOW_CODE"
 """Environment variable of serving: code that policies may name, separated by commas."""
+EVALUATION = EvaluationConfig()
 ITERATE = "iterate"  # the parameters themselves, where the folder's weights are their average
 
 
@@ -47,8 +50,14 @@ class PolicyMetadata(Strict):
     config: PolicyConfig
     model: ModelConfig = ModelConfig()
     """The base model, and how it generates."""
-    steps: int = EvaluationConfig().steps
+    steps: int = EVALUATION.steps
     """Denoising steps that it is evaluated with, and served."""
+    sampler: str = Field("ode", exclude_if=partial(operator.eq, "ode"))
+    """Their sampler. It may be a path to code, which reading the metadata does not import."""
+    eta: float | None = Field(None, exclude_if=partial(operator.is_, None))
+    height: int | None = Field(None, exclude_if=partial(operator.is_, None))
+    """Of the images that it is evaluated with, and served; left out, that of ``model``."""
+    width: int | None = Field(None, exclude_if=partial(operator.is_, None))
     start: str | None = None
     """Where the policy came from that this one was started at, if it was not the base model."""
     version: int = 0
@@ -60,6 +69,16 @@ class PolicyMetadata(Strict):
     """Labels of the stages behind it. No times: the same recipe gives the same bytes."""
     teachers: dict[str, str] = Field({}, exclude_if=operator.not_)
     """COMMIT of the policies that its last distillation from several teachers learnt from, by prompt set."""
+
+    @property
+    def served_model(self) -> ModelConfig:
+        """The base model as it generates where the policy is evaluated and served."""
+        return resized(self.model, self.height, self.width)
+
+
+def drawing(evaluation: EvaluationConfig) -> dict[str, Any]:
+    """What a policy's metadata says of how it is evaluated and served."""
+    return {key: getattr(evaluation, key) for key in ("steps", "sampler", "eta", "height", "width")}
 
 
 def progress_of(metadata: PolicyMetadata, algorithm: str) -> Progress:
@@ -97,8 +116,8 @@ def require_base(metadata: PolicyMetadata, base: Path, folder: Path) -> None:
 def require_allowed_code(metadata: PolicyMetadata, folder: Path, allowed: Collection[str | None] = ()) -> None:
     """Check that reading the policy in ``folder`` runs only code that is Ebbflow's or that the user named.
 
-    A policy folder may come from anybody. Its metadata names the model family, which is imported and called, and the attention
-    backend, which diffusers may download.
+    A policy folder may come from anybody. Its metadata names the model family and the sampler, which are imported and called, and
+    the attention backend, which diffusers may download.
 
     Args:
         allowed: what the user's own recipe or ``--allow-code`` names: ``package.module:Class``, a module, an attention backend.
@@ -106,17 +125,18 @@ def require_allowed_code(metadata: PolicyMetadata, folder: Path, allowed: Collec
     Raises:
         PolicyError: it names other code.
     """
-    if foreign := not_allowed(named_code(metadata.model), allowed):
+    if foreign := not_allowed(named_code(metadata.model, metadata.sampler), allowed):
         raise PolicyError(
             f"{folder / METADATA} names code to run, {foreign[0]}, which this recipe does not name; if you trust it, take a "
             f"recipe that names it, or allow it (--allow-code {foreign[0]}, or the variable {ALLOW_CODE} when serving)"
         )
 
 
-def named_code(model: ModelConfig) -> list[str]:
-    """The family and the attention backend of a model, if they are not Ebbflow's or the installed diffusers' own code."""
+def named_code(model: ModelConfig, sampler: str = "ode") -> list[str]:
+    """The family and the attention backend of a model and the sampler, if they are not Ebbflow's or diffusers' own code."""
     family, attention = model.family, model.attention or ""
-    return [family] * (family not in FAMILIES) + [attention] * attention.endswith("_hub")
+    others = [family] * (family not in FAMILIES) + [sampler] * (sampler not in SAMPLERS)
+    return others + [attention] * attention.endswith("_hub")
 
 
 def write_base_policy(
@@ -125,9 +145,11 @@ def write_base_policy(
     recipe_digest: str,
     config: PolicyConfig,
     model: ModelConfig = ModelConfig(),
-    steps: int = EvaluationConfig().steps,
+    evaluation: EvaluationConfig = EVALUATION,
 ) -> None:
     """The policy folder of the untouched base model: version 0, no weights of its own."""
-    metadata = PolicyMetadata(base_digest=base_digest, recipe_digest=recipe_digest, config=config, model=model, steps=steps)
+    metadata = PolicyMetadata(
+        base_digest=base_digest, recipe_digest=recipe_digest, config=config, model=model, **drawing(evaluation)
+    )
     with new_folder(folder) as unfinished:
         (unfinished / METADATA).write_text(metadata.model_dump_json(indent=2))

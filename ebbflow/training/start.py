@@ -16,7 +16,7 @@ from ebbflow.recipe.recipe import PolicyConfig
 from ebbflow.storage.artifacts import digest_of
 from ebbflow.training.policy import ADAPTER, Policy
 from ebbflow.training.policy_io import open_model
-from ebbflow.training.policy_metadata import METADATA, PolicyError, PolicyMetadata, read_policy_metadata, require_base
+from ebbflow.training.policy_metadata import METADATA, PolicyError, PolicyMetadata, drawing, read_policy_metadata, require_base
 
 PUBLISHED = "published"
 
@@ -40,8 +40,8 @@ def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
         recipe_digest=recipe.digest,
         config=recipe.policy,
         model=recipe.model,
-        steps=recipe.evaluation.steps,
         start=recipe.policy.start.path,
+        **drawing(recipe.evaluation),
     )
     if recipe.policy.ema:
         policy.ensure("ema")

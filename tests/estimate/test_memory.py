@@ -118,6 +118,18 @@ def test_an_evaluation_takes_what_merging_adapters_makes(tiny_recipe):
     assert bytes_made_by_merging(half) == 0
 
 
+def test_an_evaluation_in_a_larger_size_takes_more(tiny_recipe):
+    small, large = (estimate(tiny_recipe("sd3", evaluation=size)) for size in ({}, {"height": 128, "width": 128}))
+    assert large.evaluated == measure(tiny_recipe("sd3", {"height": 128, "width": 128}).model)[1]
+    assert small.memory["evaluation"].samples < large.memory["evaluation"].samples
+    assert large.stored["evaluations"] == 4 * small.stored["evaluations"]
+    assert small.memory.keys() == large.memory.keys()
+    assert all(small.memory[name] == large.memory[name] for name in small.memory if name != "evaluation")
+    assert hours(small, 1)["evaluations"].gpu < hours(large, 1)["evaluations"].gpu
+    assert "a sample of an evaluation: latents" in describe(large)
+    assert "a sample of an evaluation: latents" not in describe(small)
+
+
 FORWARD = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
 
 

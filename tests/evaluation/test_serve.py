@@ -14,7 +14,7 @@ from ebbflow.evaluation import serve
 from ebbflow.evaluation.serve import Drawn, generate_images
 from ebbflow.flow.noise import initial_noise
 from ebbflow.models.families.glyph import GlyphModel
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.recipe import EvaluationConfig, PolicyConfig
 from ebbflow.storage.artifacts import verify
 from ebbflow.training.policy_metadata import write_base_policy
 
@@ -22,7 +22,7 @@ from ebbflow.training.policy_metadata import write_base_policy
 @pytest.fixture(scope="module")
 def policy(base_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served") / "policy"
-    write_base_policy(folder, verify(base_folder), "recipe", PolicyConfig(), steps=3)
+    write_base_policy(folder, verify(base_folder), "recipe", PolicyConfig(), evaluation=EvaluationConfig(steps=3))
     return folder
 
 

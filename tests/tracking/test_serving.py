@@ -33,7 +33,7 @@ from ebbflow.evaluation import serve as evaluation
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.recipe import EvaluationConfig, PolicyConfig
 from ebbflow.storage.artifacts import verify
 from ebbflow.tracking import registry
 from ebbflow.tracking.model_version import REQUIREMENTS, model_files_digest
@@ -62,7 +62,7 @@ def serve(store: Path, base_folder: Path, tmp_path_factory: pytest.TempPathFacto
 
     def make(name: str, model: ModelConfig = ModelConfig()) -> Served:
         folder = tmp_path_factory.mktemp("served")
-        write_base_policy(folder / "policy", verify(base_folder), "recipe", PolicyConfig(), model, steps=2)
+        write_base_policy(folder / "policy", verify(base_folder), "recipe", PolicyConfig(), model, EvaluationConfig(steps=2))
         tracked = start_run(Recipe(output=str(store)), None)
         target = Comparison(metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128)
         decision = GateDecision(
