@@ -115,14 +115,13 @@ def check(recipe: Path) -> None:
 def estimate(recipe: Path, processes: int, tflops: float | None, context_parallel: int) -> None:
     """Estimate what RECIPE needs: memory per process, network evaluations, storage, hours. Nothing is run or downloaded."""
     from ebbflow.data.model_sizes import SizeError  # imports numpy
-    from ebbflow.estimate.measured import measured, measured_evaluation
-    from ebbflow.estimate.run import estimate_of
+    from ebbflow.estimate.measured import measured
+    from ebbflow.estimate.run import estimate_of, measured_sizes
     from ebbflow.estimate.text import describe
 
     try:
         resolved = load_recipe(recipe)
-        sizes, sample = measured(resolved.model)
-        evaluated = measured_evaluation(resolved)
+        sizes, sample, evaluated = measured_sizes(resolved, measured)
         click.echo(describe(estimate_of(resolved, processes, sizes, sample, 1, False, context_parallel, evaluated), tflops))
     except (RecipeError, SizeError) as error:
         sys.exit(str(error))
@@ -148,11 +147,12 @@ def plan(recipe: Path, gpus: int, tflops: float | None, timeline: Path | None, n
     from ebbflow.estimate.measured import measured
     from ebbflow.estimate.plan import PlanError
     from ebbflow.estimate.plan_text import describe_plans
-    from ebbflow.estimate.run import estimate_of
+    from ebbflow.estimate.run import estimate_of, measured_sizes
 
     try:
         resolved = load_recipe(recipe)
-        click.echo(describe_plans(estimate_of(resolved, 1, *measured(resolved.model)), gpus, tflops, timeline, network))
+        sizes, sample, _ = measured_sizes(resolved, measured)
+        click.echo(describe_plans(estimate_of(resolved, 1, sizes, sample), gpus, tflops, timeline, network))
     except (RecipeError, SizeError, PlanError) as error:
         sys.exit(str(error))
     except _model_error() as error:  # evaluated where all other errors are ruled out

@@ -12,7 +12,7 @@ from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig, GradientConfig
 from ebbflow.recipe.branches import BRANCH
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.model import ModelConfig, resized
 from ebbflow.recipe.paths import SHIPPED, local_path, shipped_files
 from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.rewards import CustomRewardConfig
@@ -61,7 +61,7 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
         import_path(path)
     _try_losses(recipe)
     _check_model(recipe.model, on_cluster)
-    _check_evaluated_size(recipe)
+    _check_further_sizes(recipe)
     if (start := recipe.policy.start) and not start.on_hub:
         _check_start(start.path or "", on_cluster)
     for branch in (None, *recipe.branches):
@@ -142,15 +142,22 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
         check_drawn_size(model)
 
 
-def _check_evaluated_size(recipe: Recipe) -> None:
-    if recipe.model.family in FAMILIES and (recipe.evaluation.height or recipe.evaluation.width):
+def _check_further_sizes(recipe: Recipe) -> None:
+    """Those of evaluations and of the rollouts of stages."""
+    model = recipe.model
+    found = {"evaluation": recipe.evaluation.drawn(model)} if recipe.evaluation.height or recipe.evaluation.width else {}
+    for index, stage in enumerate(recipe.stages):
+        for number, size in enumerate(stage.sizes):
+            found[f"stages.{index}.sizes.{number}"] = resized(model, size.height, size.width)
+    if found and model.family in FAMILIES:
         from ebbflow.models import ModelError  # as above
         from ebbflow.models.sizes import check_drawn_size
 
-        try:
-            check_drawn_size(recipe.evaluation.drawn(recipe.model))
-        except ModelError as error:
-            raise ModelError(str(error).replace("model.", "evaluation.", 1)) from None
+        for key, drawn in found.items():
+            try:
+                check_drawn_size(drawn)
+            except ModelError as error:
+                raise ModelError(str(error).replace("model.", f"{key}.", 1)) from None
 
 
 def _check_start(path: str, on_cluster: bool) -> None:

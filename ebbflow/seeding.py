@@ -23,6 +23,7 @@ class Stream(IntEnum):
     WINDOWS = 3
     ORDER = 4
     SIGMAS = 5
+    SIZES = 6
 
 
 def generator(seed: int, prompt_id: int, sample: int, step: int, stream: Stream = Stream.ROLLOUT) -> np.random.Generator:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.base import apportion
 from ebbflow.recipe.stages import CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.seeding import derive_seed
 
@@ -126,6 +128,25 @@ class StageContext:
     def sharing_start(self) -> int:
         """Samples of a prompt with successive numbers that have one initial noise."""
         return self.config.group_size if self.config.shared_initial_noise else 1
+
+    def size_of_step(self, step: int) -> tuple[int, int] | None:
+        """Height and width of the images of a step of an online stage; None: those of the model."""
+        from ebbflow.seeding import Stream, generator
+
+        if not (sizes := self.config.sizes):
+            return None
+        weights = [size.weight for size in sizes]
+        drawn = generator(self.seed, prompt_id=0, sample=step, step=0, stream=Stream.SIZES).random() * sum(weights)
+        index = next((index for index, end in enumerate(accumulate(weights)) if drawn < end), -1)
+        return sizes[index].height, sizes[index].width
+
+    def size_of_shard(self, shard: int) -> tuple[int, int] | None:
+        """Height and width of the images of a shard of an offline stage; None: those of the model."""
+        if not (sizes := self.config.sizes):
+            return None
+        counts = apportion([size.weight for size in sizes], self.offline.shards)
+        of_shards = [(size.height, size.width) for size, count in zip(sizes, counts, strict=True) for _ in range(count)]
+        return of_shards[shard]
 
     def groups(self, prompts: list[Prompt], step: int) -> tuple[list[Prompt], SampleKeys]:
         """One group of samples per prompt: the prompt of every sample, and its keys. Samples are numbered across steps."""

@@ -220,6 +220,15 @@ def test_an_algorithm_on_the_gradient_of_the_reward_needs_rewards_that_have_one(
         check_recipe(Recipe.model_validate(recipe), SERVER, on_cluster=False)
 
 
+def test_the_sizes_of_a_stage_must_be_drawable(tmp_path: Path) -> None:
+    build_tiny("sd3", tmp_path / "sd3")
+    stages = [{"kind": "online", "sizes": [{"height": 64, "width": 64}, {"height": 40, "width": 64}]}]
+    model = {"family": "sd3", "path": str(tmp_path / "sd3"), "height": 64, "width": 64}
+    recipe = Recipe.model_validate({"output": str(tmp_path), "model": model, "stages": stages})
+    with pytest.raises(ModelError, match=r"stages\.0\.sizes\.1\.height = 40: sd3 draws multiples of 16 pixels; take 32"):
+        check_recipe(recipe, SERVER, on_cluster=False)
+
+
 def test_the_size_of_an_evaluation_must_be_drawable(tmp_path: Path) -> None:
     build_tiny("sd3", tmp_path / "sd3")
     model = {"family": "sd3", "path": str(tmp_path / "sd3"), "height": 64, "width": 64}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.data.model_sizes import Sample, Sizes
-from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.storage.disk import DiskFullError, write_text
 from ebbflow.storage.identity import code_digest, state_of
@@ -40,16 +39,6 @@ def measured(model: ModelConfig) -> tuple[Sizes, Sample]:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, json.dumps({"sizes": asdict(sizes), "sample": asdict(sample)}))
     return sizes, sample
-
-
-def measured_evaluation(recipe: Recipe) -> Sample | None:
-    """One sample as an evaluation generates it, where that has a size of its own.
-
-    Raises:
-        SizeError, ModelError: as ``measured``.
-    """
-    model = recipe.evaluation.drawn(recipe.model)
-    return None if model == recipe.model else measured(model)[1]
 
 
 def cache_folder() -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -10,8 +10,11 @@ from ebbflow.data.model_sizes import Sample, Shape, Sizes, adapted_layers, lora_
 from ebbflow.estimate.memory import Memory, ProcessMemory, stage_memory
 from ebbflow.estimate.work import BYTES, PNG_BYTES_PER_PIXEL, Work, work_of
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.recipe import DRIFT_SIGMAS
 from ebbflow.stage import StageContext
+
+Measure = Callable[[ModelConfig], tuple[Sizes, Sample]]
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,21 @@ def estimate(recipe: Recipe, processes: int = 2, nodes: int = 1, hybrid: bool = 
         raise ValueError(f"processes = {processes}: an offline stage trains with at least one")
     from ebbflow.models.sizes import measure  # imports torch
 
-    sizes, sample = measure(recipe.model)
-    drawn = recipe.evaluation.drawn(recipe.model)
-    evaluated = sample if drawn == recipe.model else measure(drawn)[1]
+    sizes, sample, evaluated = measured_sizes(recipe, measure)
     return estimate_of(recipe, processes, sizes, sample, nodes, hybrid, context_parallel, evaluated)
+
+
+def measured_sizes(recipe: Recipe, measure: Measure) -> tuple[Sizes, Sample, Sample]:
+    """The sizes of the base model, a sample of the largest rollouts, and a sample of an evaluation; by ``models.sizes.measure``.
+
+    Raises:
+        SizeError, ModelError: as ``estimate``.
+    """
+    drawn = recipe.evaluation.drawn(recipe.model)
+    found = [measure(model) for model in recipe.drawn_models]
+    sizes, sample = max(found, key=lambda pair: pair[1].tokens)
+    evaluated = found[0][1] if drawn == recipe.drawn_models[0] else measure(drawn)[1]
+    return sizes, sample, evaluated
 
 
 def estimate_of(

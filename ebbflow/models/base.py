@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -143,6 +144,10 @@ def is_trainable(model: Model, name: str) -> bool:
     return not any(fnmatchcase(name, pattern) for pattern in getattr(model, "unused_parameters", ()))
 
 
+Size = tuple[int, int]
+"""Height and width of images, in pixels."""
+
+
 class Model(Protocol):
     """A loaded base model. A user's family is a class with these members (``docs/extending.md``).
 
@@ -216,6 +221,27 @@ def predict_checkpointed(model: Model, latents: Tensor, sigma: Tensor, condition
         predict, model, latents, sigma, conditioning, use_reentrant=False, preserve_rng_state=False
     )  # nothing in the network is random
     return velocity
+
+
+@contextmanager
+def drawing_at(model: Model, size: Size | None) -> Iterator[None]:
+    """Have a model generate and train in another size inside the block; None changes nothing.
+
+    Raises:
+        ModelError: a user's family has no ``resize``, or the family cannot draw the size.
+    """
+    if size is None:
+        yield
+        return
+    resizable: Any = model
+    if not hasattr(model, "resize"):
+        raise ModelError(f"{type(model).__name__} has no resize(height, width); write one, or leave the stage's 'sizes' out")
+    before = resizable.height, resizable.width
+    resizable.resize(*size)
+    try:
+        yield
+    finally:
+        resizable.resize(*before)
 
 
 def device_of(model: Model) -> torch.device:

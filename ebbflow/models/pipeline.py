@@ -150,6 +150,20 @@ class PipelineModel:
         """Parts of the pipeline that the family reads by itself; diffusers reads the others."""
         return {}
 
+    def resize(self, height: int, width: int) -> None:
+        """Generate images of another size from now on; the schedule follows where its shift depends on the tokens.
+
+        Raises:
+            ModelError: the family cannot draw the size.
+        """
+        before = self.height, self.width
+        self.height, self.width = height, width
+        try:
+            self.latent_shape = self._latent_shape()
+        except ModelError:
+            self.height, self.width = before
+            raise
+
     def tokens(self) -> Tokens:
         """The tokens of one sample; every family makes one of 2 x 2 latents."""
         return Tokens(image=math.prod(self.latent_shape[1:]) // 4, text=self.max_tokens)

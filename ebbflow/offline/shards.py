@@ -96,6 +96,11 @@ def require_shard(ctx: StageContext, path: Path, known: Set[int], latent_shape: 
         raise TableError(f"{path} has samples of prompt_id = {min(strange)}, and the run's prompts have none; generate it again")
 
 
+def size_of(ctx: StageContext, path: Path) -> tuple[int, int] | None:
+    """Height and width of the images of a shard of this stage; None: those of the model."""
+    return ctx.size_of_shard(read_table_metadata(path)["shard"]) if ctx.config.sizes else None
+
+
 def read_layout(path: Path) -> LatentLayout:
     """How a shard stores its latents.
 

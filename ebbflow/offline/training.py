@@ -24,9 +24,9 @@ from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import ADVANTAGES, KEY
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning, Model
-from ebbflow.models.base import ModelError, device_of
+from ebbflow.models.base import ModelError, Size, device_of, drawing_at
 from ebbflow.models.encoding import EMBEDDINGS, Encode, open_embeddings, write_embeddings
-from ebbflow.offline.shards import read_latent_parts, require_shard, seconds_of
+from ebbflow.offline.shards import read_latent_parts, require_shard, seconds_of, size_of
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.seeding import Stream, generator
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -55,6 +55,8 @@ class Shard:
     num_groups: int
     num_selected: int
     """Samples in groups."""
+    size: Size | None = None
+    """Height and width of the images; None: those of the model."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Part:
         clean: final latents, fp32 [N, ...].
         conditioning: the encoded prompts.
         advantage: [N].
+        size: height and width of the images; None: those of the model.
     """
 
     epoch: int
@@ -86,6 +89,7 @@ class Part:
     clean: Tensor
     conditioning: Conditioning
     advantage: Tensor
+    size: Size | None = None
 
 
 def train_epochs(
@@ -185,6 +189,8 @@ def train_offline_folder(
             f"train_context_parallel = {context_parallel} is for a network that is not compiled; set model.compile: off, or "
             "leave it out"
         )
+    if context_parallel > 1 and ctx.offline.sizes:
+        raise ModelError(f"train_context_parallel = {context_parallel} is for stages of one size; leave it or 'sizes' out")
     with handle_sigterm():
         ranks = Ranks.current()
         policy, metadata = load_policy(ctx, base, folder, None, ranks.world > 1, replicas, context_parallel)
@@ -192,7 +198,8 @@ def train_offline_folder(
         trained_on = read_prompts(prompts, "train")
         known = {prompt.prompt_id for prompt in trained_on}
         for path in rollouts:
-            require_shard(ctx, path, known, policy.model.latent_shape)
+            with drawing_at(policy.model, size_of(ctx, path)):
+                require_shard(ctx, path, known, policy.model.latent_shape)
         record = train_epochs(ctx, policy.model, updater, trained_on, rollouts, advantages, recorder, checkpoints)
         if ctx.algorithm.generates != "current":
             for name in ctx.following:
@@ -253,7 +260,7 @@ def _move(parts: Path, folder: Path) -> None:
 def _timed_update(ctx: StageContext, updater: PolicyUpdater, part: Part, ranks: Ranks, clock: Clock) -> dict[str, float]:
     """The metrics of an optimiser step, and how long it took."""
     before = clock.seconds["training"]
-    with clock.phase("training"):
+    with clock.phase("training"), drawing_at(updater.policy.model, part.size):
         metrics = _update(ctx, updater, part, ranks)
     seconds, images = clock.seconds["training"] - before, sum(map(len, part.groups))
     speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / images}
@@ -291,7 +298,7 @@ def _shard(
     ctx: StageContext, path: Path, rows: np.ndarray, prompt_ids: np.ndarray, samples: np.ndarray, advantage: np.ndarray
 ) -> Shard:
     groups = _groups(ctx, advantage, prompt_ids)
-    return Shard(path, rows, prompt_ids, samples, advantage, len(groups), sum(map(len, groups)))
+    return Shard(path, rows, prompt_ids, samples, advantage, len(groups), sum(map(len, groups)), size_of(ctx, path))
 
 
 def _groups(ctx: StageContext, advantage: np.ndarray, prompt_ids: np.ndarray) -> SampleGroups:
@@ -424,7 +431,7 @@ def _part(
     keys = SampleKeys(ctx.seed, shard.prompt_ids[rows].tolist(), shard.samples[rows].tolist())
     group_index = np.repeat(np.arange(len(mine)), [len(group_index) for group_index in mine])
     conditioning, advantage = encode([prompts[i] for i in keys.prompt_ids]), torch.from_numpy(shard.advantage[rows])
-    return Part(visit.epoch, batch, keys, group_index, latents.float(), conditioning, advantage)
+    return Part(visit.epoch, batch, keys, group_index, latents.float(), conditioning, advantage, shard.size)
 
 
 def _num_batches(shard: Shard, batch_size: int, ranks: Ranks) -> int:

@@ -283,6 +283,8 @@ class OnlineLoop:
         metrics = score_means(batch.scores) | {"workers/replaced": replaced}
         if self.config.refill_rounds:
             metrics["group/refilled"] = len(batch.prompts) - self.config.prompts_per_step
+        if batch.size:
+            metrics |= dict(zip(("size/height", "size/width"), batch.size, strict=True))
         metrics |= watch_statistics(self.ctx, self.state, batch.statistics)
         metrics |= _speed([*batch.spans, *report.spans], len(advantages.values), end - start)
         self.queue.spans += report.spans

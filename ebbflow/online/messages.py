@@ -16,6 +16,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning
+from ebbflow.models.base import Size
 from ebbflow.online.tracing import TraceSpan
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rewards.combine import ScoreTable
@@ -34,6 +35,7 @@ class RolloutRequest:
         conditioning: on the CPU, one row per different prompt. Rows are large, so they are repeated where they are used.
         sample_index: integer [N], the row of ``conditioning`` of each sample.
         plan: which denoising steps are stochastic and trained.
+        size: height and width of the images; None: those of the model.
         task: name of the call in the timeline.
         profiled: whether to profile the call.
     """
@@ -47,6 +49,7 @@ class RolloutRequest:
     plan: Plan | None
     task: str = "rollout"
     profiled: bool = False
+    size: Size | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -132,6 +135,11 @@ class RolloutBatch:
         return list({prompt.prompt_id: prompt for part in self.parts for prompt in part.request.prompts}.values())
 
     @property
+    def size(self) -> Size | None:
+        """Height and width of all images; None: those of the model."""
+        return self.parts[0].request.size
+
+    @property
     def prompt_ids(self) -> np.ndarray:
         """integer [N]."""
         return np.array([prompt.prompt_id for part in self.parts for prompt in part.request.prompts])
@@ -152,6 +160,7 @@ class TrainingBatch:
         prompt_sets: the set of each prompt, by its id.
         profiled: whether to profile the step.
         prompts: [N], for rewards with gradient.
+        size: as in a request; that of all of the step.
     """
 
     step: int
@@ -163,6 +172,7 @@ class TrainingBatch:
     prompt_sets: Mapping[int, str] = field(default_factory=dict)
     profiled: bool = False
     prompts: Sequence[Prompt] = ()
+    size: Size | None = None
 
 
 def build_training_batch(batch: RolloutBatch, advantages: np.ndarray, keep: np.ndarray, profiled: bool = False) -> TrainingBatch:
@@ -179,4 +189,5 @@ def build_training_batch(batch: RolloutBatch, advantages: np.ndarray, keep: np.n
         prompt_sets={prompt.prompt_id: prompt.source for prompt in batch.prompts},
         profiled=profiled,
         prompts=[prompt for request in requests for prompt in request.prompts],
+        size=batch.size,
     )

@@ -195,7 +195,8 @@ class RolloutQueue:
         """The request of some prompts with as many samples of each; ``repeated`` has the prompt of every sample."""
         sample_index = np.repeat(np.arange(len(prompts)), len(repeated) // len(prompts))
         conditioning, sampler = self.embeddings(prompts), self.ctx.online.sampler
-        return RolloutRequest(step, repeated, conditioning, sample_index, keys, sampler, chosen, profiled=profiled)
+        size = self.ctx.size_of_step(step)
+        return RolloutRequest(step, repeated, conditioning, sample_index, keys, sampler, chosen, profiled=profiled, size=size)
 
     async def generate_and_score(
         self, request: RolloutRequest, weights: Callable[[], WeightsVersion], with_guards: bool = False

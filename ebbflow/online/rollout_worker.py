@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
+from ebbflow.models.base import Size, drawing_at
 from ebbflow.online.messages import RolloutReport, RolloutRequest
 from ebbflow.online.tracing import TaskTimer
-from ebbflow.rollouts.engine import Engine
+from ebbflow.rollouts.engine import Diffusers, Engine
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import Tensors, WeightsVersion
 
@@ -34,7 +36,7 @@ class RolloutWorker:
             TransferError: the weights that arrived are not those that were sent.
         """
         receive_seconds = self._load(weights, request.step)
-        with self.timer.task(request.task, request.step, request.profiled):
+        with self.timer.task(request.task, request.step, request.profiled), self._drawing_at(request.size):
             conditioning = request.conditioning.rows(torch.from_numpy(request.sample_index))
             rollouts, images = self.engine.generate(conditioning, request.keys, request.sampler, request.plan)
         report = RolloutReport(weights.version, receive_seconds, rollouts.finite, self.timer.drain())
@@ -42,6 +44,12 @@ class RolloutWorker:
 
     def close(self) -> None:
         self.engine.close()
+
+    def _drawing_at(self, size: Size | None) -> AbstractContextManager[None]:
+        if size is None:
+            return nullcontext()
+        assert isinstance(self.engine, Diffusers), "the recipe rejects several sizes of other engines"
+        return drawing_at(self.engine.policy.model, size)
 
     def _load(self, weights: WeightsVersion, step: int) -> float:
         """Bring the engine to these weights; seconds that it took. Without a digest the engine shares the trainer's."""

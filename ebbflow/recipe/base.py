@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -364,3 +364,13 @@ def _descend(node: dict[str, Any], part: Any, schema: dict[str, Any]) -> dict[st
         if part in properties:
             return properties[part]
     return {}
+
+
+def apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Whole numbers that add up to ``total``, in proportion to the weights, by the largest remainders."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
+    return counts

@@ -90,6 +90,19 @@ class SamplerConfig(Strict):
         return self
 
 
+class SizeConfig(Strict):
+    """A size of images, and how many of a stage's rollouts have it."""
+
+    height: int = Field(ge=8)
+    width: int = Field(ge=8)
+    weight: float = Field(1.0, gt=0)
+    """Its share, in proportion to the others'."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.height} x {self.width}"
+
+
 class ParityConfig(Strict):
     """What another engine has to show before it may generate: log-probs like the training policy's, on the same noise."""
 

@@ -18,6 +18,7 @@ from ebbflow.recipe.algorithms import EmaScheduleConfig, MatchingConfig
 from ebbflow.recipe.base import (
     RecipeError,
     Strict,
+    apportion,
     dotted,
     explain,
     iter_leaves,
@@ -92,12 +93,7 @@ class PromptsConfig(Strict):
 
     def counts(self, prompts: int) -> dict[str, int]:
         """How many of so many prompts each set of the mixture has, by name: whole numbers by the largest remainders."""
-        weights = [part.weight for part in self.mixture]
-        exact = [prompts * weight / sum(weights) for weight in weights]
-        counts = [math.floor(share) for share in exact]
-        by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
-        for index in by_remainder[: prompts - sum(counts)]:
-            counts[index] += 1
+        counts = apportion([part.weight for part in self.mixture], prompts)
         return {part.label: count for part, count in zip(self.mixture, counts, strict=True)}
 
     @model_validator(mode="after")
@@ -513,6 +509,18 @@ class Recipe(Strict):
             raise ValueError(f"evaluation.{key} = {size}: the glyph model draws the size that it was trained on; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _families_draw_several_sizes(self) -> Recipe:
+        family = FAMILIES.get(self.model.family)
+        index = next((index for index, stage in enumerate(self.stages) if stage.sizes), None)
+        if index is not None and self.model.family == "glyph":
+            raise ValueError(f"stages.{index}.sizes: the glyph model draws the size that it was trained on; leave sizes out")
+        if index is not None and family and family.edits_images:
+            raise ValueError(
+                f"stages.{index}.sizes: {self.model.family} draws the images that it edits in one size; leave sizes out"
+            )
+        return self
+
     @model_validator(mode="wrap")  # type: ignore[arg-type, unused-ignore]  # mypy finds it or not, by the order of the files
     @classmethod
     def _explain_what_is_wrong(cls, data: Any, handler: ModelWrapValidatorHandler[Recipe], info: ValidationInfo) -> Recipe:
@@ -549,6 +557,13 @@ class Recipe(Strict):
         if not found:
             raise RecipeError(ONLY_COMPARISONS)
         return found
+
+    @property
+    def drawn_models(self) -> list[ModelConfig]:
+        """The base model as rollouts have it: in its own size, where a stage names no ``sizes``, and in the largest of those."""
+        largest = max((size for stage in self.stages for size in stage.sizes), key=lambda s: s.height * s.width, default=None)
+        own = [self.model] * (not all(stage.sizes for stage in self.stages))
+        return [*own, *([resized(self.model, largest.height, largest.width)] if largest else [])]
 
     @property
     def canonical(self) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig, GradientConfig, MatchingConfig
-from ebbflow.recipe.base import Strict
+from ebbflow.recipe.base import Strict, apportion
 from ebbflow.recipe.choices import (
     ENGINES,
     WINDOW_KEYS,
@@ -18,6 +18,7 @@ from ebbflow.recipe.choices import (
     ParityConfig,
     ReferenceConfig,
     SamplerConfig,
+    SizeConfig,
     WindowConfig,
     listed,
 )
@@ -44,6 +45,9 @@ class StageConfig(Strict):
     branch: str | None = Field(None, exclude_if=operator.not_)
     """The one of ``branches`` that this stage is of; different branches begin with the same policy and run side by side."""
     sampler: SamplerConfig = SamplerConfig()
+    sizes: list[SizeConfig] = Field([], exclude_if=operator.not_)
+    """Sizes of the images of rollouts: every step of an online stage has one of them, drawn by their weights, and every shard of
+    an offline stage. Left out: that of ``model``."""
     window: WindowConfig | None = None
     """For algorithms that train on the steps of a trajectory; they have one by default."""
     advantages: AdvantagesConfig = AdvantagesConfig()
@@ -146,6 +150,17 @@ class StageConfig(Strict):
     def _another_engine_has_a_gate(self) -> StageConfig:
         if self.engine == "diffusers" and self.parity != ParityConfig():
             raise ValueError("parity is the gate of another engine; set engine: vllm_omni, or leave 'parity' out")
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_can_be_drawn(self) -> StageConfig:
+        names = [size.label for size in self.sizes]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"sizes has {twice[0]} twice; give one of them the sum of the weights")
+        if self.sizes and self.engine != "diffusers":
+            raise ValueError(f"engine = {self.engine!r} generates in one size; set engine: diffusers, or leave sizes out")
+        if self.sizes and getattr(self, "kind", "") == "custom":
+            raise ValueError("a stage of your own kind chooses its sizes itself; leave sizes out")
         return self
 
     def _check_trajectory(self) -> None:
@@ -399,6 +414,15 @@ class OfflineStageConfig(StageConfig):
     def _shards_have_prompts(self) -> OfflineStageConfig:
         if self.shards > self.prompts and not self.pairs:
             raise ValueError(f"{self.shards} shards for {self.prompts} prompts leave some empty; take one a prompt at most")
+        return self
+
+    @model_validator(mode="after")
+    def _every_size_has_a_shard(self) -> OfflineStageConfig:
+        if self.sizes and self.pairs:
+            raise ValueError("sizes are of images that are generated, and pairs has images already; leave one of them out")
+        for size, count in zip(self.sizes, apportion([size.weight for size in self.sizes], self.shards), strict=True):
+            if not count:
+                raise ValueError(f"shards = {self.shards} leaves none for {size.label}, as a shard has one size; raise it")
         return self
 
     @model_validator(mode="after")

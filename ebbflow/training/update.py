@@ -43,7 +43,6 @@ class PolicyUpdater:
         num_updates: all that the stage will take, where that is known: offline stages count their batches.
         rollout_updates: of them, those before the samples that are trained on now were generated.
         steps: rollout steps of this stage.
-        schedule: the sigmas of the stage's sampler, [steps + 1].
         drift: mean (v - v_base)^2 when it was last measured.
         fake: the fake score network, where the algorithm trains one beside the policy.
         alarms: what a person should look at, a line each.
@@ -69,7 +68,7 @@ class PolicyUpdater:
         self.before = progress_of(metadata, stage.algorithm_name) if metadata else Progress(algorithm=stage.algorithm_name)
         self.algorithm = algorithm_of(stage.algorithm)
         self.hyper = stage.hyper
-        self.schedule = _schedule(policy, stage)
+        _require_sigmas(policy, stage)
         self.optimizer: AnyOptimizer = optimizer or make_optimizer(policy, stage.optimizer)
         self.fake = FakeScore(policy, stage.optimizer, self.hyper) if isinstance(self.hyper, MatchingConfig) else None
         # Gradients of means over many latent elements are below what float16 can hold.
@@ -80,6 +79,11 @@ class PolicyUpdater:
         self.alarms: list[str] = []
         self.drifted = False
         self.start_rollout()
+
+    @property
+    def schedule(self) -> Tensor:
+        """The sigmas of the stage's sampler, [steps + 1], in the size that the model draws now."""
+        return self.policy.model.sigmas(self.stage.sampler.steps)
 
     @property
     def progress(self) -> Progress:
@@ -245,15 +249,14 @@ class PolicyUpdater:
         return {"alarm/velocity_drift": float(too_far)}
 
 
-def _schedule(policy: Policy, stage: StageConfig) -> Tensor:
-    """The sampler's sigmas, [steps + 1], once a loss that draws from them finds some: before rollouts are paid for."""
+def _require_sigmas(policy: Policy, stage: StageConfig) -> None:
+    """Check that a loss that draws from the sampler's sigmas finds some, before rollouts are paid for."""
     schedule = policy.model.sigmas(stage.sampler.steps)
     if isinstance(stage.hyper, ForwardConfig | MatchingConfig) and stage.hyper.sigma.kind == "schedule":
         try:
             schedule_points(stage.hyper.sigma, schedule)
         except ValueError as error:
             raise TrainingError(str(error)) from None
-    return schedule
 
 
 @dataclass

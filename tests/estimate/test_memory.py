@@ -130,6 +130,19 @@ def test_an_evaluation_in_a_larger_size_takes_more(tiny_recipe):
     assert "a sample of an evaluation: latents" not in describe(small)
 
 
+def test_a_stage_of_several_sizes_is_counted_at_the_largest(tiny_recipe):
+    def made(sizes=(), **model):
+        stages = [{"kind": "online", "sizes": [{"height": h, "width": w} for h, w in sizes]}]
+        return estimate(tiny_recipe("sd3", model, stages=stages))
+
+    several, largest, own = made([(32, 32), (64, 128)]), made(height=64, width=128), made()
+    name = "1.1 online training"
+    assert several.sample == largest.sample
+    assert several.memory[name] == largest.memory[name]
+    assert several.evaluated == own.sample
+    assert several.memory["evaluation"] == own.memory["evaluation"]
+
+
 FORWARD = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
 
 

@@ -105,7 +105,7 @@ class Watched:
 
     def __init__(self):
         self.calls, self.alarms, self.schedule = [], [], torch.tensor([1, 2 / 3, 1 / 3, 0])
-        self.policy = SimpleNamespace(context_parallel=1)
+        self.policy = SimpleNamespace(context_parallel=1, model=None)
 
     @property
     def updates(self):
