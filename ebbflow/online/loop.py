@@ -285,7 +285,7 @@ class OnlineLoop:
             metrics["group/refilled"] = len(batch.prompts) - self.config.prompts_per_step
         if batch.size:
             metrics |= dict(zip(("size/height", "size/width"), batch.size, strict=True))
-        metrics |= watch_statistics(self.ctx, self.state, batch.statistics)
+        metrics |= watch_statistics(self.ctx, self.state, batch)
         metrics |= _speed([*batch.spans, *report.spans], len(advantages.values), end - start)
         self.queue.spans += report.spans
         metrics |= await self.monitor.after_step(batch, advantages.values, step, start, end)

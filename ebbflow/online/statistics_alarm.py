@@ -8,44 +8,86 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from ebbflow.evaluation.image_statistics import chance, effect_size
+from ebbflow.evaluation.image_statistics import effect_size
+from ebbflow.online.messages import RolloutBatch
 from ebbflow.stage import StageContext
 from ebbflow.training.stage_loop import StageState
 
 
-def watch_statistics(ctx: StageContext, state: StageState, statistics: Mapping[str, np.ndarray]) -> dict[str, float]:
+def watch_statistics(ctx: StageContext, state: StageState, batch: RolloutBatch) -> dict[str, float]:
     """Compare a step's images with those of the stage's first step; the first time that a statistic rings becomes an alarm.
 
+    Where steps have several sizes, a step is compared with the first one of its size.
+
     Args:
-        state: has the first step's means and standard deviations, and the alarms; updated in place.
-        statistics: float64 [N] columns (``image_statistics``), NaN where a sample has no image.
+        state: has what the first steps looked like, and the alarms; updated in place.
 
     Returns:
         The mean of each statistic, ``statistic/<name>``, its effect size, ``statistic_shift/<name>``, and whether one rings.
     """
-    known = {name: values[np.isfinite(values)] for name, values in statistics.items() if np.isfinite(values).any()}
-    for name, values in known.items():
-        state.first_statistics.setdefault(name, [float(values.mean()), float(values.std()), len(values)])
-    shifts = {name: effect_size(values, *state.first_statistics[name][:2]) for name, values in known.items()}
+    of_size = state.first_statistics.setdefault("x".join(map(str, batch.size or ())), {})
+    seen = {name: np.isfinite(values) for name, values in batch.statistics.items() if np.isfinite(values).any()}
+    found = {name: _found(batch.statistics[name][finite], batch.prompt_ids[finite]) for name, finite in seen.items()}
+    for name, now in found.items():
+        of_size.setdefault(name, list(now))
+    firsts = {name: _Statistic(*of_size[name]) for name in found}
+    shifts = {name: effect_size(batch.statistics[name][finite], *firsts[name][:2]) for name, finite in seen.items()}
     limit = math.inf if ctx.online.statistics_alarm is None else ctx.online.statistics_alarm
-    by_chance = {name: chance(len(values), int(state.first_statistics[name][2])) for name, values in known.items()}
-    ringing = [name for name, shift in shifts.items() if abs(shift) - by_chance[name] > limit]
+    ringing = [name for name, shift in shifts.items() if abs(shift) > limit + _chance(found[name], firsts[name])]
     for name in ringing:
         if name not in state.statistic_alarms:
             state.statistic_alarms.append(name)
-            _ring(ctx, state, name, float(known[name].mean()), shifts[name])
-    metrics = {f"statistic/{name}": float(values.mean()) for name, values in known.items()}
+            _ring(ctx, state, name, firsts[name].mean, found[name].mean, shifts[name])
+    metrics = {f"statistic/{name}": now.mean for name, now in found.items()}
     metrics |= {f"statistic_shift/{name}": shift for name, shift in shifts.items()}
     return metrics | {"alarm/statistics": float(bool(ringing))}
 
 
-def _ring(ctx: StageContext, state: StageState, name: str, mean: float, shift: float) -> None:
+class _Statistic(NamedTuple):
+    """A statistic of the images of a step.
+
+    Attributes:
+        mean, spread: over its samples, mean and standard deviation.
+        prompts: how many there are.
+        squares: sum of the squared differences of their means from the mean of these.
+    """
+
+    mean: float
+    spread: float
+    prompts: float
+    squares: float
+
+
+def _found(values: np.ndarray, prompt_ids: np.ndarray) -> _Statistic:
+    _, of_sample = np.unique(prompt_ids, return_inverse=True)
+    means = np.bincount(of_sample, values) / np.bincount(of_sample)
+    return _Statistic(float(values.mean()), float(values.std()), len(means), float(((means - means.mean()) ** 2).sum()))
+
+
+def _chance(now: _Statistic, first: _Statistic) -> float:
+    """Effect size that chance rarely exceeds: that of two pooled standard errors of the difference of two means.
+
+    The samples of a prompt are alike, all the more if they start from one noise: the means of prompts are what is independent.
+    Of few prompts two becomes the quantile of Student's t, by Wallace's approximation (Annals of Mathematical
+    Statistics 30, 1959).
+    """
+    freedom = now.prompts + first.prompts - 2
+    if freedom < 1:
+        return math.inf
+    if not first.spread:
+        return 0.0
+    variance = (now.squares + first.squares) / freedom
+    quantile = math.sqrt(freedom * math.expm1((2 * (8 * freedom + 3) / (8 * freedom + 1)) ** 2 / freedom))
+    return quantile * math.sqrt(variance * (1 / now.prompts + 1 / first.prompts)) / first.spread
+
+
+def _ring(ctx: StageContext, state: StageState, name: str, first: float, mean: float, shift: float) -> None:
     state.alarms.append(
-        f"{name} of the images went from {state.first_statistics[name][0]:.3g} to {mean:.3g}, {shift:+.2g} standard deviations, "
+        f"{name} of the images went from {first:.3g} to {mean:.3g}, {shift:+.2g} standard deviations, "
         f"above statistics_alarm = {ctx.online.statistics_alarm:g}, in step {state.step}"
     )
     warnings.warn(

@@ -30,7 +30,8 @@ class StageState:
         elapsed: seconds of the stage so far, over all attempts.
         alarms: raised by the stage.
         training_alarms: raised by the training group.
-        first_statistics: of each image statistic in the first step of an online stage, [mean, standard deviation, samples].
+        first_statistics: of each image statistic in the first step of an online stage what is compared with later steps
+            (``ebbflow.online.statistics_alarm``), by the size of the step; that of the model is the empty text.
         statistic_alarms: the statistics whose alarm rang.
         kept_prompts: ids of the prompts that ``prompt_filter`` left; None without one, or before its first pass.
         prompt_rewards: running (mean, standard deviation) of each prompt's rewards, by id, where a ``curriculum`` wants them.
@@ -44,7 +45,7 @@ class StageState:
     elapsed: float = 0.0
     alarms: list[str] = field(default_factory=list)
     training_alarms: list[str] = field(default_factory=list)
-    first_statistics: dict[str, list[float]] = field(default_factory=dict)
+    first_statistics: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     statistic_alarms: list[str] = field(default_factory=list)
     kept_prompts: list[int] | None = None
     prompt_rewards: dict[int, tuple[float, float]] = field(default_factory=dict)
