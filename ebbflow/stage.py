@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import apportion
+from ebbflow.recipe.choices import TreeConfig
 from ebbflow.recipe.stages import CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.seeding import derive_seed
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # scoring and advantages know their stage and do without torc
 
     from ebbflow.algorithms.base import Algorithm, FollowingName
     from ebbflow.flow.noise import SampleKeys
+    from ebbflow.flow.windows import Plan
 
 
 WATCHED_ROWS = 17
@@ -125,9 +127,22 @@ class StageContext:
         return derive_seed(self.recipe.seed, "stage", self.round, self.stage)
 
     @property
-    def sharing_start(self) -> int:
-        """Samples of a prompt with successive numbers that have one initial noise."""
-        return self.config.group_size if self.config.shared_initial_noise else 1
+    def tree(self) -> TreeConfig | None:
+        """How the samples of a group branch; None where each has a trajectory of its own."""
+        return self.config.tree if isinstance(self.config, OnlineStageConfig) else None
+
+    @property
+    def noise_sharing(self) -> tuple[int, ...]:
+        """Samples of a prompt with successive numbers that share their noise, by its step index (``SampleKeys.sharing``)."""
+        first = self.config.group_size if self.config.shared_initial_noise else 1
+        return (max(first, self.tree.leaves), *self.tree.sharing) if self.tree else (first,)
+
+    def plan(self, step: int) -> Plan | None:
+        """Which denoising steps are stochastic and trained in an optimisation step; None where the algorithm has no window."""
+        from ebbflow.flow.windows import plan
+
+        window, splits = self.config.window, self.tree.splits if self.tree else ()
+        return plan(window, self.config.sampler.steps, step, self.seed, splits) if window else None
 
     def size_of_step(self, step: int) -> tuple[int, int] | None:
         """Height and width of the images of a step of an online stage; None: those of the model."""
@@ -155,7 +170,7 @@ class StageContext:
         size = self.config.group_size
         repeated = [prompt for prompt in prompts for _ in range(size)]
         samples = [step * size + member for _ in prompts for member in range(size)]
-        return repeated, SampleKeys(self.seed, [prompt.prompt_id for prompt in repeated], samples, self.sharing_start)
+        return repeated, SampleKeys(self.seed, [prompt.prompt_id for prompt in repeated], samples, self.noise_sharing)
 
 
 @dataclass

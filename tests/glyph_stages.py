@@ -27,6 +27,11 @@ SMALL: dict[str, dict[str, Any]] = {
         "algorithm": {"clip_range": 1e-3},
         "sampler": {"name": "dance_sde", "steps": 6},
     },
+    "branch_grpo": {
+        "algorithm": {"clip_range": 1e-3},
+        "sampler": {"name": "dance_sde", "steps": 6},
+        "tree": {"splits": [0, 1]},
+    },
     "tempflow_grpo": {"algorithm": {"clip_range": 1e-3}, "sampler": SIX, "reference": KL},
     "grpo_guard": {"algorithm": {"clip_range": 1e-4}, "sampler": SIX},
     "flow_dppo": {"sampler": SIX, "window": MOVING, "advantages": {"clip": 5.0}},

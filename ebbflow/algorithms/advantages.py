@@ -7,12 +7,16 @@ r"""From rewards to advantages, on sample-level rewards R_k of K rewards with we
 baseline: the mean of the group; with ``trim`` the mean of what is left without floor(trim * count) rewards at either end; with
 ``running`` the mean over all samples of the prompt so far. std (unbiased): of the whole batch; of the group, with ``running`` of
 the prompt so far; or none, a divisor of 1. All are over samples: over rewards repeated for each denoising step the std shrinks.
+
+Of a tree (BranchGRPO, 2509.06040) the same, for the nodes after each denoising step by themselves, with
+
+    R(node) = mean of R over its leaves
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,11 +38,14 @@ class AdvantageResult:
         keep: bool [N]; False for samples without a score, for groups that say nothing (fewer than two scores, or no spread), and
             for the middle of a group where only its extremes are trained on.
         metrics: statistics of rewards (their weighted sum), groups and advantages.
+        of_steps: of a tree, those of the W trained steps of each sample, float32 [N, W]: of a node at its first sample, NaN at
+            the others and where nothing is trained. ``values`` are those of the leaves.
     """
 
     values: np.ndarray
     keep: np.ndarray
     metrics: dict[str, float]
+    of_steps: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,33 @@ def compute_advantages(
     return AdvantageResult(values, keep, _metrics(total, len(groups), informative, values[keep]))
 
 
+def compute_tree_advantages(
+    scores: Mapping[str, np.ndarray],
+    weights: Mapping[str, float],
+    prompt_ids: np.ndarray,
+    config: AdvantagesConfig,
+    nodes: np.ndarray,
+) -> AdvantageResult:
+    """Advantages of every denoising step, among the nodes after it of a prompt; other arguments as of ``compute_advantages``.
+
+    A node without other nodes of its prompt says nothing: what is before the first split is not trained.
+
+    Args:
+        nodes: integer [N, W]; samples of a prompt with the same number are in one node after a trained step.
+    """
+    scored, _, _ = _scored(scores, weights)
+    of_steps = np.full(nodes.shape, np.nan, np.float32)
+    for column, node in enumerate(nodes.T):
+        _, first, index = np.unique(np.stack([prompt_ids, node]), axis=1, return_index=True, return_inverse=True)
+        of_leaves = {name: scores[name][scored] for name in weights}
+        fused = {name: _means(values, index.reshape(-1)[scored], len(first)) for name, values in of_leaves.items()}
+        found = compute_advantages(fused, weights, prompt_ids[first], config)
+        of_steps[first[found.keep], column] = found.values[found.keep]
+    leaves = compute_advantages(scores, weights, prompt_ids, config)
+    kept = np.asarray(np.isfinite(of_steps).any(axis=1))
+    return replace(leaves, keep=kept, of_steps=of_steps)
+
+
 def varied_prompts(
     scores: Mapping[str, np.ndarray], weights: Mapping[str, float], prompt_ids: np.ndarray, config: AdvantagesConfig
 ) -> list[int]:
@@ -167,6 +201,12 @@ def _scored(
     scored = (np.abs(np.stack([scores[name] for name in weights])) <= MAX_SCORE).all(axis=0)
     rewards = {name: scores[name][scored] for name in weights}
     return scored, rewards, np.sum([weight * rewards[name] for name, weight in weights.items()], axis=0)
+
+
+def _means(values: np.ndarray, node: np.ndarray, nodes: int) -> np.ndarray:
+    """The mean of the values of each node, [nodes]; NaN of one without any."""
+    count = np.bincount(node, minlength=nodes)
+    return np.where(count > 0, np.bincount(node, values, nodes) / np.maximum(count, 1), np.nan)
 
 
 def _normalise(

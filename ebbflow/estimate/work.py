@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbflow.data.model_sizes import Sample, Sizes
-from ebbflow.flow.windows import plan, shortened
+from ebbflow.flow.windows import Plan, samples_per_prediction, shortened
 from ebbflow.recipe.algorithms import ForwardConfig, GradientConfig, MatchingConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import correction_of
@@ -47,7 +47,7 @@ def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Wo
     untrained = sizes.parameters - trained + sizes.buffers if ctx.recipe.policy.train == "full" else 0
     samples, repeats, updates = _amounts(ctx)
     kept, group_index = units_of(ctx)
-    rows = repeats * kept * trained_steps(ctx)
+    rows = round(repeats * kept * _rows_of_a_sample(ctx))
     anchored = config.hyper.kind == "trajectory" and correction_of(config, ctx.recipe.model.precision)
     comparing = rows * len(compared_copies(ctx)) + (samples * trained_steps(ctx) if anchored else 0)
     comparing += 2 * rows * config.reference.guided  # only on final latents, where ``passes`` is 1
@@ -112,22 +112,43 @@ def units_of(ctx: StageContext) -> tuple[int, int]:
 
 def trained_steps(ctx: StageContext) -> int:
     """Rows of the loss per sample: denoising steps of its trajectory, or draws of noise."""
-    hyper, window = ctx.config.hyper, ctx.config.window
+    hyper = ctx.config.hyper
     if isinstance(hyper, ForwardConfig):
         return hyper.noise_levels
     if isinstance(hyper, GradientConfig | MatchingConfig):
         return 1
-    assert window
-    return len(plan(window, ctx.config.sampler.steps, 0, ctx.seed).trained)
+    return len(_first_plan(ctx).trained)
+
+
+def _first_plan(ctx: StageContext) -> Plan:
+    plan = ctx.plan(0)
+    assert plan, "algorithms on trajectories have a window"
+    return plan
+
+
+def _rows_of_a_sample(ctx: StageContext) -> float:
+    """As ``trained_steps``; the leaves of a tree share the rows of its nodes."""
+    if ctx.tree is None:
+        return trained_steps(ctx)
+    leaves = dict(enumerate(ctx.noise_sharing))
+    return sum(1 / leaves.get(step + 1, 1) for step in _first_plan(ctx).trained)
 
 
 def denoising_steps(ctx: StageContext) -> float:
-    """Of a sample; on average over the steps of the stage's first round where a window's tail shortens the schedule."""
-    config, steps = ctx.config, ctx.config.sampler.steps
-    if config.kind != "online" or config.window is None or config.window.tail is None:
-        return steps
-    ends = [plan(config.window, steps, step, ctx.seed).stochastic[-1] + 1 for step in range(config.steps)]
-    return sum(end + shortened(steps - end, config.window.tail) for end in ends) / len(ends)
+    """Evaluations of the network for a sample, on average over the steps of the stage's first round."""
+    config = ctx.config
+    if config.kind != "online" or config.window is None:
+        return config.sampler.steps
+    return sum(_evaluations(ctx, plan) for step in range(config.steps) if (plan := ctx.plan(step))) / config.steps
+
+
+def _evaluations(ctx: StageContext, plan: Plan) -> float:
+    """Of a sample, where a tail shortens the schedule and samples that are equal share theirs."""
+    steps, end = ctx.config.sampler.steps, plan.stochastic[-1] + 1
+    if plan.tail is not None:
+        steps = end + shortened(steps - end, plan.tail)
+    together = samples_per_prediction(ctx.noise_sharing, steps, plan.stochastic, plan.trained)
+    return sum(1 / min(count, ctx.config.micro_batch) for count in together)
 
 
 def compared_copies(ctx: StageContext) -> set[str]:

@@ -24,13 +24,14 @@ class SampleKeys:
         seed: the noise seed of the stage (``derive_seed``).
         prompt_ids: [N].
         samples: [N], the number of the draw for its prompt.
-        sharing_start: as many samples of a prompt with successive numbers have one initial noise, that of the first of them.
+        sharing: for each step index of noise, how many samples of a prompt with successive numbers have one draw, that of the
+            first of them; 1 beyond its end. Each number divides the one before it.
     """
 
     seed: int
     prompt_ids: Sequence[int]
     samples: Sequence[int]
-    sharing_start: int = 1
+    sharing: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -41,6 +42,14 @@ class SampleKeys:
         prompt_ids = [prompt_id for part in parts for prompt_id in part.prompt_ids]
         samples = [sample for part in parts for sample in part.samples]
         return replace(parts[0], prompt_ids=prompt_ids, samples=samples)
+
+    def first(self, index: int) -> list[int]:
+        """The sample whose draw with a step index is that of each sample, [N]."""
+        return self.first_of(self.sharing[index] if index < len(self.sharing) else 1)
+
+    def first_of(self, count: int) -> list[int]:
+        """The first of each ``count`` samples with successive numbers, [N]."""
+        return [sample - sample % count for sample in self.samples]
 
     def rows(self, part: slice) -> SampleKeys:
         return replace(self, prompt_ids=self.prompt_ids[part], samples=self.samples[part])
@@ -68,5 +77,9 @@ def noise(
 
 def initial_noise(shape: Sequence[int], keys: SampleKeys) -> torch.Tensor:
     """x_T of every sample, float32 [N, *shape]."""
-    first = [sample - sample % keys.sharing_start for sample in keys.samples]
-    return noise(shape, keys.seed, keys.prompt_ids, first)
+    return shared_noise(shape, keys, INITIAL)
+
+
+def shared_noise(shape: Sequence[int], keys: SampleKeys, index: int) -> torch.Tensor:
+    """The noise of every sample with a step index, as the keys share it, float32 [N, *shape]."""
+    return noise(shape, keys.seed, keys.prompt_ids, keys.first(index), index)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -32,16 +33,38 @@ class Plan:
     tail: float | None = None
 
 
-def plan(window: WindowConfig, denoising_steps: int, optimisation_step: int, seed: int) -> Plan:
-    """The steps of this optimisation step, for a window that fits into the denoising steps (the recipe has checked that)."""
+def plan(window: WindowConfig, denoising_steps: int, optimisation_step: int, seed: int, splits: Sequence[int] = ()) -> Plan:
+    """The steps of this optimisation step, for a window that fits into the denoising steps (the recipe has checked that).
+
+    Args:
+        splits: steps that are stochastic, and trained, wherever a window of some steps is.
+    """
     every = tuple(range(denoising_steps - 1))
     if window.kind == "all":
         return Plan(every, every, window.tail)
     if window.kind == "share":
         return Plan(every, _share(window.share, len(every), _draw(optimisation_step, seed)), window.tail)
     start = _start(window, denoising_steps, optimisation_step, seed)
-    inside = every[start : start + window.size]
+    inside = tuple(sorted({*every[start : start + window.size], *splits}))
     return Plan(inside, inside, window.tail)
+
+
+def samples_per_prediction(sharing: Sequence[int], steps: int, stochastic: Container[int], trained: Container[int]) -> list[int]:
+    """How many successive samples of a prompt the network predicts once at each denoising step, as they are equal before it.
+
+    Where samples share their initial noise alone, training predicts a trained step for each of them, so rollouts do, too: in a
+    pass with another number of rows the last bits may differ. Of a tree (``sharing`` goes on) training predicts each node once.
+
+    Args:
+        sharing: as of ``SampleKeys``.
+    """
+    counts = dict(enumerate(sharing))
+    equal, found = counts.get(0, 1), []
+    for step in range(steps):
+        found.append(1 if step in trained and len(sharing) == 1 else equal)
+        if step in stochastic:
+            equal = min(equal, counts.get(step + 1, 1))
+    return found
 
 
 def _share(share: float, count: int, draw: np.random.Generator) -> tuple[int, ...]:

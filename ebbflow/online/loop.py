@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ebbflow.algorithms.advantages import AdvantageResult, compute_advantages, reward_moments, varied_prompts
+from ebbflow.algorithms.advantages import (
+    AdvantageResult,
+    compute_advantages,
+    compute_tree_advantages,
+    reward_moments,
+    varied_prompts,
+)
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
@@ -258,6 +264,8 @@ class OnlineLoop:
         return batch
 
     def _advantages(self, batch: RolloutBatch) -> AdvantageResult:
+        if self.config.tree:
+            return compute_tree_advantages(*self._rewards(batch), batch.prompt_ids, self.config.advantages, batch.nodes)
         return compute_advantages(*self._rewards(batch), batch.prompt_ids, self.config.advantages, self.state.history)
 
     def _rewards(self, batch: RolloutBatch) -> tuple[dict[str, np.ndarray], dict[str, float]]:
@@ -268,7 +276,8 @@ class OnlineLoop:
     async def _train_on(self, batch: RolloutBatch, advantages: AdvantageResult) -> TrainingReport:
         """The updates of a step, on all ranks, while other rollouts and rewards continue; rank 0's report, with all spans."""
         profiled = self.config.traces("training", batch.step)
-        training_batch = self.workers.put(build_training_batch(batch, advantages.values, advantages.keep, profiled))
+        learnt = build_training_batch(batch, advantages.values, advantages.keep, profiled, advantages.of_steps)
+        training_batch = self.workers.put(learnt)
         rollouts = [part.rollouts for part in batch.parts]
         reports: list[TrainingReport] = await self.workers.training.call("train", training_batch, *rollouts)
         self.state.samples += len(advantages.values)

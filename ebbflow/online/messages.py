@@ -51,6 +51,12 @@ class RolloutRequest:
     profiled: bool = False
     size: Size | None = None
 
+    @property
+    def nodes(self) -> np.ndarray:
+        """As of ``RolloutBatch``."""
+        trained = self.plan.trained if self.plan else ()
+        return np.array([self.keys.first(step + 1) for step in trained]).T
+
     def __len__(self) -> int:
         return len(self.keys)
 
@@ -144,6 +150,11 @@ class RolloutBatch:
         """integer [N]."""
         return np.array([prompt.prompt_id for part in self.parts for prompt in part.request.prompts])
 
+    @property
+    def nodes(self) -> np.ndarray:
+        """Of a tree, the node of each sample after each of the W trained steps, by its first sample, integer [N, W]."""
+        return np.concatenate([part.request.nodes for part in self.parts])
+
     def staleness(self, version: int) -> list[int]:
         """For every sample, the number of training steps between the policy that generated it and ``version``."""
         return [version - part.report.version for part in self.parts for _ in part.request.prompts]
@@ -157,6 +168,7 @@ class TrainingBatch:
         conditioning, sample_index: as in a request, over all requests.
         advantages: [N].
         keep: bool [N], the samples to train on.
+        step_advantages: of a tree, [N, W], NaN where a step of a sample is not trained (``AdvantageResult.of_steps``).
         prompt_sets: the set of each prompt, by its id.
         profiled: whether to profile the step.
         prompts: [N], for rewards with gradient.
@@ -173,9 +185,16 @@ class TrainingBatch:
     profiled: bool = False
     prompts: Sequence[Prompt] = ()
     size: Size | None = None
+    step_advantages: np.ndarray | None = None
 
 
-def build_training_batch(batch: RolloutBatch, advantages: np.ndarray, keep: np.ndarray, profiled: bool = False) -> TrainingBatch:
+def build_training_batch(
+    batch: RolloutBatch,
+    advantages: np.ndarray,
+    keep: np.ndarray,
+    profiled: bool = False,
+    step_advantages: np.ndarray | None = None,
+) -> TrainingBatch:
     """Join the requests of a step, and add what training learns from."""
     requests = [part.request for part in batch.parts]
     first_row = np.cumsum([0] + [len(request.conditioning) for request in requests])
@@ -190,4 +209,5 @@ def build_training_batch(batch: RolloutBatch, advantages: np.ndarray, keep: np.n
         profiled=profiled,
         prompts=[prompt for request in requests for prompt in request.prompts],
         size=batch.size,
+        step_advantages=step_advantages,
     )

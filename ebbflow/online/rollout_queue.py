@@ -30,7 +30,7 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.evaluation.image_statistics import no_statistics
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.windows import Plan, plan
+from ebbflow.flow.windows import Plan
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import RewardReport, RolloutBatch, RolloutReport, RolloutRequest, ScoredRollouts
 from ebbflow.online.prompt_sampler import PromptSampler
@@ -175,7 +175,7 @@ class RolloutQueue:
         for some in self._micro_batches(prompts, samples):
             repeated = [prompt for prompt in some for _ in range(samples)]
             numbers = [start + member for _ in some for member in range(samples)]
-            keys = SampleKeys(self.ctx.seed, [prompt.prompt_id for prompt in repeated], numbers, self.ctx.sharing_start)
+            keys = SampleKeys(self.ctx.seed, [prompt.prompt_id for prompt in repeated], numbers, self.ctx.noise_sharing[:1])
             requests.append(self._request(0, some, repeated, keys, self._window(0)))
         return requests
 
@@ -281,8 +281,7 @@ class RolloutQueue:
                     step.tasks[index] = self._roll_out(part.request, step.weights)
 
     def _window(self, step: int) -> Plan | None:
-        window, before = self.ctx.config.window, self.workers.steps_before
-        return plan(window, self.ctx.config.sampler.steps, before + step, self.ctx.seed) if window else None
+        return self.ctx.plan(self.workers.steps_before + step)
 
 
 def _say_lost(request: RolloutRequest, lost: ResultLost) -> None:

@@ -6,6 +6,7 @@ The sample groups of an update are split over the ranks. Several ranks learn wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -155,6 +156,9 @@ def train_on_batch(
         trajectory, metrics = apply_rollout_correction(
             updater.policy, ctx.config, rollouts.trajectory, conditioning, batch.keys, sample_index
         )
+        if batch.step_advantages is not None:
+            trained = torch.from_numpy(~np.isnan(batch.step_advantages))
+            trajectory = replace(trajectory, keep=trajectory.keep & trained.to(trajectory.keep.device))
     updates: list[dict[str, float]] = []
     for groups in _groups_of_updates(ctx, batch):
         if left := groups if trajectory is None else trajectory.kept(np.concatenate(groups)):
@@ -197,7 +201,8 @@ def _loss_rows(
     numbers, device = np.concatenate(groups), conditioning.device
     samples, steps = (numbers, None) if trajectory is None else trajectory.only(numbers)
     keys, conditioning = batch.keys.take(samples), conditioning.rows(torch.from_numpy(batch.sample_index[samples]))
-    advantages = torch.from_numpy(batch.advantages[samples]).to(device)
+    values = batch.advantages if batch.step_advantages is None else batch.step_advantages
+    advantages = torch.from_numpy(values[samples]).to(device)
     if steps is not None:
         return trajectory_batch(steps.to(device), conditioning, advantages, keys, ctx.config.sampler)
     hyper = ctx.config.hyper

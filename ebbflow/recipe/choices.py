@@ -160,6 +160,34 @@ class WindowConfig(Strict):
         return self
 
 
+class TreeConfig(Strict):
+    """The samples of a group as leaves of trees: trajectories that split at some denoising steps (BranchGRPO, 2509.06040).
+
+    What is before a split is generated and trained once, with the mean reward of the leaves after it.
+    """
+
+    splits: list[int] = Field([0, 3, 6, 9], min_length=1)
+    """Denoising steps at which every trajectory becomes ``branches``, ascending; they are stochastic in every window."""
+    branches: int = Field(2, ge=2)
+
+    @property
+    def leaves(self) -> int:
+        """Samples of a tree."""
+        return int(self.branches ** len(self.splits))
+
+    @property
+    def sharing(self) -> tuple[int, ...]:
+        """The leaves that share the noise of each denoising step, up to the last split; after it each has its own."""
+        before = [sum(split <= step for split in self.splits) for step in range(self.splits[-1] + 1)]
+        return tuple(self.leaves // self.branches**count for count in before)
+
+    @model_validator(mode="after")
+    def _splits_follow_each_other(self) -> TreeConfig:
+        if self.splits != sorted(set(self.splits)) or self.splits[0] < 0:
+            raise ValueError(f"splits = {self.splits} are denoising steps from 0 on; give each once, in ascending order")
+        return self
+
+
 ADVANTAGE_CLIP = 5.0
 """The largest advantage of most published code."""
 

@@ -19,6 +19,7 @@ from ebbflow.recipe.choices import (
     ReferenceConfig,
     SamplerConfig,
     SizeConfig,
+    TreeConfig,
     WindowConfig,
     listed,
 )
@@ -337,6 +338,37 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
     (2503.14476); generated with the newest weights, and waited for."""
     updates_per_step: int = Field(2, ge=1)
     """Optimiser steps per rollout batch: its samples are split into that many parts."""
+    tree: TreeConfig | None = None
+    """Of algorithms on trajectories: the samples of a group branch off each other, and every denoising step has an advantage of
+    its own (docs/algorithms.md)."""
+
+    @model_validator(mode="after")
+    def _a_tree_fits(self) -> OnlineStageConfig:
+        if self.tree is not None:
+            self._check_tree(self.tree)
+        return self
+
+    def _check_tree(self, tree: TreeConfig) -> None:
+        if self.hyper.kind != "trajectory":
+            raise ValueError(
+                f"tree gives the steps of a trajectory advantages, and {self.algorithm_name} trains on none; "
+                "leave 'tree' out, or set algorithm.name to branch_grpo"
+            )
+        if (last := tree.splits[-1]) > self.sampler.steps - 2:
+            raise ValueError(
+                f"tree.splits has {last}, and of sampler.steps = {self.sampler.steps} the last one is deterministic; split at "
+                f"{self.sampler.steps - 2} at the latest, or take more steps"
+            )
+        if self.group_size % tree.leaves:
+            raise ValueError(
+                f"group_size = {self.group_size} is no multiple of the {tree.leaves} leaves of a tree, tree.branches = "
+                f"{tree.branches} to the power of {len(tree.splits)} splits; change one of them"
+            )
+        if self.advantages.running:
+            raise ValueError(
+                "advantages.running has one history for each prompt, and the nodes of a tree are compared at every denoising "
+                "step; leave one of them out"
+            )
 
     @model_validator(mode="after")
     def _the_best_has_a_checkpoint(self) -> OnlineStageConfig:

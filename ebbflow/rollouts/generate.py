@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ebbflow.flow import transition as flow
 from ebbflow.flow.dpm_solver import dpm_solver_step, shorter_schedule
-from ebbflow.flow.noise import SampleKeys, initial_noise, noise
+from ebbflow.flow.noise import SampleKeys, initial_noise, shared_noise
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.unipc import UniPCHistory, unipc_step
-from ebbflow.flow.windows import Plan
+from ebbflow.flow.windows import Plan, samples_per_prediction
 from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, SamplerConfig
 from ebbflow.recipe.model import Precision
@@ -59,8 +59,9 @@ def generate(
     With a plan, its stochastic steps follow the sampler, the trained ones among them are recorded, and all others are
     deterministic: Euler's, or after the last stochastic one the plan's tail. Without one, every step but the last follows the
     sampler (its noise would stay in the image) and nothing is recorded. Micro-batches do not change a sample's noise; they can
-    change the last bits of the arithmetic. ``precision`` is that of the network, the
-    model's where it is left out; latents, means and log-probs are fp32 always.
+    change the last bits of the arithmetic. Samples of a micro-batch that are equal before a step are predicted once
+    (``samples_per_prediction``). ``precision`` is that of the network, the model's where it is left out; latents, means and
+    log-probs are fp32 always.
 
     Raises:
         ValueError: a plan for a deterministic sampler.
@@ -107,10 +108,15 @@ def _denoise(
     """The rollouts of one micro-batch."""
     device, conditioning = conditioning.device, conditioning.for_precision(precision)  # cast once for all steps
     trained = plan.trained if plan else ()
+    noisy = {step for step, solver in enumerate(solvers) if sampler.stochastic and solver == sampler.name}
+    counts = samples_per_prediction(keys.sharing, len(solvers), noisy, trained)
+    distinct = {count: _distinct(keys, conditioning, count) for count in set(counts)}
     latents, clean, record = initial_noise(model.latent_shape, keys).to(device), None, []
     history: UniPCHistory | None = None
     for step, solver in enumerate(solvers):
-        velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning, precision)
+        first, row, their_conditioning = distinct[counts[step]]
+        different = latents[first]
+        velocity = predict(model, different, sigmas[step].expand(len(different)), their_conditioning, precision)[row]
         if solver == "dpm_solver":
             latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
             continue
@@ -120,14 +126,28 @@ def _denoise(
         clean = latents - sigmas[step] * velocity  # the history that a tail begins with, as in MixGRPO's code
         move = flow.transition(solver, latents, velocity, sigmas, step, sampler.eta)
         before, latents = latents, move.mean
-        if sampler.stochastic and solver == sampler.name:
-            latents = flow.sample(move, _noise(model, keys, step + 1).to(device))
+        if step in noisy:
+            latents = flow.sample(move, shared_noise(model.latent_shape, keys, step + 1).to(device))
         if step in trained:
             record.append((before, latents, move.mean, flow.log_prob(move, latents)))
     if not trained:
         return Rollouts(latents, None)
     columns = [torch.stack(column, 1) for column in zip(*record, strict=True)]
     return Rollouts(latents, Trajectory(sigmas, torch.tensor(trained, device=device), *columns))
+
+
+Rows = slice | Tensor
+"""Of a batch: all of them, or those at some positions."""
+
+
+def _distinct(keys: SampleKeys, conditioning: Conditioning, count: int) -> tuple[Rows, Rows, Conditioning]:
+    """Of each ``count`` successive samples of a prompt one: (its row, its number for every row, their conditioning)."""
+    if count == 1:
+        return slice(None), slice(None), conditioning
+    nodes = np.stack([keys.prompt_ids, keys.first_of(count)])
+    _, first, row = np.unique(nodes, axis=1, return_index=True, return_inverse=True)
+    rows = torch.from_numpy(first).to(conditioning.device)
+    return rows, torch.from_numpy(row.reshape(-1)).to(conditioning.device), conditioning.rows(rows)
 
 
 def _schedule(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -> tuple[Tensor, list[str]]:
@@ -142,7 +162,3 @@ def _schedule(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -> tupl
     tail = shorter_schedule(sigmas[end:], plan.tail)
     solvers[end:] = ["dpm_solver"] * (len(tail) - 1)
     return torch.cat([sigmas[:end], tail]), solvers
-
-
-def _noise(model: Model, keys: SampleKeys, step: int) -> Tensor:
-    return noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step)

@@ -189,8 +189,13 @@ class CorrectedRollout:
 def trajectory_batch(
     rollout: CorrectedRollout, conditioning: Conditioning, advantage: Tensor, keys: SampleKeys, sampler: SamplerConfig
 ) -> TrajectoryBatch:
-    """A row for every recorded step of N samples that the correction kept; all arguments cover the N samples."""
+    """A row for every recorded step of N samples that the correction kept; all arguments cover the N samples.
+
+    Args:
+        advantage: [N], or [N, W] where each of the steps has its own.
+    """
     trajectory, keep = rollout.trajectory, rollout.keep.flatten()
+    of_steps = advantage if advantage.ndim == 2 else advantage[:, None].expand(rollout.keep.shape)
     sample_index = torch.arange(len(keys), device=keep.device).repeat_interleave(len(trajectory.steps))[keep]
     steps = trajectory.steps.repeat(len(keys))[keep]
     return TrajectoryBatch(
@@ -202,7 +207,7 @@ def trajectory_batch(
         steps=steps,
         old_mean=rollout.old_mean.flatten(0, 1)[keep],
         old_log_prob=rollout.old_log_prob.flatten()[keep],
-        advantage=advantage[sample_index],
+        advantage=of_steps.flatten()[keep],
         sampler=sampler,
         keys=keys.take(sample_index.cpu().numpy()),
     )

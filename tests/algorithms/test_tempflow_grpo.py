@@ -27,16 +27,19 @@ def test_a_row_is_that_of_flow_grpo_times_the_standard_deviation_of_its_step():
     torch.testing.assert_close(found, weight[:, None, None] * gradient(FLOW_GRPO, rows, plain, leaf))
 
 
-def test_the_samples_of_a_prompt_are_one_until_the_step_where_they_branch(model):
+def test_the_samples_of_a_prompt_are_one_until_the_step_where_they_branch(model, monkeypatch):
     """At every step but the last, each at some optimisation step."""
     stage = OnlineStageConfig(algorithm=TempFlowGRPOConfig(), sampler={"steps": 4}, group_size=3)
     assert stage.shared_initial_noise
     chosen = [plan(stage.window, 4, step, seed=0) for step in range(30)]
     assert {one.trained for one in chosen} == {(0,), (1,), (2,)}
     assert all(one.stochastic == one.trained for one in chosen)
-    keys = SampleKeys(5, [0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, sharing_start=3)
+    keys = SampleKeys(5, [0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, sharing=[3])
     conditioning = model.encode_texts(["ABCD"] * 3 + ["WXYZ"] * 3)
+    predicted, velocity = [], model.velocity
+    monkeypatch.setattr(model, "velocity", lambda x, *rest: (predicted.append(len(x)), velocity(x, *rest))[1])
     rollouts = generate(model, conditioning, keys, stage.sampler, next(one for one in chosen if one.trained == (2,)))
+    assert predicted == [2, 2, 6, 6]  # once for each prompt, until the step that training predicts for every sample
     before, after = rollouts.trajectory.latents[:, 0], rollouts.trajectory.next_latents[:, 0]
     for group in (slice(0, 3), slice(3, 6)):
         torch.testing.assert_close(before[group], before[group][:1].expand(3, *before.shape[1:]), rtol=0, atol=1e-5)

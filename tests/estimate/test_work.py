@@ -45,6 +45,8 @@ ONLINE = [
     {"algorithm": {"name": "flow_grpo"}, "sampler": {"steps": 5}},
     {"algorithm": {"name": "flow_grpo_fast"}},
     {"algorithm": {"name": "dance_grpo"}, "sampler": {"steps": 6}},
+    {"algorithm": {"name": "tempflow_grpo"}, "sampler": {"steps": 5}},
+    {"algorithm": {"name": "branch_grpo"}, "sampler": {"steps": 5}, "updates_per_step": 1},
     {"algorithm": {"name": "diffusion_nft"}, **FEW},
     {"algorithm": {"name": "awm"}, **FEW},
     {"algorithm": {"name": "sft"}, **FEW, "updates_per_step": 1},

@@ -103,6 +103,7 @@ ITS_OWN = {
     "flow_grpo_fast": PPO | RATIO,
     "mix_grpo": PPO | RATIO | {"kl/reference"},
     "dance_grpo": PPO | RATIO,
+    "branch_grpo": PPO | RATIO,
     "tempflow_grpo": PPO | RATIO | {"kl/reference", "tempflow/weight"},
     "grpo_guard": PPO | RATIO | {"guard/bias", "guard/ratio_deviation"},
     "flow_dppo": RATIO | {"dppo/divergence", "dppo/dropped"},
@@ -413,6 +414,33 @@ def test_samples_of_a_prompt_can_share_an_initial_noise_that_is_new_in_every_ste
     assert torch.equal(shared, apart[:, :1].expand_as(apart))
     assert len({tuple(group[0].tolist()) for group in shared}) == 4
     assert len({tuple(sample.tolist()) for group in apart for sample in group}) == 16
+
+
+def test_every_node_of_a_tree_is_trained_once_with_its_own_advantage(run, monkeypatch):
+    batches = watch_updates(monkeypatch)
+    run(algorithm=keys_of("branch_grpo"), steps=1, updates_per_step=1)
+    ((batch, _),) = batches
+    assert torch.bincount(batch.steps).tolist() == [4, 8, 8]  # of two prompts, with splits at the steps 0 and 1
+    assert len({tuple(row.flatten().tolist()) for row in batch.next_latents}) == 20
+    assert torch.equal(batch.weight, torch.ones(20))
+    rows = zip(batch.keys.prompt_ids, batch.steps.tolist(), batch.keys.samples, batch.advantage.tolist(), strict=True)
+    found = {row[:3]: row[3] for row in rows}
+    for prompt in set(batch.keys.prompt_ids):
+        first = {sample: found[prompt, 0, sample] for sample in (0, 2)}
+        leaves = [found[prompt, 1, sample] for sample in range(4)]
+        assert leaves == [found[prompt, 2, sample] for sample in range(4)]
+        assert first[0] == pytest.approx(-first[2], rel=1e-3)
+        assert 0.3 < abs(first[0]) < 0.71  # of two, by their standard deviation and 1e-4
+        assert (first[0] > 0) == (leaves[0] + leaves[1] > leaves[2] + leaves[3])
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_tree_trains_on_rollouts_of_its_own_or_an_older_policy(run, mode):
+    correction = None if mode == "sync" else {"mode": "decoupled"}
+    policy, before, logged, _ = run(algorithm=keys_of("branch_grpo"), mode=mode, correction=correction)
+    assert changed(policy, before)
+    assert all(np.isfinite(value) for metrics in logged for value in metrics.values())
+    assert logged[0]["ratio/first_deviation"] < 1e-6
 
 
 def test_pairs_are_of_one_prompt_the_better_first(run, monkeypatch):

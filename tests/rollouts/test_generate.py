@@ -243,7 +243,7 @@ def test_a_tail_is_shorter_and_leaves_the_window_as_it_is(make_keys, plan, tail_
 
 def test_samples_that_share_their_start_have_one_initial_noise_and_their_own_later_noise(model, make_keys):
     conditioning, keys = model.encode_texts(TEXTS[:6]), SampleKeys(3, [5, 5, 5, 5, 9, 9], [4, 5, 6, 7, 4, 6])
-    shared = generate(model, conditioning, replace(keys, sharing_start=2), SDE, window(0, 1)).trajectory.latents[:, 0]
+    shared = generate(model, conditioning, replace(keys, sharing=[2]), SDE, window(0, 1)).trajectory.latents[:, 0]
     apart = generate(model, conditioning, keys, SDE, window(0, 1)).trajectory.latents[:, 0]
     assert torch.equal(shared, apart[[0, 0, 2, 2, 4, 5]])
     assert not torch.equal(apart[0], apart[1])
@@ -251,7 +251,7 @@ def test_samples_that_share_their_start_have_one_initial_noise_and_their_own_lat
 
 def test_a_shared_start_leaves_the_noise_of_the_steps_alone(model, make_keys):
     conditioning, keys = model.encode_texts([TEXTS[0]] * 4), SampleKeys(3, [5] * 4, [0, 1, 2, 3])
-    record = generate(model, conditioning, replace(keys, sharing_start=4), SDE, window(0, 1)).trajectory
+    record = generate(model, conditioning, replace(keys, sharing=[4]), SDE, window(0, 1)).trajectory
     assert torch.equal(record.latents[0, 0], record.latents[3, 0])
     drawn = (record.next_latents[:, 0] - record.means[:, 0]).flatten(1)
     own = noise(model.latent_shape, 3, [5] * 4, [0, 1, 2, 3], step=1).flatten(1)

@@ -124,7 +124,7 @@ def test_log_probs_that_are_no_numbers_are_refused(ask, policy, other):
 
 
 def test_samples_that_share_their_initial_noise_pass(through_the_gate, policy, other):
-    keys, conditioning = SampleKeys(9, [3, 3, 5, 5], [0, 1, 0, 1], sharing_start=2), policy.model.encode_texts(TEXTS[:4])
+    keys, conditioning = SampleKeys(9, [3, 3, 5, 5], [0, 1, 0, 1], sharing=[2]), policy.model.encode_texts(TEXTS[:4])
     assert through_the_gate(Other(other), policy, conditioning, keys, SAMPLERS[0], PARITY, 3)["parity/log_prob_max"] < 1e-6
     other_start = Other(other, changed(latents=lambda latents: latents + 1))
     with pytest.raises(ParityError, match="starts from other noise"):

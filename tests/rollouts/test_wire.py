@@ -64,11 +64,11 @@ def test_negative_prompts_that_guide_nothing_stay_behind():
 @pytest.mark.parametrize("plan", [None, Plan((1, 2), (2,), 0.5), Plan((0,), (0,))], ids=str)
 def test_a_task_arrives_as_it_was(pair, negative, plan):
     conditioning = encoded(3, 4.5, encoded(3) if negative else None)
-    keys = SampleKeys(2**62 + 1, np.array([7, 8, 9]), [np.int64(4), 5, 2**40], sharing_start=3)
+    keys = SampleKeys(2**62 + 1, np.array([7, 8, 9]), [np.int64(4), 5, 2**40], sharing=[3])
     sampler = SamplerConfig(name="cps", steps=7, eta=0.3)
     task = Task.unpack(*through(pair, *Task(conditioning, keys, sampler, plan).pack()))
     same(task.conditioning, conditioning)
-    assert task.keys == SampleKeys(2**62 + 1, [7, 8, 9], [4, 5, 2**40], sharing_start=3)
+    assert task.keys == SampleKeys(2**62 + 1, [7, 8, 9], [4, 5, 2**40], sharing=[3])
     assert (task.sampler, task.plan) == (sampler, plan)
 
 
