@@ -272,7 +272,7 @@ def latents(folder: Path, precision: str) -> dict[str, Any]:
     values = pa.array(np.linspace(-1, 1, samples, dtype=np.float32))
     batch = pa.record_batch([*(column.combine_chunks() for column in columns), values], schema=ADVANTAGES)
     write_table(advantages, ADVANTAGES, [batch], {"seconds": {"scoring": 0.0}})
-    updater: Any = SimpleNamespace(alarms=[], updates=0, policy=SimpleNamespace(context_parallel=1))
+    updater: Any = SimpleNamespace(alarms=[], updates=0, policy=SimpleNamespace(context_parallel=1, model=None))
     pa.table({"key": [0]}).join(pa.table({"key": [0]}), "key")  # loads libraries of Arrow, which are no samples
     with measured(found, "epoch"), mock.patch.object(ebbflow.offline.training, "_update", _no_update):
         train_epochs(ctx, model, updater, prompts, shards, advantages, MetricsRecorder())

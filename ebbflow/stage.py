@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import apportion
+from ebbflow.recipe.branches import taught_by
 from ebbflow.recipe.choices import TreeConfig
 from ebbflow.recipe.stages import CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.seeding import derive_seed
@@ -113,9 +114,18 @@ class StageContext:
 
     @property
     def labels_in_parallel(self) -> list[str]:
-        """Labels of the stages that may run while this one does: those of other branches, in the same round."""
-        others = [(index, stage.branch) for index, stage in enumerate(self.recipe.stages) if stage.branch]
-        return [self.recipe.stage_label(self.round, index) for index, name in others if self.config.branch not in (None, name)]
+        """Labels of the stages of this round that may run while this one does.
+
+        Of a branch's stage: those of other branches, and those after it in none. Of any other: those of branches that neither it
+        nor a stage before it learns from.
+        """
+        stages, own = list(enumerate(self.recipe.stages)), self.config.branch
+        if own:
+            others = [index for index, stage in stages if (stage.branch or index > self.stage) and stage.branch != own]
+        else:
+            ended = {name for _, stage in stages[: self.stage + 1] for name in taught_by(stage)}
+            others = [index for index, stage in stages[: self.stage] if stage.branch and stage.branch not in ended]
+        return [self.recipe.stage_label(self.round, index) for index in others]
 
     @property
     def label(self) -> str:

@@ -199,7 +199,10 @@ class Model(Protocol):
         """Write the model as a pipeline folder, its large parts in shards."""
 
     def blocks(self) -> list[nn.Module]:
-        """The repeated blocks of the transformer, in order: the units of FSDP sharding."""
+        """The repeated blocks of the transformer, in the order of their calls: the units of FSDP sharding.
+
+        With ``fsdp.prefetch``, a block that is called before the one listed ahead of it would compute with stale weights.
+        """
 
 
 def predict(

@@ -126,6 +126,11 @@ class StageConfig(Strict):
             "matching": self._check_matching,
         }
         checks[self.hyper.kind]()
+        if self.advantages.clip is None and self.hyper.kind != "trajectory":
+            raise ValueError(
+                f"advantages.clip = null is for algorithms on trajectories, and {self.algorithm_name} is none; "
+                "take a number such as 5, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -215,11 +220,6 @@ class StageConfig(Strict):
             )
         if not self.guidance_in_loss:
             raise ValueError(f"the loss of {name} is without guidance always; leave 'guidance_in_loss' out")
-        if self.advantages.clip is None:
-            raise ValueError(
-                f"advantages.clip = null is for algorithms on trajectories, and {name} is none; "
-                "take a number such as 5, or leave it out"
-            )
         if self.reference.penalty != "velocity":
             raise ValueError(
                 f"reference.penalty = {self.reference.penalty!r} compares the steps of a trajectory and {name} has none; "

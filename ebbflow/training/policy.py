@@ -94,8 +94,9 @@ class Policy:
             for network in trained_networks(model.transformer).values():
                 # Without this the root keeps its gathered weights after a forward pass and would not see a copy swapped in.
                 fully_shard(network, **sharding)
-        if shard and fsdp.prefetch:
-            for sharded, following in pairwise(cast("list[FSDPModule]", model.blocks())):
+        for network in trained_networks(model.transformer).values() if shard and fsdp.prefetch else ():
+            inside = set(network.modules())  # a block cannot prefetch one of another network: each is a root of its own
+            for sharded, following in pairwise(cast("list[FSDPModule]", [block for block in model.blocks() if block in inside])):
                 sharded.set_modules_to_forward_prefetch([following])
         self.parameters: dict[str, Tensor] = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
         if not self.parameters:

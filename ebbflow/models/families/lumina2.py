@@ -85,4 +85,4 @@ class Lumina2Model(PipelineModel):
 
     def blocks(self) -> list[nn.Module]:
         network = self.transformer
-        return [*network.noise_refiner, *network.context_refiner, *network.layers]
+        return [*network.context_refiner, *network.noise_refiner, *network.layers]
