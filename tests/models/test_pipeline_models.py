@@ -77,6 +77,19 @@ def test_the_ode_is_the_pipeline(tiny, peer, name):
     assert_same(tiny(name), peer(name), prompts(name, SHORT))
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_blocks_are_listed_in_the_order_of_their_calls(tiny, name):
+    """Prefetch relies on it: a block that was asked for after its call would keep weights for the next pass."""
+    model, called = tiny(name), []
+    blocks = model.blocks()
+    hooks = [block.register_forward_pre_hook(lambda module, _: called.append(module)) for block in blocks]
+    our_latents(model, prompts(name, SHORT[:1]), steps=2)
+    for hook in hooks:
+        hook.remove()
+    assert called == [block for _ in range(len(called) // len(blocks)) for block in blocks]
+    assert called
+
+
 @pytest.mark.parametrize(
     ("texts", "config"),
     [((SHORT[1], LONG), {"width": 96}), (SHORT[:2], {"guidance": 1.0, "height": 96})],

@@ -46,6 +46,20 @@ def test_one_that_the_gate_refused_verifies_as_challenger(make_version: Callable
     assert checks["alias"].detail == "the version is not champion"
 
 
+def test_one_of_a_run_with_branches_verifies(make_version: Callable[..., Version], gated_recipe: Recipe) -> None:
+    """Its stages are not read, and branches without stages would be no recipe."""
+    mixture = [{"name": "words", "source": "words.txt"}]
+    branched = gated_recipe.model_dump() | {
+        "prompts": gated_recipe.prompts.model_dump(exclude={"source"}) | {"mixture": mixture},
+        "branches": {"words": {"prompts": ["words"]}},
+        "stages": [
+            {"kind": "online", "branch": "words"},
+            {"kind": "online", "algorithm": {"name": "distillation", "teacher": "branch:words"}},
+        ],
+    }
+    assert make_version(recipe=Recipe.model_validate(branched)).failed() == set()
+
+
 TAMPERED_FILES: dict[str, tuple[str, str]] = {
     "model": ("MLmodel", "model files"),
     "packages": ("requirements.txt", "model files"),
