@@ -10,9 +10,8 @@ import torch
 
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
-from ebbflow.flow.windows import plan
 from ebbflow.models import load_model
-from ebbflow.online import loop, rollout_queue
+from ebbflow.online import loop
 from ebbflow.online.loop import train_online_folder
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
@@ -42,13 +41,13 @@ def folders(base_folder, make_prompts, tmp_path):
 
 def test_windows_and_statistics_go_on_in_the_next_stage(make_recipe, base_folder, folders, tmp_path, monkeypatch):
     prompts, start = folders
-    ctx, seen = StageContext(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0), []
+    ctx, seen, plan = StageContext(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0), [], StageContext.plan
 
-    def watched(window, denoising_steps, optimisation_step, seed):
-        seen.append(optimisation_step)
-        return plan(window, denoising_steps, optimisation_step, seed)
+    def watched(ctx, step):
+        seen.append(step)
+        return plan(ctx, step)
 
-    monkeypatch.setattr(rollout_queue, "plan", watched)
+    monkeypatch.setattr(StageContext, "plan", watched)
     folder, counts = start(ctx.recipe), []
     for name in ("first", "second"):
         train_online_folder(ctx, base_folder, folder, prompts, tmp_path / name, MetricsRecorder())

@@ -75,9 +75,7 @@ def make_version(gated_recipe: Recipe, name: str, prompts: list[Prompt], tmp_pat
     def make(gain: float = 0.2, promoted: bool = True, repeated: int = 0, recipe: Recipe = gated_recipe) -> Version:
         folder = tmp_path / uuid.uuid4().hex
         base = committed(folder / "base", {"model_index.json": "{}", "weights.safetensors": "w" * 64})
-        metadata = PolicyMetadata(
-            base_digest=verify(base), recipe_digest=recipe.digest, config=recipe.policy, version=7
-        )
+        metadata = PolicyMetadata(base_digest=verify(base), recipe_digest=recipe.digest, config=recipe.policy, version=7)
         policy = committed(folder / "policy", {"policy.json": metadata.model_dump_json(), "weights.safetensors": "p" * 64})
         sides = {
             "candidate": evaluated(folder / "candidate.parquet", prompts, gain, "1.1 online", repeated),
