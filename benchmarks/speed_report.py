@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -103,6 +104,6 @@ def elsewhere(results: Path = RESULTS) -> list[tuple[str, str, str, str]]:
 
 
 def _seconds_to_goal(runs: list[dict[str, Any]], name: str) -> float:
-    """Median over the seeds of an entry."""
+    """Median over the seeds of an entry; a run that never reached it took infinitely many."""
     reached = [seconds_to(run["curve"], GOAL) for run in runs if run["name"] == name]
-    return median(seconds for seconds in reached if seconds is not None)
+    return median(math.inf if seconds is None else seconds for seconds in reached)

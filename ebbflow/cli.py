@@ -119,6 +119,10 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
     from ebbflow.estimate.run import estimate_of, measured_sizes
     from ebbflow.estimate.text import describe
 
+    if processes % context_parallel:
+        raise click.ClickException(
+            f"--context-parallel {context_parallel} does not divide --processes {processes}; change one of them"
+        )
     try:
         resolved = load_recipe(recipe)
         sizes, sample, evaluated = measured_sizes(resolved, measured)

@@ -78,9 +78,9 @@ class Policy:
         if config.train == "lora":
             _add_lora(model, config, seed)
         else:
-            for network in trained_networks(model.transformer).values():
+            for prefix, network in trained_networks(model.transformer).items():
                 for name, parameter in network.named_parameters():
-                    parameter.requires_grad_(_chosen(name.rpartition(".")[0], config) and is_trainable(model, name))
+                    parameter.requires_grad_(_chosen(prefix + name.rpartition(".")[0], config) and is_trainable(model, name))
         if context_parallel > 1:
             require_shareable(model, context_parallel)
             share_tokens(model, row_mesh(context_parallel))
@@ -345,8 +345,8 @@ def _add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
     model.transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for network in trained_networks(model.transformer).values():
-            network.add_adapter(_lora_config(model, network, config), adapter_name=ADAPTER)
+        for prefix, network in trained_networks(model.transformer).items():
+            network.add_adapter(_lora_config(model, prefix, network, config), adapter_name=ADAPTER)
     for parameter in model.transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -364,26 +364,29 @@ def _round_weights(model: Model) -> None:
                 parameter.data = parameter.data.to(DTYPES[model.precision])
 
 
-def _lora_config(model: Model, network: Any, config: PolicyConfig) -> LoraConfig:
+def _lora_config(model: Model, prefix: str, network: Any, config: PolicyConfig) -> LoraConfig:
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=_targets(model, network, config),
+        target_modules=_targets(model, prefix, network, config),
         init_lora_weights="gaussian" if config.init == "gaussian" else True,
         use_rslora=config.rslora,
         use_dora=config.dora,
     )
 
 
-def _targets(model: Model, network: Any, config: PolicyConfig) -> list[str]:
-    """The layers of a network that LoRA adapts: ends of their names, or where only some of them are trained, whole names."""
+def _targets(model: Model, prefix: str, network: Any, config: PolicyConfig) -> list[str]:
+    """The layers of a network that LoRA adapts: ends of their names, or where only some of them are trained, whole names.
+
+    ``prefix`` is what stands before them in the names of the transformer, which ``policy.layers`` means.
+    """
     ends = config.targets or model.lora_targets
     names = {name.replace(".base_layer", "") for name, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)}
     fitting = {name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)}
     trainable = {name for name in fitting if is_trainable(model, name)}
     if config.layers is None and trainable == fitting:
         return ends
-    chosen = sorted(name for name in trainable if _chosen(name, config))
+    chosen = sorted(name for name in trainable if _chosen(prefix + name, config))
     if not chosen:
         raise _no_such_layers(model, config)
     return chosen
@@ -429,7 +432,7 @@ def _write_parameters(folder: Path, model: Model, config: PolicyConfig, paramete
     for prefix, network in trained_networks(model.transformer).items():
         own = {key.removeprefix(prefix): value for key, value in parameters.items() if key.startswith(prefix)}
         if config.train == "lora":
-            _write_lora(_lora_folder(folder, prefix), model, network, config, own)
+            _write_lora(_lora_folder(folder, prefix), _lora_config(model, prefix, network, config), model, network, own)
         else:
             _write_network(folder / (prefix.rstrip(".") or FIRST), network, own)
 
@@ -439,10 +442,10 @@ def _lora_folder(folder: Path, prefix: str) -> Path:
     return folder if prefix.rstrip(".") in ("", FIRST) else folder / prefix.rstrip(".")
 
 
-def _write_lora(folder: Path, model: Model, network: Any, config: PolicyConfig, parameters: dict[str, Tensor]) -> None:
+def _write_lora(folder: Path, config: LoraConfig, model: Model, network: Any, parameters: dict[str, Tensor]) -> None:
     layers = get_peft_model_state_dict(network, state_dict=parameters, adapter_name=ADAPTER)
     # peft keeps the targets as a set, whose order differs between processes
-    metadata = _lora_config(model, network, config).to_dict() | {"target_modules": sorted(_targets(model, network, config))}
+    metadata = config.to_dict() | {"target_modules": sorted(config.target_modules or ())}
     model.pipeline_class.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
     for file in folder.glob("*.safetensors"):
         _sort_header(file)

@@ -335,7 +335,7 @@ def _velocities_of_teachers(policy: Policy, taught: Mapping[str, Tensor], inputs
     found = []
     for copy, rows in taught.items():
         passes = all_reduce_max(math.ceil(len(rows) / size))
-        with policy.using(copy):
+        with policy.using(copy), policy.kept_gathered():
             for part in rows.tensor_split(passes) if passes else ():
                 velocity = _velocity(policy, inputs, part if len(part) else slice(0, 1))
                 found += [velocity] if len(part) else []

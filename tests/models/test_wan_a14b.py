@@ -117,6 +117,14 @@ def test_whole_weights_of_both_are_two_networks_of_diffusers(open_tiny, tiny_fol
     assert (drawn - our_latents(model, wanted)).abs().max() < 1e-4
 
 
+def test_layers_of_both_experts_have_the_names_of_their_parameters(open_tiny):
+    policy = Policy(open_tiny("wan_a14b", expert="both"), LORA.model_copy(update={"layers": ["transformer*.blocks.0.*"]}), seed=0)
+    assert {name.split(".")[0] for name in policy.parameters} == {"transformer", "transformer_2"}
+    assert {".".join(name.split(".")[1:3]) for name in policy.parameters} == {"blocks.0"}
+    with pytest.raises(PolicyError, match=r"Layers are called transformer\."):
+        Policy(open_tiny("wan_a14b", expert="both"), LORA.model_copy(update={"layers": ["blocks.0.*"]}), seed=0)
+
+
 def test_a_published_lora_is_of_one_network(open_tiny, tmp_path):
     model = open_tiny("wan_a14b", expert="both")
     with pytest.raises(PolicyError, match="a LoRA of one network, and model.expert is both; start from a policy folder"):
