@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import reduce
 from pathlib import Path
 
 import pytest
 import yaml
 
-from ebbflow.data.prepare import prepare
+from ebbflow.data.prepare import branch_prompts, prepare
 from ebbflow.data.prompt_files import QUOTED, read_prompt_file
 from ebbflow.flow.windows import plan
 from ebbflow.preflight import check_recipe
@@ -20,7 +21,9 @@ from ebbflow.recipe.paths import local_path
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "workflows" / "recipes").glob("*.yaml"))
-OWN = ("glyph", "glyph_few_steps", "glyph_lora", "glyph_ray", "tiny")
+OWN = ("glyph", "glyph_few_steps", "glyph_lora", "glyph_ray", "glyph_specialists", "tiny")
+SPECIALISTS = {"sd35_medium_specialists": "sd35_medium_ocr_512", "qwen_image_specialists": "qwen_image_ocr"}
+"""Recipes of several stages, and the one whose stage their specialists have."""
 SIGNS = ROOT / "datasets" / "signs" / "prompts.txt"
 SERVER = "https://mlflow.example"
 
@@ -210,6 +213,19 @@ PUBLISHED = {
         "optimizer": {"lr": 1e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
         "evaluation": 28,
     },
+    "ltx_video": {
+        "model": {"family": "ltx_video", "path": "Lightricks/LTX-Video", "height": 512, "width": 704}
+        | {"frames": 25, "guidance": 3.0, "gradient_checkpointing": True},
+        "policy": {"train": "lora", "rank": 128, "alpha": 256},
+        "stage": {"updates_per_step": 4, "shared_initial_noise": True},
+        "algorithm": {"name": "dance_grpo", "clip_range": 1e-4},
+        "sampler": {"name": "dance_sde", "steps": 16, "eta": 0.25},
+        "window": {"kind": "share", "share": 0.6},
+        "advantages": {"std": "group", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "evaluation": 50,
+    },
     "wan22_5b": {
         "model": {"family": "wan", "path": "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "height": 704, "width": 1280}
         | {"frames": 9, "guidance": 5.0, "gradient_checkpointing": True},
@@ -238,6 +254,9 @@ REWARDS = {
     "flux2_dev": ["pickscore"],
     "flux2_edit": ["pickscore"],
     "hunyuan_video": ["hps"],
+    "ltx_video": ["hps"],
+    "sd35_medium_specialists": ["pickscore"],
+    "qwen_image_specialists": ["pickscore"],
     "wan22_a14b": ["pickscore"],
     "flux_dev": ["pickscore"],
     "wan22_5b": ["hps"],
@@ -249,7 +268,7 @@ def recipe_of(name: str) -> Recipe:
 
 
 def test_every_recipe_is_one_of_ours_or_a_published_one():
-    assert {path.stem for path in RECIPES} == {*OWN, *PUBLISHED} == {*OWN, *REWARDS}
+    assert {path.stem for path in RECIPES} == {*OWN, *PUBLISHED, *SPECIALISTS} == {*OWN, *REWARDS}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -266,6 +285,40 @@ def test_the_resolved_recipe_has_the_published_numbers(name):
         else:
             part = parts.get(key) or getattr(stage, key)
             assert {field: getattr(part, field) for field in values} == values, key
+
+
+@pytest.mark.parametrize("name", SPECIALISTS)
+def test_specialists_are_trained_as_published_and_merged(name):
+    recipe, published = recipe_of(name), recipe_of(SPECIALISTS[name])
+    assert [(stage.kind, stage.branch, stage.hyper.name) for stage in recipe.stages[:2]] == [
+        ("offline", None, "sft"),
+        ("offline", None, "diffusion_dpo"),
+    ]
+    (own,), others = published.stages, {"branch", "steps"}
+    specialists = [stage for stage in recipe.stages if stage.branch]
+    assert [stage.branch for stage in specialists] == ["signs", "scenes"]
+    assert all(stage.model_dump(exclude=others) == own.model_dump(exclude=others) for stage in specialists)
+    assert (recipe.model, recipe.policy.rank, recipe.evaluation) == (published.model, published.policy.rank, published.evaluation)
+    assert recipe.branches["signs"].rewards == published.rewards
+    assert recipe.stages[-1].hyper.teachers == {"signs": "branch:signs", "scenes": "branch:scenes"}
+    for stage in recipe.stages[:2]:
+        told = [key for key, value in stage.hyper.published.items() if key != "group_size"]
+        assert stage.group_size == stage.hyper.published["group_size"].value
+        assert all(value_at(stage, key) == stage.hyper.published[key].value for key in told if not key.startswith("updates"))
+
+
+def value_at(stage, key):
+    """``optimizer.lr`` of a stage."""
+    return reduce(getattr, key.split("."), stage)
+
+
+@pytest.mark.parametrize("name", SPECIALISTS)
+def test_the_prompts_of_specialists_are_there_and_are_enough(name):
+    recipe = recipe_of(name)
+    table, _ = prepare(recipe, *map(local_path, recipe.prompts.sources))
+    assert table["split"].to_pylist().count("train") == 2 * 320 - 64 - 128
+    for branch in recipe.branches:
+        assert branch_prompts(recipe, table, branch)["split"].to_pylist().count("held_out") >= 12
 
 
 def test_copies_follow_as_published():
@@ -325,11 +378,11 @@ def test_the_same_repository_has_the_same_commit_everywhere():
     for path in RECIPES:
         for repository, commit in re.findall(r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()):
             commits.setdefault(repository, set()).add(commit)
-    assert len(commits) == 15
+    assert len(commits) == 16
     assert all(len(known) == 1 for known in commits.values())
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, *SPECIALISTS])
 def test_a_header_names_the_source_and_what_is_adapted(name):
     text = (ROOT / "workflows" / "recipes" / f"{name}.yaml").read_text()
     header = text[: text.index("\nname:")]
@@ -341,7 +394,7 @@ def test_a_header_names_the_source_and_what_is_adapted(name):
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if not FAMILIES[PUBLISHED[name]["model"]["family"]].edits_images])
 def test_the_prompts_are_there_and_are_enough(name):
     recipe = recipe_of(name)
-    assert recipe.prompts.source == "ebbflow:datasets/signs/prompts.txt"
+    assert recipe.prompts.source in ("ebbflow:datasets/signs/prompts.txt", "ebbflow:datasets/scenes/prompts.txt")
     table, _ = prepare(recipe, local_path(recipe.prompts.source))
     assert table["split"].to_pylist().count("train") == 320 - 32 - 64
 
@@ -368,6 +421,13 @@ def test_signs_are_scenes_with_texts_of_their_own():
     assert len({row.target.lower() for row in rows}) == 320
     assert all(re.fullmatch(r"[A-Z][A-Za-z]*( [A-Z][A-Za-z]*){0,2}", row.target) for row in rows)
     assert {len(row.target) for row in rows} == set(range(4, 17))
+
+
+def test_scenes_are_subjects_in_settings():
+    """As the card says: 20 subjects in 16 settings each, and nothing to read."""
+    rows, report = read_prompt_file(SIGNS.parents[1] / "scenes" / "prompts.txt")
+    assert (len(rows), report.duplicates) == (320, 0)
+    assert {row.target for row in rows} == {None}
 
 
 def test_the_pages_name_every_family_key_and_recipe():
