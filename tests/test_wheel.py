@@ -47,7 +47,7 @@ def test_it_has_the_files_that_are_no_modules(wheel: Path) -> None:
     ] + list(ROOT.glob("ebbflow/rewards/templates/*.txt"))
     assert {path.relative_to(ROOT).as_posix() for path in data} <= names
     prompts = {f"ebbflow/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("datasets/*/prompts.txt")}
-    assert len(prompts) == 2
+    assert len(prompts) == 6
     assert prompts <= names
 
 
