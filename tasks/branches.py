@@ -1,4 +1,4 @@
-"""What a stage takes over from branches: their policies as teachers, and what their gates said."""
+"""What a stage takes over from branches: their policies as teachers, what their stages did, and what their gates said."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def first_step(ctx: StageContext, policy: TrainedPolicy) -> int | None:
     return None if ctx.config.branch else policy.global_step
 
 
-def with_gates(trained: TrainedPolicy, specialists: Sequence[SpecialistPolicy]) -> TrainedPolicy:
-    """The policy with an alarm for each branch whose gate refused its policy: the report shows them."""
+def with_branches(trained: TrainedPolicy, specialists: Sequence[SpecialistPolicy]) -> TrainedPolicy:
+    """The policy with the stages of branches, and an alarm for each whose gate refused its policy: the report shows them."""
     from ebbflow.evaluation.gate import REFUSED
 
     assert trained.record is not None
@@ -36,4 +36,5 @@ def with_gates(trained: TrainedPolicy, specialists: Sequence[SpecialistPolicy]) 
         if not one.decision.promote
     ]
     record = trained.record.model_copy(update={"alarms": [*trained.record.alarms, *alarms]})
-    return trained.model_copy(update={"record": record})
+    stages = [stage for one in specialists for stage in one.stages]
+    return trained.model_copy(update={"record": record, "branch_stages": stages})

@@ -29,4 +29,5 @@ def choose_specialist(
         decision = decide(recipe.of_branch(branch), candidate.evaluation, before.evaluation, *samples)
         log_decision(run_logger, decision)
     chosen = candidate if decision.promote else before
-    return SpecialistPolicy(branch=branch, policy=chosen.policy, decision=decision)
+    stages = [stage for evaluated in history[1:] for stage in evaluated.policy.finished_stages]
+    return SpecialistPolicy(branch=branch, policy=chosen.policy, decision=decision, stages=stages)

@@ -9,7 +9,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from tasks.branches import teacher_locations, with_gates
+from tasks.branches import teacher_locations, with_branches
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch, fetch_folder
 from tasks.resources import accelerated
@@ -33,4 +33,4 @@ def distill_branches(
 
     ctx = StageContext(recipe, round, stage)
     teachers: dict[str, Path] = {copy: fetch_folder(uri) for copy, uri in teacher_locations(ctx, specialists).items()}
-    return with_gates(train_stage(ctx, run, fetch(base.folder), policy, prompts, teachers), specialists)
+    return with_branches(train_stage(ctx, run, fetch(base.folder), policy, prompts, teachers), specialists)

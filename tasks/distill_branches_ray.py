@@ -7,7 +7,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from tasks.branches import teacher_locations, with_gates
+from tasks.branches import teacher_locations, with_branches
 from tasks.cache import ONCE_PER_RUN
 from tasks.resources import ray_cluster
 from tasks.train_online_ray import train_stage_on_ray
@@ -30,4 +30,4 @@ def distill_branches_ray(
 
     ctx = StageContext(recipe, round, stage)
     trained = train_stage_on_ray(ctx, run, base, policy, prompts, teacher_locations(ctx, specialists))
-    return with_gates(trained, specialists)
+    return with_branches(trained, specialists)

@@ -41,6 +41,13 @@ class BaseModelArtifact(BaseModel):
         return cls(folder=FlyteDirectory(str(folder)), seconds=now - started, finished_at=now)
 
 
+class FinishedStage(BaseModel):
+    """What a training stage did: its record, and its metrics as a JSON list with one object per step. Both contain wall times."""
+
+    record: StageRecord
+    metrics: FlyteFile
+
+
 class TrainedPolicy(BaseModel):
     """A committed policy folder, with the record and the metrics of the stage that made it (None for the base model).
 
@@ -53,6 +60,14 @@ class TrainedPolicy(BaseModel):
     metrics: FlyteFile | None = None
     global_step: int = 0
     """Training steps of the run so far: where the next stage's curves begin."""
+    branch_stages: list[FinishedStage] = []
+    """The stages of the branches that the stage learned from."""
+
+    @property
+    def finished_stages(self) -> list[FinishedStage]:
+        """Those of branches, then the policy's own."""
+        own = [FinishedStage(record=self.record, metrics=self.metrics)] if self.record and self.metrics else []
+        return [*self.branch_stages, *own]
 
 
 class EvaluatedPolicy(BaseModel):
@@ -73,6 +88,8 @@ class SpecialistPolicy(BaseModel):
     branch: str
     policy: TrainedPolicy
     decision: GateDecision
+    stages: list[FinishedStage] = []
+    """All of the branch, also those after the policy that was chosen."""
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         """Short: ``pyflyte run`` prints its outputs."""

@@ -47,12 +47,12 @@ def write_report(
     page, numbers = (node_output(run, "report", name) for name in ("report.html", "summary.json"))
     with node_run(run, "report"):
         shown = history if champion.version is None else [*history, champion.evaluated]
-        trained = [(policy.record, policy.metrics) for policy in (evaluated.policy for evaluated in history)]
+        finished = {stage.record.label: stage for evaluated in history for stage in evaluated.policy.finished_stages}
         inputs = report.ReportInputs(
             recipe=recipe,
             tracked=run,
             evaluations=[(evaluated.evaluation, fetch(evaluated.samples)) for evaluated in shown],
-            stages=[(record, json.loads(fetch(metrics).read_text())) for record, metrics in trained if record and metrics],
+            stages=[(stage.record, json.loads(fetch(stage.metrics).read_text())) for stage in finished.values()],
             decision=decision,
             registration=registration,
             base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,

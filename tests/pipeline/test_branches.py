@@ -26,7 +26,7 @@ from ebbflow.storage.tables import write_table
 from ebbflow.tracking import child_run, nodes
 from ebbflow.training.policy_metadata import read_policy_metadata
 from tasks import distill_branches_ray
-from tasks.branches import first_step, teacher_locations, with_gates
+from tasks.branches import first_step, teacher_locations, with_branches
 from tasks.choose_specialist import choose_specialist
 from tasks.files import open_checkpoints
 from tasks.types import BaseModelArtifact, EvaluatedPolicy, SpecialistPolicy, TrainedPolicy
@@ -59,9 +59,11 @@ def recipe() -> Recipe:
     return Recipe.model_validate(SETTINGS)
 
 
-def policy(folder: Path, steps: int = 0) -> TrainedPolicy:
-    record = StageRecord(label="1.1 online", algorithm="mix_grpo", samples=1, optimizer_steps=1, seconds={}, alarms=["earlier"])
-    return TrainedPolicy(folder=FlyteDirectory(str(folder)), record=record, global_step=steps)
+def policy(folder: Path, steps: int = 0, label: str = "1.1 online") -> TrainedPolicy:
+    record = StageRecord(label=label, algorithm="mix_grpo", samples=1, optimizer_steps=1, seconds={}, alarms=["earlier"])
+    (folder / "metrics.json").write_text("[]")
+    metrics = FlyteFile(str(folder / "metrics.json"))
+    return TrainedPolicy(folder=FlyteDirectory(str(folder)), record=record, metrics=metrics, global_step=steps)
 
 
 def evaluated(folder: Path, label: str, reward: float) -> EvaluatedPolicy:
@@ -71,7 +73,7 @@ def evaluated(folder: Path, label: str, reward: float) -> EvaluatedPolicy:
     )
     table = folder / f"{label}.parquet"
     write_table(table, pa.schema([("reward", pa.float64())]), [], {})
-    return EvaluatedPolicy(policy=policy(folder), evaluation=evaluation, samples=FlyteFile(str(table)))
+    return EvaluatedPolicy(policy=policy(folder, label=label), evaluation=evaluation, samples=FlyteFile(str(table)))
 
 
 def decision(promote: bool, candidate: str = "after") -> GateDecision:
@@ -151,6 +153,7 @@ def test_a_branch_hands_on_what_its_gate_passed(
     found = choose_specialist.task_function(recipe=recipe, run=run, round=0, branch="words", history=history)
     assert compared == [["words"], "best", "before"]
     assert Path(found.policy.folder.path).name == chosen
+    assert [stage.record.label for stage in found.stages] == ["best", "last"]
 
 
 def folder(parent: Path, name: str) -> Path:
@@ -186,12 +189,21 @@ def test_a_refused_branch_is_an_alarm_of_what_learns_from_it(tmp_path: Path) -> 
     refused, passed = (
         SpecialistPolicy(branch=name, policy=policy(tmp_path), decision=decision(name == "signs")) for name in NAMES
     )
-    record = with_gates(policy(tmp_path), [refused, passed]).record
+    record = with_branches(policy(tmp_path), [refused, passed]).record
     assert record
     assert record.alarms == [
         "earlier",
         "branch words teaches with the policy that it began with. Refused: no proven gain.",
     ]
+
+
+def test_what_the_stages_of_branches_did_is_kept_for_the_report(tmp_path: Path) -> None:
+    stages = {name: policy(tmp_path, label=f"1.1 online {name}").finished_stages for name in NAMES}
+    specialists = [
+        SpecialistPolicy(branch=name, policy=policy(tmp_path), decision=decision(True), stages=stages[name]) for name in NAMES
+    ]
+    found = with_branches(policy(tmp_path, label="1.3 online"), specialists).finished_stages
+    assert [stage.record.label for stage in found] == ["1.1 online words", "1.1 online signs", "1.3 online"]
 
 
 def test_curves_of_branches_are_not_mixed(recipe: Recipe, tmp_path: Path) -> None:
@@ -223,4 +235,6 @@ def test_specialists_become_one_policy(workplace: Path) -> None:
     assert (merged.stages, set(merged.teachers)) == (("1.4 online",), set(NAMES))
     of_branch = read_policy_metadata(summary.parent / "nodes" / "1.2-online-words" / "policy")
     assert of_branch.stages == ("1.1 online words", "1.2 online words")
-    assert json.loads(summary.read_text())["candidate"] == "1.4 online"
+    numbers = json.loads(summary.read_text())
+    assert numbers["candidate"] == "1.4 online"
+    assert {"1.1 online words", "1.2 online words", "1.3 online signs", "1.4 online"} <= set(numbers["seconds"])
