@@ -342,9 +342,10 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _evaluations_have_a_reward(self) -> Recipe:
         """Of rewards that come with Ebbflow: whether a user's own compares is known once it is imported."""
-        shipped = [reward for reward in self.rewards if not isinstance(reward, CustomRewardConfig)]
-        if len(shipped) == len(self.rewards) and all(reward.compares for reward in shipped):
-            raise ValueError(ONLY_COMPARISONS)
+        trained = {f"branches.{name}.rewards": branch.rewards for name, branch in self.branches.items() if branch.rewards}
+        for key, rewards in {"rewards": self.rewards, **trained}.items():
+            if all(not isinstance(reward, CustomRewardConfig) and reward.compares for reward in rewards):
+                raise ValueError(ONLY_COMPARISONS.format(key))
         watched = [guardrail for guardrail in self.guardrails if not isinstance(guardrail, CustomRewardConfig)]
         if compared := [guardrail.column for guardrail in watched if guardrail.compares]:
             raise ValueError(GUARDRAIL_COMPARES.format(compared[0]))
@@ -555,7 +556,7 @@ class Recipe(Strict):
         """
         found = [reward for reward in self.rewards if not reward.compares]
         if not found:
-            raise RecipeError(ONLY_COMPARISONS)
+            raise RecipeError(ONLY_COMPARISONS.format("rewards"))
         return found
 
     @property

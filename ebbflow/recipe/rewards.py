@@ -17,7 +17,7 @@ MAX_SCORE, MAX_WEIGHT = 1e30, 1e6
 """Of a score, in magnitude, and of a reward: float64 then holds the squares of weighted sums."""
 
 ONLY_COMPARISONS = (
-    "rewards: all of them compare the images of a prompt with each other, and an evaluation scores single images; add a reward "
+    "{}: all of them compare the images of a prompt with each other, and an evaluation scores single images; add a reward "
     "that does, so that policies can be compared"
 )
 GUARDRAIL_COMPARES = "guardrails: {} compares the images of a prompt, and an evaluation scores single ones; take it out"

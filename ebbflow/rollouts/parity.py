@@ -116,7 +116,6 @@ def _replay(
     micro_batch: int,
 ) -> Transition:
     """A recorded step under the policy."""
-    assert sampler.name not in ("dpm_solver", "unipc")
     latents, sigma = trajectory.latents[:, column], trajectory.sigmas[step]
     velocity: list[Tensor] = []
     for start in range(0, len(latents), micro_batch):

@@ -129,7 +129,6 @@ class TrajectoryBatch:
     def transition(self, part: slice, velocity: Tensor) -> Transition:
         """The step from each of some rows under a predicted velocity."""
         latents, steps = self.inputs.latents[part], self.steps[part]
-        assert self.sampler.name not in ("dpm_solver", "unipc")
         return transition(self.sampler.name, latents, velocity, self.sigmas, steps, self.sampler.eta)
 
     def describe(self, row: int) -> str:
