@@ -46,23 +46,33 @@ def main() -> None:
 
 def run(recipe: str, seed: int) -> dict[str, Any]:
     """The summary of one run from nothing."""
-    settings = yaml.safe_load((ROOT / "workflows" / "recipes" / f"{recipe}.yaml").read_text())
-    model = settings.get("model", {})
-    settings |= {"seed": seed, "model": model | {"training": model.get("training", {}) | {"seed": seed}}}
     with tempfile.TemporaryDirectory(prefix="ebbflow-seeds-") as folder:
-        written = Path(folder) / "recipe.yaml"
-        written.write_text(yaml.safe_dump(settings | {"output": f"{folder}/runs"}))
-        (Path(folder) / "tmp").mkdir()
-        environment = os.environ | {"TMPDIR": f"{folder}/tmp", "FLYTE_LOCAL_CACHE_ENABLED": "false"}
-        environment.pop("MLFLOW_TRACKING_URI", None)
-        pyflyte = str(Path(sys.executable).with_name("pyflyte"))
-        command = [pyflyte, "run", "workflows/post_training.py", "post_train", "--recipe", str(written)]
         started = time.time()
-        executing, ended = executed(command, environment)
-        (summary,) = Path(folder, "runs").glob("*/summary.json")
+        done, executing, ended = run_in(Path(folder), seeded(recipe, seed))
         seconds = {"wall_seconds": ended - started, "node_seconds": node_seconds(f"sqlite:///{folder}/runs/mlflow.db", executing)}
-        found: dict[str, Any] = json.loads(summary.read_text())
+        found: dict[str, Any] = json.loads((done / "summary.json").read_text())
         return found | {name: round(value, 1) for name, value in seconds.items()}
+
+
+def seeded(recipe: str, seed: int) -> dict[str, Any]:
+    """A recipe of ours with another seed, of the base model too."""
+    settings: dict[str, Any] = yaml.safe_load((ROOT / "workflows" / "recipes" / f"{recipe}.yaml").read_text())
+    model = settings.get("model", {})
+    return settings | {"seed": seed, "model": model | {"training": model.get("training", {}) | {"seed": seed}}}
+
+
+def run_in(folder: Path, settings: dict[str, Any]) -> tuple[Path, float, float]:
+    """The folder of one whole run, all of which is below ``folder``; when its first node began, and when it ended."""
+    written = folder / "recipe.yaml"
+    written.write_text(yaml.safe_dump(settings | {"output": f"{folder}/runs"}))
+    (folder / "tmp").mkdir()
+    environment = os.environ | {"TMPDIR": f"{folder}/tmp", "FLYTE_LOCAL_CACHE_ENABLED": "false"}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    pyflyte = str(Path(sys.executable).with_name("pyflyte"))
+    command = [pyflyte, "run", "workflows/post_training.py", "post_train", "--recipe", str(written)]
+    executing, ended = executed(command, environment)
+    (summary,) = (folder / "runs").glob("*/summary.json")
+    return summary.parent, executing, ended
 
 
 def executed(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
