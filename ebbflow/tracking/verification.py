@@ -129,10 +129,26 @@ class Registered:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe as far as evaluation, gate and registry need it: without its stages, whose code need not be here, and their
-        branches."""
-        kept = {key: value for key, value in self.json(stored.RECIPE).items() if key not in ("stages", "branches")}
-        return Recipe.model_validate(kept)
+        """The recipe as far as gate and registry need it, and nothing is imported to read it: without its stages, their branches,
+        and how the evaluation draws."""
+        settings = self._settings
+        evaluation = {key: value for key, value in settings["evaluation"].items() if key not in ("sampler", "eta")}
+        return Recipe.model_validate(settings | {"evaluation": evaluation})
+
+    @property
+    def evaluated_recipe(self) -> Recipe:
+        """The recipe with how the evaluation draws: a sampler that is code of somebody's is imported."""
+        return Recipe.model_validate(self._settings)
+
+    @property
+    def named_code(self) -> list[str]:
+        """The code that drawing and scoring run, apart from Ebbflow's own."""
+        return [*self.recipe.own_paths, *named_code(self.recipe.model, self._settings["evaluation"].get("sampler", "ode"))]
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        settings = {key: value for key, value in self.json(stored.RECIPE).items() if key not in ("stages", "branches")}
+        return {"evaluation": {}, **settings}
 
     def scores(self, side: str) -> pa.Table:
         return read_table(self.file(stored.SCORES[side]))
@@ -333,11 +349,12 @@ def _again(found: Registered, checks: list[Check], path: Path, allowed_code: Col
     def generate(found: Registered) -> str:
         from ebbflow.evaluation.evaluate import evaluate_folder
 
-        named = [*found.recipe.own_paths, *named_code(found.recipe.model)]
-        if foreign := not_allowed(named, allowed_code):
+        if foreign := not_allowed(found.named_code, allowed_code):
             raise _Failed(f"the version names code to run, {foreign[0]}; if you trust it, give --allow-code {foreign[0]}")
         prompts = found.file(stored.PROMPT_TABLE)
-        evaluation = evaluate_folder(found.recipe, base_folder(found.data), found.data / "policy", prompts, "again", path)
+        evaluation = evaluate_folder(
+            found.evaluated_recipe, base_folder(found.data), found.data / "policy", prompts, "again", path
+        )
         return f"generated and scored in {sum(evaluation.seconds.values()):.1f} s"
 
     compared = {"pictures again": lambda found: _pictures_again(found, path), "scores again": lambda f: _scores_again(f, path)}

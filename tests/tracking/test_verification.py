@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,22 @@ def test_one_of_a_run_with_branches_verifies(make_version: Callable[..., Version
         ],
     }
     assert make_version(recipe=Recipe.model_validate(branched)).failed() == set()
+
+
+def test_code_that_it_names_is_not_imported(
+    make_version: Callable[..., Version], gated_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler of the user's own draws the evaluation; without ``--again`` nothing draws, and what may run is asked first."""
+    module = tmp_path / "drawn_by.py"
+    module.write_text("class Own:\n    eta = None\n    step = None\n\nOWN = Own()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    evaluation = gated_recipe.evaluation.model_dump() | {"sampler": "drawn_by:OWN"}
+    version = make_version(recipe=Recipe.model_validate(gated_recipe.model_dump() | {"evaluation": evaluation}))
+    monkeypatch.delitem(sys.modules, "drawn_by")
+    checks = version.checks(again=True)
+    assert {name for name, check in checks.items() if check.status == "FAILED"} == {"samples again"}
+    assert "--allow-code drawn_by:OWN" in checks["samples again"].detail
+    assert "drawn_by" not in sys.modules
 
 
 TAMPERED_FILES: dict[str, tuple[str, str]] = {
