@@ -10,7 +10,7 @@ COPY pyproject.toml constraints.txt ./
 # Where only PyPI or a mirror can be reached: --build-arg TORCH_BACKEND=, which installs CUDA's torch.
 ARG TORCH_BACKEND="--torch-backend cpu"
 RUN uv pip install --system --no-cache $TORCH_BACKEND --constraints constraints.txt --requirements pyproject.toml
-COPY README.md LICENSE ./
+COPY README.md LICENSE NOTICE ./
 COPY datasets datasets
 COPY ebbflow ebbflow
 COPY tasks tasks

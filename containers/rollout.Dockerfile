@@ -16,7 +16,7 @@ RUN uv venv --python /usr/local/bin/python /opt/vllm-omni \
         --build-constraints containers/vllm-omni.txt pyarrow vllm vllm-omni
 COPY pyproject.toml constraints.txt ./
 RUN uv pip install --system --no-cache --constraints constraints.txt --requirements pyproject.toml
-COPY README.md LICENSE ./
+COPY README.md LICENSE NOTICE ./
 COPY datasets datasets
 COPY ebbflow ebbflow
 COPY tasks tasks

@@ -6,7 +6,7 @@ COPY containers/uv.txt containers/
 RUN pip install --no-cache-dir --requirement containers/uv.txt
 COPY pyproject.toml constraints.txt ./
 RUN uv pip install --system --no-cache --constraints constraints.txt --requirements pyproject.toml
-COPY README.md LICENSE ./
+COPY README.md LICENSE NOTICE ./
 COPY datasets datasets
 COPY ebbflow ebbflow
 COPY tasks tasks

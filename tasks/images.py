@@ -19,7 +19,7 @@ def cpu_image(registry: str) -> ImageSpec:
         python_exec="/usr/local/bin/python",
         apt_packages=["tesseract-ocr", "wget"],
         requirements="containers/uv.txt",
-        copy=["pyproject.toml", "constraints.txt", "README.md", "LICENSE", "datasets", "ebbflow", "tasks", "workflows"],
+        copy=["pyproject.toml", "constraints.txt", "README.md", "LICENSE", "NOTICE", "datasets", "ebbflow", "tasks", "workflows"],
         commands=["cd /root && uv pip install --torch-backend cpu --constraints constraints.txt --editable ."],
         env={"MLFLOW_DISABLE_TELEMETRY": "true"},
         source_copy_mode=CopyFileDetection.NO_COPY,

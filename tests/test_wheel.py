@@ -12,7 +12,7 @@ from zipfile import ZipFile
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BUILT_FROM = ("LICENSE", "README.md", "pyproject.toml", "datasets", "ebbflow", "tasks", "workflows")
+BUILT_FROM = ("LICENSE", "NOTICE", "README.md", "pyproject.toml", "datasets", "ebbflow", "tasks", "workflows")
 BUILD = "from setuptools import build_meta; import sys; build_meta.build_wheel(sys.argv[1])"
 
 

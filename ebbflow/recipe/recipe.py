@@ -352,6 +352,13 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
+    def _the_recognizer_reads_capitals(self) -> Recipe:
+        given = [*self.rewards, *self.guardrails, *(config for rewards in self._rewards_of_branches for config in rewards)]
+        if "lower_case" in self.model.training.alphabets and any(config.name == "recognizer" for config in given):
+            raise ValueError("recognizer reads capitals alone, and model.training.alphabets has lower_case; take ocr, case: kept")
+        return self
+
+    @model_validator(mode="after")
     def _tolerances_are_of_guardrails(self) -> Recipe:
         known, tolerance = [guardrail.column for guardrail in self.guardrails], self.promotion.guardrail_tolerance
         for unit in ("standard_deviations", "absolute"):

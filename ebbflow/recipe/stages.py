@@ -354,6 +354,10 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
                 f"tree gives the steps of a trajectory advantages, and {self.algorithm_name} trains on none; "
                 "leave 'tree' out, or set algorithm.name to branch_grpo"
             )
+        if hasattr(self.hyper, "teacher"):
+            raise ValueError(
+                f"tree trains the samples whose rewards differ, and {self.algorithm_name} learns from no reward; leave 'tree' out"
+            )
         if (last := tree.splits[-1]) > self.sampler.steps - 2:
             raise ValueError(
                 f"tree.splits has {last}, and of sampler.steps = {self.sampler.steps} the last one is deterministic; split at "

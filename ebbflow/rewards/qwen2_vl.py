@@ -7,6 +7,7 @@ frequencies of the rotary embeddings are rounded to bfloat16 with the rest of th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +76,9 @@ class JudgingQwen:
 
     def plain(self, text: str) -> str:
         """A user's prompt without what the tokenizer would take for special tokens."""
-        for token in self.tokenizer.get_added_vocab():
-            text = text.replace(token, "")
+        tokens = re.compile("|".join(map(re.escape, self.tokenizer.get_added_vocab())))
+        while tokens.search(text):  # what is left may be one again
+            text = tokens.sub("", text)
         return text
 
 

@@ -1,4 +1,5 @@
-"""Texts that published models were trained or published to read, to the letter: the files of ``templates/``.
+"""Texts that published models were trained or published to read, to the letter: the files of ``templates/``. Their
+sources and licences are in NOTICE.
 
 ``{prompt}`` stands for the prompt of the image, or the instruction of an edit; other braces are part of the text.
 """

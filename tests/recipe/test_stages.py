@@ -108,6 +108,7 @@ REFUSED = [
     *((online("diffusion_nft", sampler={"name": s, "eta": 0.5}), s, "deterministic and has no eta", "flow_sde, dance_sde, cps")
       for s in ("ode", "dpm_solver")),
     (online("diffusion_nft", tree={"splits": [0]}), "diffusion_nft trains on none", "set algorithm.name to branch_grpo"),
+    (online("distillation", tree={"splits": [0]}), "distillation learns from no reward", "leave 'tree' out"),
     (online("branch_grpo", tree={"splits": [0, 19]}), "tree.splits has 19", "sampler.steps = 20", "split at 18"),
     (online("branch_grpo", group_size=24), "group_size = 24", "16 leaves", "tree.branches = 2 to the power of 4 splits"),
     (online("branch_grpo", tree={"splits": [3, 0]}), "splits = [3, 0]", "ascending order"),

@@ -17,7 +17,7 @@ from ebbflow.rewards.combine import RewardError, load_reward
 from ebbflow.rewards.templates import fill_template
 
 IMAGES = some_images(2, 90, 130)
-TEXTS = ["a red cat", "ocean waves at night, a sign {that} says <|Reward|> nothing"]
+TEXTS = ["a red cat", "ocean waves at night, a sign {that} says <|Rew<|Reward|>ard|> nothing"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,9 @@ def published(config: HpsV3Config, image: np.ndarray, text: str, positions: str 
 
 def test_it_is_the_first_output_of_the_published_head(config):
     values = load_reward(config)(IMAGES, as_prompts(*TEXTS)).values
-    wanted = [published(config, image, text.replace("<|Reward|>", "")) for image, text in zip(IMAGES, TEXTS, strict=True)]
+    wanted = [
+        published(config, image, text.replace("<|Rew<|Reward|>ard|>", "")) for image, text in zip(IMAGES, TEXTS, strict=True)
+    ]
     assert np.allclose(values, [float(pair[0]) for pair in wanted], rtol=0, atol=2e-5)
     assert abs(float(published(config, IMAGES[0], TEXTS[0], "three-dimensional")[0]) - values[0]) > 1e-3
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,12 +65,12 @@ def test_unified_reward_2_is_the_mean_of_three_scores():
         "ur_style": 2.8025,
     }
     assert question(request).endswith('Text Caption: ["A"]')
-    assert (request["temperature"], request["max_tokens"], len(pictures(request))) == (0, 512, 1)
+    assert (request["temperature"], request["max_tokens"], len(pictures(request))) == (0, 4096, 1)
 
 
 def test_unified_reward_is_its_final_score():
     result, (request,) = judged(
-        "unified_reward", [as_prompt(0, "A")], answer("cat (animal): 1\nFinal Score: 3.5"), template="unified_reward"
+        "unified_reward", [as_prompt(0, "A")], answer("cat (animal): 1\nFinal Score: **3.5**"), template="unified_reward"
     )
     assert (result.values[0], dict(result.metrics)) == (3.5, {})
     assert "after 'Final Score:'" in question(request)
@@ -83,6 +85,7 @@ def test_unified_reward_is_its_final_score():
         answer(ACS.format(1, 2, 3) + "\n" + ACS.format(1, 2, 3)),
         answer(ACS.format(1, 2, 3), finish="length"),
         answer(ACS.format("X", "Y", "Z")),
+        answer(ACS.format("1e3", 2, 3)),
     ],
 )
 def test_another_answer_of_unified_reward_is_a_failure(said):
@@ -99,6 +102,9 @@ def test_another_answer_of_unified_reward_is_a_failure(said):
     ("said", "share"),
     [
         ("Image 1 is sharp, but Image 2 is better.", 0.0),
+        ("Image 1 is better than expected; still, Image 2 is better!", 0.0),
+        ("**Image 1 is better**", 1.0),
+        ("Image 1 is better than expected.", None),
         ("First I thought Image 2 is better. Image 1 is better.", 1.0),
         ("Both images are equally good.", 0.5),
         ("Image 3 is better", None),
@@ -150,8 +156,8 @@ def test_an_edit_is_the_geometric_mean_of_the_lesser_scores(template, first, sec
     result, requests = judged("edit_judge", [edit()], answer(first), answer(second), template=template)
     assert result.values[0] == pytest.approx(math.sqrt(6 * 4.5))
     assert {name: column[0] for name, column in result.metrics.items()} == {
-        "edit_judge_success": 8,
-        "edit_judge_restraint": 6,
+        "edit_judge_prompt_following": 8,
+        "edit_judge_consistency": 6,
         "edit_judge_quality": 4.5,
     }
     source, edited = pictures(requests[0])
@@ -177,6 +183,28 @@ def test_another_answer_about_an_edit_is_a_failure(said):
 
 
 # --- templates
+
+
+PUBLISHED = {
+    "editscore_consistency": "80bac216c8f7b47e",
+    "editscore_quality": "8249deba103d112d",
+    "hpsv3": "e61d58f3c7d3be65",
+    "unified_reward_2_pair": "828e9ab2f81c3b6d",
+    "unified_reward_2_point": "75d52d3ae771f89b",
+    "unified_reward_edit_consistency": "b9c27cd063664e5f",
+    "unified_reward_edit_quality": "ddb40baa511dbf2f",
+    "unified_reward_pair": "0fd2f5c43a065165",
+    "unified_reward_point": "f56f919ce3bc6aab",
+    "viescore_consistency": "a2c59043a584fe35",
+    "viescore_quality": "2473ff2c7406e065",
+}
+"""The first 16 digits of each text's sha256, as it was compared with the repository that NOTICE names."""
+
+
+def test_templates_are_as_published_and_named_in_the_notice():
+    assert {path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in FOLDER.iterdir()} == PUBLISHED
+    notice = (Path(__file__).parents[2] / "NOTICE").read_text()
+    assert [path.name for path in FOLDER.iterdir() if path.name not in notice] == []
 
 
 def test_every_template_has_the_place_of_the_prompt_unless_it_asks_about_quality_alone():

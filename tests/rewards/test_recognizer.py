@@ -11,6 +11,8 @@ from reward_cases import as_prompt, as_rgb
 
 from ebbflow.models.glyph_training import recognizer as training
 from ebbflow.models.glyph_training.lettering import render_text
+from ebbflow.recipe import Recipe
+from ebbflow.recipe.base import RecipeError
 from ebbflow.rewards.base import DifferentiableReward
 from ebbflow.rewards.built_in.recognizer import Recognizer
 from ebbflow.storage.artifacts import ArtifactError
@@ -136,3 +138,12 @@ def test_the_real_one_reads_four_letters(clean):
     found = Recognizer()(images, prompts)
     assert found.metrics["recognizer_exact"].mean() > 0.85
     assert found.values.mean() > -0.4
+
+
+def test_a_model_that_draws_small_letters_is_not_scored():
+    """Its targets are folded to capitals, so a picture of what was asked would score worse than one of capitals."""
+    drawn = {"model": {"training": {"alphabets": ["capitals", "lower_case"]}}}
+    with pytest.raises(
+        RecipeError, match="recognizer reads capitals alone, and model.training.alphabets has lower_case; take ocr"
+    ):
+        Recipe.model_validate(drawn | {"rewards": ["recognizer"]})

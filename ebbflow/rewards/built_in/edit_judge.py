@@ -1,6 +1,6 @@
 """``edit_judge``: a vision-language model behind an OpenAI-compatible server compares an edited image with its source.
 
-    score = sqrt(min(success, restraint) min(naturalness, freedom from artefacts))      (VIEScore, 2312.14867)
+    score = sqrt(min(prompt following, consistency) min(naturalness, freedom from artefacts))      (VIEScore, 2312.14867)
 
 The first two are asked about source and edited image with the instruction, the other two about the edited image alone. This is
 the metric of GEdit-Bench (2504.17761); EditScore (2509.23909) and UnifiedReward-Edit are trained to answer it on a scale of 25.
@@ -30,7 +30,7 @@ MAX_TOKENS = 1024
 SCALES = {"viescore": 10, "editscore": 25, "unified_reward_edit": 25}
 SCORE = re.compile(r"\"score\"\s*:\s*\[\s*([0-9]+(?:\.[0-9]+)?)\s*,\s*([0-9]+(?:\.[0-9]+)?)\s*\]")
 NO_SOURCE = "the prompt has no image to edit; give a column 'image', or use vision_judge"
-METRICS = ("success", "restraint", "quality")
+METRICS = ("prompt_following", "consistency", "quality")
 
 
 class EditJudgeConfig(ChatServerConfig):
@@ -62,9 +62,9 @@ class EditJudge:
     def _judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         if prompt.image is None:
             raise NoAnswer(NO_SOURCE)
-        success, restraint = self._ask("consistency", [source_image(prompt.image), image], prompt)
+        following, consistency = self._ask("consistency", [source_image(prompt.image), image], prompt)
         quality = min(self._ask("quality", [image], prompt))
-        return [math.sqrt(min(success, restraint) * quality), success, restraint, quality]
+        return [math.sqrt(min(following, consistency) * quality), following, consistency, quality]
 
     def _ask(self, part: str, images: list[np.ndarray], prompt: Prompt) -> tuple[float, float]:
         scale = SCALES[self.config.template]

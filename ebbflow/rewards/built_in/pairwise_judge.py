@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from ebbflow.data.prompts import Prompt
     from ebbflow.rewards.base import GroupReward
 
-MAX_TOKENS = {"probability": 1, "choice": 8, "reasoned": 4096, "unified_reward": 512, "unified_reward_2": 512}
+MAX_TOKENS = {"probability": 1, "choice": 8, "reasoned": 4096, "unified_reward": 512, "unified_reward_2": 4096}
 """Of an answer: one token, one number with what may stand around it, or a chain of thought."""
 CHOICE = re.compile(r"[\W_]*(?:image\s*)?([12])[\W_]*", re.IGNORECASE)
 REASONED = re.compile(r"<answer>\s*image\s*([12])\s*is better[\s.]*</answer>\s*", re.IGNORECASE)
-VERDICT = re.compile(r"image ([12]) is better|(both) images are equally good", re.IGNORECASE)
+VERDICT = re.compile(r"(?:image ([12]) is better|(both) images are equally good)(?=\W*(?:$|[\n.,;!]))", re.IGNORECASE)
 SHARES = re.compile(r"(?:alignment|coherence|style) score:\s*image 1:\s*([0-9.]+)\s*image 2:\s*([0-9.]+)", re.IGNORECASE)
 WANTED = {
     "probability": "neither 1 nor 2 is among the log-probs of its first token; take answer: choice where a server gives none",
@@ -147,7 +147,7 @@ def read_reasoned(text: str) -> float | None:
 
 
 def read_verdict(text: str) -> float | None:
-    """1, 0, or half for a draw, by the last verdict of UnifiedReward's; None without one."""
+    """1, 0, or half for a draw, by the last verdict of UnifiedReward's that ends a sentence; None without one."""
     found = list(VERDICT.finditer(text))
     return None if not found else 0.5 if found[-1][2] else float(found[-1][1] == "1")
 

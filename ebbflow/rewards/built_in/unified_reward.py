@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ebbflow.data.prompts import Prompt
     from ebbflow.rewards.base import Reward, RewardResult
 
-MAX_TOKENS = 512
+MAX_TOKENS = 4096
 SCALE = (1.0, 5.0)
-NUMBER = r"\**\s*([0-9]+(?:\.[0-9]+)?)"
+NUMBER = r"[\s*]*([0-9]+(?:\.[0-9]+)?)(?![0-9.]*[0-9A-Za-z])"
 FINAL = ("Final Score:",)
 AXES = ("Alignment Score (1-5):", "Coherence Score (1-5):", "Style Score (1-5):")
 METRICS = ("alignment", "coherence", "style")
