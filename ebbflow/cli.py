@@ -125,6 +125,10 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
         )
     try:
         resolved = load_recipe(recipe)
+        if context_parallel > 1:
+            from ebbflow.models.sizes import check_shared_tokens  # imports torch
+
+            check_shared_tokens(resolved, context_parallel)
         sizes, sample, evaluated = measured_sizes(resolved, measured)
         click.echo(describe(estimate_of(resolved, processes, sizes, sample, 1, False, context_parallel, evaluated), tflops))
     except (RecipeError, SizeError) as error:

@@ -30,7 +30,7 @@ TRIED_SIZE = 64
 """Pixels a side of the images that a reward is tried on, where the recipe leaves the size to the model."""
 
 
-def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
+def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool, context_parallel: int = 1) -> None:
     """Check the files and folders that a recipe names, what its base model can draw, and that its own code and rewards work.
 
     Nothing is written or downloaded. A user's own loss is called on random rows, and, but for a cluster, whose first pod has no
@@ -39,13 +39,14 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
     Args:
         tracking_uri: the MLflow store that the recipe and the environment resolve to.
         on_cluster: every task has its own pod, and a pod's disk is deleted with it.
+        context_parallel: processes that share the tokens of a sample in offline stages.
 
     Raises:
         RecipeError: the output folder cannot be written or shared, a prompt file, pairs, teacher, start or base model is missing,
             or a user's own code is not what it must be.
         PromptError: the prompts cannot be used, or are too few.
         PairError: the pairs file has wrong columns or an invalid first row.
-        ModelError: the base-model folder is not one, or the model cannot draw the recipe's size.
+        ModelError: the base-model folder is not one, or the model cannot draw the recipe's size or share its tokens.
         RewardError: a reward cannot run here, or a user's own breaks its contract.
     """
     if on_cluster:
@@ -62,6 +63,10 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool) -> None:
     _try_losses(recipe)
     _check_model(recipe.model, on_cluster)
     _check_further_sizes(recipe)
+    if context_parallel > 1:
+        from ebbflow.models.sizes import check_shared_tokens  # imports torch
+
+        check_shared_tokens(recipe, context_parallel)
     if (start := recipe.policy.start) and not start.on_hub:
         _check_start(start.path or "", on_cluster)
     for branch in (None, *recipe.branches):

@@ -25,17 +25,20 @@ def plan_run(recipe: Recipe) -> str:
     Raises:
         DeploymentError: a task of the recipe does not fit into its machine. Only where a deployment is given: without one it says
             so, as a local run has the whole machine.
+        ModelError: processes cannot share the tokens of its samples.
     """
     import yaml
 
     from ebbflow.estimate.run import estimate
     from ebbflow.estimate.text import describe
+    from ebbflow.models.sizes import check_shared_tokens
     from tasks.fit import compare
 
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
     keys = ("train_processes", "train_nodes", "train_sharding", "train_context_parallel")
     given = {key: getattr(DEPLOYMENT, key) for key in keys}
     hybrid, context_parallel = DEPLOYMENT.train_sharding == "hybrid", DEPLOYMENT.train_context_parallel
+    check_shared_tokens(recipe, context_parallel)
     made = estimate(recipe, DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes, hybrid, context_parallel)
     lines, misfits = compare(made, DEPLOYMENT)
     if misfits and DeploymentConfig(**given) != DEPLOYMENT:

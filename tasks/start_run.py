@@ -17,7 +17,7 @@ from ebbflow.run_list import RESOLVED_RECIPE
 from ebbflow.storage.disk import private_folder, write_text
 from tasks.elastic import preload
 from tasks.files import CODE
-from tasks.resources import light
+from tasks.resources import DEPLOYMENT, light
 
 logger = logging.getLogger(__name__)
 SOURCE = "workflows/post_training.py"
@@ -38,7 +38,7 @@ def start_run(recipe: Recipe) -> TrackedRun:
     name = f"{execution.project}/{execution.domain}/{execution.name}" if on_cluster else None
     if not on_cluster and end_interrupted not in FlyteContextManager.signal_handlers:
         FlyteContextManager.add_signal_handler(end_interrupted)
-    check_recipe(recipe, tracking_uri=resolve_tracking_uri(recipe), on_cluster=on_cluster)
+    check_recipe(recipe, resolve_tracking_uri(recipe), on_cluster, DEPLOYMENT.train_context_parallel)
     if not on_cluster:
         _prepare_process(recipe)
     return parent_run.start_run(recipe, name, source=SOURCE) if name else _start_or_resume(recipe)

@@ -6,7 +6,7 @@ have the whole prediction, and each the gradient of its own tokens: the gradient
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from diffusers import ContextParallelConfig, ParallelConfig
@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ebbflow.models.base import Model, ModelError, device_of
 from ebbflow.models.pipeline import PipelineModel
+from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.stages import OfflineStageConfig
 
 
 def share_tokens(model: Model, mesh: DeviceMesh) -> None:
@@ -33,23 +35,49 @@ def share_tokens(model: Model, mesh: DeviceMesh) -> None:
         model.text_multiple = config.ulysses_degree
 
 
+def require_shareable_family(family: Any, config: ModelConfig, ranks: int) -> None:
+    """Check what is known without the model: that the family's tokens can be shared, and that its network is not compiled.
+
+    Raises:
+        ModelError: they cannot be shared.
+    """
+    asked = f"train_context_parallel = {ranks}"
+    if not (issubclass(family, PipelineModel) and family.shares_tokens):
+        name = family.__name__
+        raise ModelError(
+            f"{asked}: the tokens of {name} cannot be shared; leave it out of the deployment, or take a family of docs/nodes.md"
+        )
+    if config.compile == "blocks":
+        raise ModelError(f"{asked} is for a network that is not compiled; set model.compile: off, or leave it out")
+
+
+def require_one_size(stage: OfflineStageConfig, ranks: int) -> None:
+    """Check that a stage, whose processes share the tokens of a sample, has samples of one size.
+
+    Raises:
+        ModelError: it has several.
+    """
+    if ranks > 1 and stage.sizes:
+        raise ModelError(f"train_context_parallel = {ranks} is for stages of one size; leave it or 'sizes' out")
+
+
 def require_shareable(model: Model, ranks: int) -> None:
     """Check that so many ranks can share the tokens of a sample.
 
     Raises:
-        ModelError: the network, its attention, or the number of its heads or tokens do not allow it.
+        ModelError: the family, a compiled network, its attention, or the number of its heads or tokens do not allow it.
     """
-    asked = f"train_context_parallel = {ranks}"
-    if not (isinstance(model, PipelineModel) and model.shares_tokens):
-        name = type(model).__name__
-        raise ModelError(f"{asked}: the tokens of {name} cannot be shared; leave it out, or take a family of docs/nodes.md")
+    asked, adapter = f"train_context_parallel = {ranks}", cast("PipelineModel", model)
+    require_shareable_family(type(model), adapter.config, ranks)
     default, _ = _AttentionBackendRegistry.get_active_backend()
-    backend = AttentionBackendName(_processors(model)[0]._attention_backend or default)
-    if not _AttentionBackendRegistry._is_context_parallel_available(backend):
-        raise ModelError(f"{asked}: attention {backend.value!r} cannot share tokens; set model.attention to native")
-    heads, tokens = model.transformer.config.num_attention_heads, model.tokens()
+    chosen = adapter.config.attention or _processors(model)[0]._attention_backend or default
+    if chosen not in filter(_AttentionBackendRegistry._is_context_parallel_available, AttentionBackendName):
+        raise ModelError(
+            f"{asked}: attention {getattr(chosen, 'value', chosen)!r} cannot share tokens; set model.attention to native"
+        )
+    heads, tokens = model.transformer.config.num_attention_heads, adapter.tokens()
     counts = {"attention heads": heads, "tokens of the latents": tokens.image}
-    if tokens.joint and not model.text_multiple:
+    if tokens.joint and not adapter.text_multiple:
         counts["tokens of a prompt"] = tokens.text
     for what, count in counts.items():
         if count % ranks:

@@ -18,10 +18,12 @@ from torch.utils._pytree import tree_iter
 from ebbflow.data.model_sizes import Sample, SizeError, Sizes
 from ebbflow.models import check_folder, load_model
 from ebbflow.models.base import is_trainable
+from ebbflow.models.context_parallel import require_one_size, require_shareable, require_shareable_family
 from ebbflow.models.families import adapter_of
 from ebbflow.models.families.glyph import new_glyph
 from ebbflow.models.folder import INDEX, read_object
 from ebbflow.models.published import Part, Published
+from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 
@@ -81,13 +83,40 @@ def check_drawn_size(model: ModelConfig) -> None:
     Raises:
         ModelError: it cannot; names the nearest size.
     """
+    _drawing(model)
+
+
+def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
+    """Check that so many processes can share the tokens of a sample in the offline stages (``models.context_parallel``).
+
+    Of a model that nothing is known of, and of a user's own family, it checks no numbers of heads and tokens.
+
+    Raises:
+        ModelError: they cannot.
+    """
+    stages = [stage for stage in recipe.stages if stage.kind == "offline"]
+    if ranks == 1 or not stages:
+        return
+    for stage in stages:
+        require_one_size(stage, ranks)
+    require_shareable_family(adapter_of(recipe.model.family), recipe.model, ranks)
+    if recipe.model.family in FAMILIES and (adapter := _drawing(recipe.model)):
+        require_shareable(adapter, ranks)
+
+
+def _drawing(model: ModelConfig) -> Any:
+    """What draws a sample, without text encoders: the adapter of a family of ours; None where nothing is known of the model.
+
+    Raises:
+        ModelError: the family cannot draw the recipe's size.
+    """
     family: Any = adapter_of(model.family)
     names = (*family.networks, "vae")
     try:
         parts = _parts(model, names)
     except SizeError:
-        return
-    _adapter(model, {name: _built_empty(part) for name, part in parts.items() if name in names})
+        return None
+    return _adapter(model, {name: _built_empty(part) for name, part in parts.items() if name in names})
 
 
 def _glyph(model: ModelConfig) -> tuple[Any, int]:

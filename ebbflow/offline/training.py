@@ -24,7 +24,8 @@ from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import ADVANTAGES, KEY
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning, Model
-from ebbflow.models.base import ModelError, Size, device_of, drawing_at
+from ebbflow.models.base import Size, device_of, drawing_at
+from ebbflow.models.context_parallel import require_one_size
 from ebbflow.models.encoding import EMBEDDINGS, Encode, open_embeddings, write_embeddings
 from ebbflow.offline.shards import read_latent_parts, require_shard, seconds_of, size_of
 from ebbflow.recipe.algorithms import ForwardConfig
@@ -182,15 +183,9 @@ def train_offline_folder(
         context_parallel: as of ``Policy``; likewise.
 
     Raises:
-        ModelError: tokens cannot be shared in such a model.
+        ModelError: tokens cannot be shared in such a model or stage.
     """
-    if context_parallel > 1 and ctx.recipe.model.compile == "blocks":
-        raise ModelError(
-            f"train_context_parallel = {context_parallel} is for a network that is not compiled; set model.compile: off, or "
-            "leave it out"
-        )
-    if context_parallel > 1 and ctx.offline.sizes:
-        raise ModelError(f"train_context_parallel = {context_parallel} is for stages of one size; leave it or 'sizes' out")
+    require_one_size(ctx.offline, context_parallel)
     with handle_sigterm():
         ranks = Ranks.current()
         policy, metadata = load_policy(ctx, base, folder, None, ranks.world > 1, replicas, context_parallel)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from ebbflow.models import load_model
 from ebbflow.models.base import ModelError
 from ebbflow.models.context_parallel import require_shareable
+from ebbflow.models.sizes import check_shared_tokens
 from ebbflow.models.tiny import build_tiny
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe
@@ -133,7 +134,43 @@ def test_attention_that_cannot_be_shared_is_refused(tiny_recipe):
         require_shareable(model, 2)
 
 
-def test_a_compiled_network_is_refused(make_recipe, tmp_path):
-    ctx, nothing = StageContext(make_recipe(model={"compile": "blocks"}), 0, 1), (tmp_path,) * 3
+def test_a_compiled_network_is_refused(tiny_recipe):
+    config = tiny_recipe("flux", {"compile": "blocks"}).model
     with pytest.raises(ModelError, match="train_context_parallel = 2 is for a network that is not compiled; set model.comp"):
-        train_offline_folder(ctx, *nothing, [], *nothing[:2], MetricsRecorder(), context_parallel=2)
+        require_shareable(load_model(Path(config.path), config), 2)
+
+
+OFFLINE = [{"kind": "online"}, {"kind": "offline"}]
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "stages", "ranks", "said"),
+    [
+        ("sd3", {}, OFFLINE, 2, "the tokens of SD3Model cannot be shared; leave it out of the deployment, or take a family of"),
+        ("flux", {"compile": "blocks"}, OFFLINE, 2, "is for a network that is not compiled; set model.compile: off"),
+        ("flux", {"attention": "_native_efficient"}, OFFLINE, 2, "attention '_native_efficient' cannot share tokens"),
+        ("flux", {"attention": "nothing"}, OFFLINE, 2, "attention 'nothing' cannot share tokens; set model.attention to native"),
+        ("flux", {}, OFFLINE, 3, "does not divide the 2 attention heads; take a divisor"),
+        ("flux", {"max_tokens": 33}, OFFLINE, 2, "does not divide the 33 tokens of a prompt"),
+        ("flux", {}, [{"kind": "offline", "sizes": [{"height": 32, "width": 64}]}], 2, "is for stages of one size"),
+    ],
+    ids=["family", "compiled", "attention", "no attention", "heads", "text", "sizes"],
+)
+def test_a_recipe_that_cannot_share_tokens_is_refused_before_it_costs_anything(tiny_recipe, family, model, stages, ranks, said):
+    with pytest.raises(ModelError) as error:
+        check_shared_tokens(tiny_recipe(family, model, stages=stages), ranks)
+    assert str(error.value).startswith(f"train_context_parallel = {ranks}")
+    assert said in str(error.value)
+
+
+def test_a_recipe_without_offline_stages_shares_no_tokens_and_others_may(tiny_recipe):
+    check_shared_tokens(tiny_recipe("sd3", stages=[{"kind": "online"}]), 2)
+    check_shared_tokens(tiny_recipe("sd3"), 1)
+    check_shared_tokens(tiny_recipe("flux"), 2)
+
+
+def test_of_a_model_that_is_not_known_the_family_is_checked():
+    there = {"path": "s3://bucket/models/base"}
+    check_shared_tokens(Recipe.model_validate({"model": {"family": "flux"} | there, "stages": OFFLINE}), 3)
+    with pytest.raises(ModelError, match="the tokens of SD3Model cannot be shared"):
+        check_shared_tokens(Recipe.model_validate({"model": {"family": "sd3"} | there, "stages": OFFLINE}), 2)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from ebbflow.estimate.run import estimate
+from ebbflow.models.base import ModelError
 from ebbflow.recipe import load_recipe
 from tasks import plan_run as plan
+from tasks import start_run as start
 from tasks.deployment import AcceleratedConfig, DeploymentConfig, DeploymentError, TrainingGroupConfig
 from tasks.fit import compare, machine_of
 from workflows.post_training import dry_run
@@ -43,6 +45,14 @@ def test_the_machines_are_those_of_the_deployment(monkeypatch: pytest.MonkeyPatc
     assert "accelerated (text encoding, rollouts, online training, evaluations): processes 1, cores 2, 99Gi, 1 x GPU" in text
     assert "training_group (offline training): processes 8, cores 32, 64Gi, 8 x nvidia-h100" in text
     assert "processes in the training of an offline stage: 8" in text
+
+
+def test_tokens_that_cannot_be_shared_are_refused_before_anything_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, sharing = load_recipe(RECIPES[0].with_name("tiny.yaml")), DeploymentConfig(train_context_parallel=2)
+    for module, task in ((plan, dry_run), (start, start.start_run)):
+        monkeypatch.setattr(module, "DEPLOYMENT", sharing)
+        with pytest.raises(ModelError, match="train_context_parallel = 2: the tokens of GlyphModel cannot be shared; leave it"):
+            task(recipe=recipe)
 
 
 ONE_H100 = DeploymentConfig(accelerated=AcceleratedConfig(gpus=1, accelerator="nvidia-h100", mem="128Gi"))
