@@ -46,7 +46,8 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool, context_pa
             or a user's own code is not what it must be.
         PromptError: the prompts cannot be used, or are too few.
         PairError: the pairs file has wrong columns or an invalid first row.
-        ModelError: the base-model folder is not one, or the model cannot draw the recipe's size or share its tokens.
+        ModelError: the base-model folder is not one, or the model cannot draw the recipe's size, share its tokens or decode with
+            gradient as an algorithm needs.
         RewardError: a reward cannot run here, or a user's own breaks its contract.
     """
     if on_cluster:
@@ -76,6 +77,7 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool, context_pa
         for stage in recipe.stages:
             if stage.branch == branch and isinstance(stage.hyper, GradientConfig):
                 scorer.require_gradients(stage.algorithm_name)
+                _check_pixels(recipe.model.family, stage.algorithm_name)
     require_sinks(recipe)
     if prompts and not on_cluster:
         _try_rewards(recipe, prompts)
@@ -145,6 +147,16 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
         from ebbflow.models.sizes import check_drawn_size  # as above
 
         check_drawn_size(model)
+
+
+def _check_pixels(family: str, algorithm: str) -> None:
+    if family not in FAMILIES:
+        from ebbflow.models.base import require_pixels  # imports torch
+        from ebbflow.models.families import adapter_of  # as above
+
+        adapter = adapter_of(family)
+        if not hasattr(adapter, "__getattr__"):  # such a one may find the method in what it wraps: it is asked once it is loaded
+            require_pixels(adapter, algorithm)
 
 
 def _check_further_sizes(recipe: Recipe) -> None:

@@ -7,6 +7,7 @@ from ebbflow.algorithms.built_in.distillation import DistillationConfig
 from ebbflow.data.pairs import PairError
 from ebbflow.data.prompts import PromptError
 from ebbflow.models import ModelError
+from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.models.tiny import build_tiny
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
@@ -218,6 +219,27 @@ def test_an_algorithm_on_the_gradient_of_the_reward_needs_rewards_that_have_one(
     recipe = {"output": str(tmp_path), "rewards": ["similarity"], "guardrails": [], "stages": stages}
     with pytest.raises(RewardError, match="draft learns from the gradient of the rewards, and 'similarity' has none; train on"):
         check_recipe(Recipe.model_validate(recipe), SERVER, on_cluster=False)
+
+
+def without_pixels() -> type:
+    """A user's own family, written for other algorithms: the members of the glyph model but one."""
+    members = {name: value for name, value in vars(GlyphModel).items() if name != "pixels" and not name.startswith("__")}
+    return type("OlderFamily", (), members)
+
+
+OLDER_FAMILY = without_pixels()
+
+
+def test_an_algorithm_on_the_gradient_of_the_reward_needs_a_family_that_decodes_with_gradient(tmp_path: Path) -> None:
+    model = {"family": f"{__name__}:OLDER_FAMILY", "path": "s3://bucket/base"}
+    recipe = {"output": str(tmp_path), "rewards": ["recognizer"], "guardrails": [], "model": model}
+    with pytest.raises(ModelError, match=r"draft learns from .* rewards, and OlderFamily has no pixels\(latents\)"):
+        check_recipe(Recipe.model_validate(recipe | {"stages": [on_gradient("draft")]}), SERVER, on_cluster=False)
+    check_recipe(Recipe.model_validate(recipe | {"stages": [on_gradient("mix_grpo")]}), SERVER, on_cluster=False)
+
+
+def on_gradient(algorithm: str) -> dict[str, object]:
+    return {"kind": "online", "algorithm": {"name": algorithm}}
 
 
 def test_the_sizes_of_a_stage_must_be_drawable(tmp_path: Path) -> None:

@@ -247,6 +247,20 @@ def drawing_at(model: Model, size: Size | None) -> Iterator[None]:
         resizable.resize(*before)
 
 
+def require_pixels(model: Any, algorithm: str) -> None:
+    """Check that a model, or its class, decodes with gradient.
+
+    Raises:
+        ModelError: a user's family has no ``pixels``.
+    """
+    if not hasattr(model, "pixels"):
+        family = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise ModelError(
+            f"{algorithm} learns from the gradient of the rewards, and {family} has no pixels(latents), which decodes with "
+            "gradient; write one (docs/extending.md), or set algorithm.name to mix_grpo"
+        )
+
+
 def device_of(model: Model) -> torch.device:
     """The device that a model's network computes on."""
     parameter: Tensor = next(model.transformer.parameters())

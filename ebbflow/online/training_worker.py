@@ -19,7 +19,7 @@ from ebbflow.algorithms.policy_gradient import dead_share
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import StageRecord
 from ebbflow.models import Conditioning
-from ebbflow.models.base import device_of, drawing_at
+from ebbflow.models.base import device_of, drawing_at, require_pixels
 from ebbflow.models.encoding import Embeddings, embed
 from ebbflow.online.first_update_alarm import first_update_alarms
 from ebbflow.online.messages import RolloutRequest, TrainingBatch, TrainingReport
@@ -68,10 +68,12 @@ class TrainingWorker:
 
         Raises:
             RewardError: a reward has no gradient, and the algorithm learns from it.
+            ModelError: neither has the decoding of the model's family.
         """
         self.ctx, self.updater, self.metadata, self.rank, self.scorer = ctx, updater, metadata, rank, scorer
         if scorer and isinstance(ctx.config.hyper, GradientConfig):
             scorer.require_gradients(ctx.config.algorithm_name)
+            require_pixels(updater.policy.model, ctx.config.algorithm_name)
         self.timer = TaskTimer("training", rank)
 
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
+from ebbflow.models.base import ModelError
 from ebbflow.online.messages import RolloutRequest, TrainingBatch
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
@@ -152,6 +154,15 @@ def test_two_ranks_learn_what_one_learns(base_folder, together, tmp_path, case):
     untouched = trainer_of(base_folder, StageContext(recipe_of(case), 0, 0), Ranks(0, 1)).updater.policy.parameters
     assert farthest(expected, found) < 1e-6
     assert (farthest(expected, untouched) > 1e-4) == (case != "nothing")
+
+
+def test_a_family_that_does_not_decode_with_gradient_is_refused_before_the_first_step():
+    ctx = StageContext(recipe_of("reward gradients"), 0, 0)
+    updater = SimpleNamespace(policy=SimpleNamespace(model=SimpleNamespace(decode=None)))
+    with pytest.raises(ModelError, match=r"draft learns .*, and SimpleNamespace has no pixels\(latents\), .* write one"):
+        TrainingWorker(ctx, updater, scorer=Scorer(((Darkness(), 1.0),)))
+    updater.policy.model.pixels = updater.policy.model.decode
+    TrainingWorker(ctx, updater, scorer=Scorer(((Darkness(), 1.0),)))
 
 
 @pytest.mark.parametrize("case", CASES)
