@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig, GradientConfig, MatchingConfig
 from ebbflow.recipe.base import Strict, apportion
@@ -341,6 +341,14 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
     tree: TreeConfig | None = None
     """Of algorithms on trajectories: the samples of a group branch off each other, and every denoising step has an advantage of
     its own (docs/algorithms.md)."""
+
+    @model_serializer(mode="wrap")
+    def _without_a_tree_as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """``exclude_if`` would leave out the null of an algorithm that has a tree by default, too."""
+        fields: dict[str, Any] = write(self)
+        if self.tree is None and "tree" not in self.hyper.stage_defaults:
+            fields.pop("tree", None)
+        return fields
 
     @model_validator(mode="after")
     def _a_tree_fits(self) -> OnlineStageConfig:
