@@ -5,6 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pyarrow as pa
+
 from ebbflow.data.pairs import check_pairs
 from ebbflow.data.prepare import prepare
 from ebbflow.data.prompts import Prompt
@@ -87,10 +89,14 @@ def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
     """Read the prompts as the run will; returns some of them, none of files of which one is behind a URI."""
     key = "prompts.mixture" if recipe.prompts.mixture else "prompts.source"
     files = [_prompt_file(key, source, on_cluster) for source in recipe.prompts.sources if "://" not in source]
-    if len(files) < len(recipe.prompts.sources):
+    judged = recipe.prompts.held_out_source
+    held_out = _prompt_file("prompts.held_out_source", judged, on_cluster) if judged and "://" not in judged else None
+    if len(files) < len(recipe.prompts.sources) or (judged and not held_out):
         return []
-    table, _ = prepare(recipe, *files)
-    return [Prompt(**row) for row in table.slice(0, TRIED_PROMPTS).to_pylist()]
+    table, _ = prepare(recipe, *files, held_out=held_out)
+    first = 1 if judged else TRIED_PROMPTS  # held-out prompts of a file of their own come first, and may have other columns
+    tried = pa.concat_tables([table.slice(0, first), table.slice(table.num_rows - TRIED_PROMPTS + first)])
+    return [Prompt(**row) for row in tried.to_pylist()]
 
 
 def _prompt_file(key: str, source: str, on_cluster: bool) -> Path:
@@ -101,7 +107,8 @@ def _prompt_file(key: str, source: str, on_cluster: bool) -> Path:
         raise RecipeError(f"{given}: Ebbflow ships no such file; take {' or '.join(shipped_files())}")
     if on_cluster:  # an own image may hold one
         raise RecipeError(f"{given} {LOCAL_PATH}")
-    raise RecipeError(f"{given}: no such file; {WHERE}. Remove it to generate prompts")
+    instead = "hold out prompts of the training set" if key == "prompts.held_out_source" else "generate prompts"
+    raise RecipeError(f"{given}: no such file; {WHERE}. Remove it to {instead}")
 
 
 def _try_losses(recipe: Recipe) -> None:

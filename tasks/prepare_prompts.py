@@ -25,10 +25,13 @@ def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
     from ebbflow.tracking.child_run import node_run
 
     with node_run(run, "prompts") as run_logger:
-        sources = recipe.prompts.sources
-        table, report = prepare(recipe, *(fetch(FlyteFile(named)) if "://" in named else local_path(named) for named in sources))
+        sources, judged = recipe.prompts.sources, recipe.prompts.held_out_source
+        files = {
+            named: fetch(FlyteFile(named)) if "://" in named else local_path(named) for named in filter(None, [*sources, judged])
+        }
+        table, report = prepare(recipe, *(files[named] for named in sources), held_out=files[judged] if judged else None)
         logger.info("%s", report)
-        run_logger.log_dataset("prompts", table, context="training", source=", ".join(sources) or "made up")
+        run_logger.log_dataset("prompts", table, context="training", source=", ".join(files) or "made up")
         path = node_output(run, "prompts", "prompts.parquet")
         write_prompts(table, path)
     return FlyteFile(str(path))

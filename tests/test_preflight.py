@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow import preflight
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.algorithms.built_in.distillation import DistillationConfig
 from ebbflow.data.pairs import PairError
@@ -151,6 +152,22 @@ def test_a_cluster_needs_a_base_model_that_every_pod_can_fetch(tmp_path: Path) -
 def with_prompts(tmp_path: Path, text: str, **keys: object) -> Recipe:
     (tmp_path / "prompts.txt").write_text(text)
     return Recipe.model_validate({"output": str(tmp_path), "prompts": {"source": str(tmp_path / "prompts.txt")}} | keys)
+
+
+def test_a_held_out_file_is_read_and_a_reward_tried_on_it(tmp_path: Path) -> None:
+    (tmp_path / "judged.jsonl").write_text("".join(f'{{"prompt": "\\"Z{letter}\\""}}\n' for letter in "ABCDE"))
+    prompts = {"held_out_source": str(tmp_path / "judged.jsonl"), "held_out": 5}
+    recipe = Recipe.model_validate({"output": str(tmp_path), "prompts": prompts})
+    tried = preflight._check_prompts(recipe, on_cluster=False)
+    assert [prompt.split == "held_out" for prompt in tried] == [True, False]
+    check_recipe(recipe, SERVER, on_cluster=False)
+    missing = Recipe.model_validate({"output": str(tmp_path), "prompts": prompts | {"held_out_source": "nowhere.csv"}})
+    with pytest.raises(RecipeError, match=r"prompts\.held_out_source = 'nowhere\.csv': no such file; .* hold out prompts of the"):
+        check_recipe(missing, SERVER, on_cluster=False)
+    with pytest.raises(RecipeError, match=r"prompts\.held_out_source = 'nowhere\.csv' is a local path"):
+        check_recipe(missing.model_copy(update={"output": "s3://bucket/runs"}), SERVER, on_cluster=True)
+    elsewhere = Recipe.model_validate({"output": str(tmp_path), "prompts": prompts | {"held_out_source": "s3://b/geneval.jsonl"}})
+    assert preflight._check_prompts(elsewhere, on_cluster=False) == []
 
 
 def test_prompts_are_read_as_the_run_will(tmp_path: Path) -> None:

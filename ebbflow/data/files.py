@@ -14,6 +14,8 @@ from typing import Any
 from ebbflow.recipe.base import sanitize, short
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_JSON_BYTES = 2**24
+"""Of a file that is one JSON value, which takes some ten times as much memory. Published prompt sets have up to 1 MB."""
 
 
 def check_file(path: Path, suffixes: Collection[str], key: str, error: type[ValueError]) -> None:
@@ -40,6 +42,20 @@ def _decoded(line: bytes, location: str, error: type[ValueError]) -> str:
         return line.decode("utf-8")
     except UnicodeDecodeError as failure:
         raise error(f"{location}: {short(line)} is not UTF-8 ({failure.reason}); save the file as UTF-8") from None
+
+
+def read_list(path: Path, error: type[ValueError]) -> list[Any]:
+    """The JSON list that a file is."""
+    if (size := os.path.getsize(path)) > MAX_JSON_BYTES:
+        raise error(f"{path}: its {size} bytes are more than the {MAX_JSON_BYTES} of a JSON list; convert it to .jsonl")
+    text = "".join(line for _, line in read_lines(path, error))
+    try:
+        items = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as failure:
+        raise error(f"{path}: {short(text)} is not JSON ({failure}); for an object per line use .jsonl") from None
+    if not isinstance(items, list):
+        raise error(f'{path}: {short(text)} is not a list; write [{{"prompt": "..."}}, ...]')
+    return items
 
 
 def parse_object(line: str, location: str, error: type[ValueError]) -> dict[str, Any]:

@@ -13,7 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbflow.data.prompt_files import read_prompt_file
-from ebbflow.data.prompts import PromptError, PromptRow, make_glyph_prompts, require_targets, split_prompts
+from ebbflow.data.prompts import (
+    PromptError,
+    PromptRow,
+    counted,
+    make_glyph_prompts,
+    require_targets,
+    split_prompts,
+    split_with_held_out,
+)
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
@@ -22,11 +30,12 @@ MIN_JUDGED = 4
 """Validation prompts of a branch: two that choose among its policies, and two on which its gate compares."""
 
 
-def prepare(recipe: Recipe, *files: Path) -> tuple[pa.Table, str]:
+def prepare(recipe: Recipe, *files: Path, held_out: Path | None = None) -> tuple[pa.Table, str]:
     """The prompt table (schema ``PROMPTS``) and a sentence about it.
 
     Args:
         files: of ``prompts.source``, or of ``prompts.mixture`` in its order; none makes random strings for the glyph model.
+        held_out: of ``prompts.held_out_source``.
 
     Raises:
         PromptError: a file cannot be used, has too few prompts, or a prompt lacks the text that a reward reads or the image
@@ -43,12 +52,18 @@ def prepare(recipe: Recipe, *files: Path) -> tuple[pa.Table, str]:
         for view in (recipe, *map(recipe.of_branch, recipe.branches)):
             if any(reward.reads for reward in view.rewards):
                 require_targets([row for row in rows if row.source in view.prompts.labels or not view.prompts.mixture], source)
-        if recipe.model.family == "glyph" and recipe.model.path is None:
-            require_letters(rows, recipe.model.training, source)
-    _check_images(rows, recipe.model.family, source)
-    _warn_of_negative_prompts(recipe.model, rows, source)
+    _check_rows(recipe, rows, source)
     # The split of a file never depends on the run: a challenger must not train on prompts that judged its champion.
-    table = split_prompts(rows, config.validation, config.held_out, seed=0 if source else recipe.seed)
+    seed = 0 if source else recipe.seed
+    if held_out:
+        judged, of_judged = _read_file(held_out)
+        if any(reward.reads for reward in recipe.rewards):
+            require_targets(judged, held_out)
+        _check_rows(recipe, judged, held_out)
+        table, shared = split_with_held_out(rows, judged, config.validation, config.held_out, seed)
+        report += f"; {of_judged}" + (f"; {counted(shared, 'prompt')} in both, not trained on" if shared else "")
+    else:
+        table = split_prompts(rows, config.validation, config.held_out, seed)
     trained = table.num_rows - config.validation - config.held_out
     _require_enough(recipe, trained)
     _require_enough_of_each_set(recipe, table)
@@ -112,6 +127,14 @@ def branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Table:
     for row in judged[::2]:
         row["split"] = "held_out"
     return pa.Table.from_pylist(rows, schema=table.schema)
+
+
+def _check_rows(recipe: Recipe, rows: list[PromptRow], source: Path | None) -> None:
+    """Check that the model can draw the prompts of a file."""
+    if source and recipe.model.family == "glyph" and recipe.model.path is None:
+        require_letters(rows, recipe.model.training, source)
+    _check_images(rows, recipe.model.family, source)
+    _warn_of_negative_prompts(recipe.model, rows, source)
 
 
 def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> None:

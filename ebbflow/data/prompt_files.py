@@ -1,4 +1,4 @@
-"""Prompt files of users (.txt, .jsonl, .csv, .parquet) become prompts. The format is in ``datasets/README.md``.
+"""Prompt files (.txt, .jsonl, .json, .csv, .tsv, .parquet) become prompts. The format is in ``datasets/README.md``.
 
 A record is a row's columns by name, empty for an empty line; a location is the row or line for error messages.
 """
@@ -8,20 +8,32 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbflow.data.files import check_file, first_line, parse_object, read_lines
+from ebbflow.data.files import check_file, first_line, parse_object, read_lines, read_list
 from ebbflow.data.images import ImageError, condition_image
 from ebbflow.data.prompts import PromptError, PromptRow, counted
 from ebbflow.recipe.base import lone_surrogate, sanitize, short
 
 COLUMNS = ("prompt", "negative_prompt", "target", "image")
+PROMPT_COLUMNS = {"Prompt": "Category", "prompt_en": "dimension", "text": "question_natural_language"}
+"""How PartiPrompts, VBench and DPG-Bench call the column of the prompt, each with another column that tells the set."""
+QUESTION_COLUMNS = (
+    "proposition_id",
+    "dependency",
+    "category_broad",
+    "category_detailed",
+    "tuple",
+    "question_natural_language",
+)
+"""Of DPG-Bench, which has a row for each question about a prompt."""
 QUOTED = re.compile(r'"([^"]*)"|“([^“”]*)”')
 
 Record = dict[str, Any]
@@ -45,9 +57,11 @@ class ImportReport:
 
 
 def read_prompt_file(path: str | Path) -> tuple[list[PromptRow], ImportReport]:
-    """Read prompts from .txt (one per line), .jsonl (one object per line), .csv (with a header) or .parquet.
+    """Read prompts from .txt (one per line), .jsonl (one object per line), .json (a list of objects), .csv and .tsv (with a
+    header; quotes in a .tsv are text) or .parquet.
 
-    Columns: ``prompt``, and optionally ``negative_prompt``, ``target`` and ``image``; all others are kept as metadata. Without a
+    Columns: ``prompt``, and optionally ``negative_prompt``, ``target`` and ``image``; all others are kept as metadata. The
+    published files of PartiPrompts, VBench and DPG-Bench are read as they are (``PROMPT_COLUMNS``). Without a
     target the quoted parts of the prompt ("..." or typographic) are the target, joined by blanks; a prompt without any has none.
     White space around prompts is cut. An image is a path, or in Parquet the bytes of a file (``images.condition_image``). Of rows
     with the same prompt, negative prompt, target and image the first is kept.
@@ -56,11 +70,10 @@ def read_prompt_file(path: str | Path) -> tuple[list[PromptRow], ImportReport]:
         PromptError: the file or a line of it cannot be used.
     """
     path = Path(path)
-    readers = {".txt": _txt_records, ".jsonl": _jsonl_records, ".csv": _csv_records, ".parquet": _parquet_records}
-    check_file(path, readers, "prompts.source", PromptError)
+    check_file(path, READERS, "prompts.source", PromptError)
     rows: dict[tuple[str, str, str | None, bytes | None], PromptRow] = {}
     duplicates = empty = 0
-    for location, record in readers[path.suffix.lower()](path):
+    for location, record in _merged(READERS[path.suffix.lower()](path)):
         if not record:
             empty += 1
             continue
@@ -87,8 +100,17 @@ def _jsonl_records(path: Path) -> Records:
         yield location, parse_object(line, location, PromptError) or {"prompt": None} if line.strip() else {}
 
 
-def _csv_records(path: Path) -> Records:
-    reader = csv.reader((line for _, line in read_lines(path, PromptError)), strict=True)
+def _json_records(path: Path) -> Records:
+    for number, item in enumerate(read_list(path, PromptError), start=1):
+        location = f"{path}, item {number}"
+        if not isinstance(item, dict):
+            raise PromptError(f'{location}: {short(item)} is not an object; write {{"prompt": "...", ...}}')
+        yield location, item or {"prompt": None}
+
+
+def _csv_records(path: Path, tabs: bool = False) -> Records:
+    lines = (line for _, line in read_lines(path, PromptError))
+    reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines, strict=True)
     header: list[str] | None = None
     while True:
         location = f"{path}, line {reader.line_num + 1}"
@@ -106,7 +128,7 @@ def _csv_records(path: Path) -> Records:
         elif len(fields) != len(header):
             raise PromptError(
                 f"{location}: {short(','.join(fields))} has {counted(len(fields), 'field')} and the header {len(header)}; "
-                "quote fields that hold a comma"
+                + ("take tabs out of fields" if tabs else "quote fields that hold a comma")
             )
         else:
             yield location, dict(zip(header, fields, strict=True))
@@ -134,14 +156,66 @@ def _read_parquet(path: Path) -> pa.Table:
     return table
 
 
+def _prompt_column(names: Collection[str]) -> str:
+    """The name of the column that holds the prompt."""
+    published = (column for column, other in PROMPT_COLUMNS.items() if column in names and other in names)
+    return "prompt" if "prompt" in names else next(published, "prompt")
+
+
 def _check_header(names: list[str], location: str) -> None:
-    if "prompt" not in names:
+    if _prompt_column(names) not in names:
         raise PromptError(f"{location}: no column 'prompt' among {short(', '.join(names))}; name the columns in a header")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise PromptError(f"{location}: the column {short(twice[0])} is there twice; rename one")
 
 
+READERS: dict[str, Callable[[Path], Records]] = {
+    ".txt": _txt_records,
+    ".jsonl": _jsonl_records,
+    ".json": _json_records,
+    ".csv": _csv_records,
+    ".tsv": partial(_csv_records, tabs=True),
+    ".parquet": _parquet_records,
+}
+
+
 # Records to rows.
+
+
+def _merged(records: Records) -> Records:
+    """One record for each prompt, with the column ``prompt``: DPG-Bench has a row for each question, VBench two prompts twice."""
+    found: dict[str, tuple[str, Record]] = {}
+    for location, record in records:
+        column = _prompt_column(record)
+        named = {"prompt" if name == column else name: value for name, value in record.items()}
+        if column == "text":
+            _, item = found.setdefault(f"item {named.get('item_id')}", (location, {"questions": []}))
+            _add_question(item, named, location)
+        elif column == "prompt_en" and isinstance(named["prompt"], str):
+            _, item = found.setdefault(named["prompt"].strip(), (location, named))
+            _add_dimensions(item, named)
+        else:
+            yield location, named
+    yield from found.values()
+
+
+def _add_question(item: Record, row: Record, location: str) -> None:
+    item["questions"].append({column: row.pop(column, None) for column in QUESTION_COLUMNS})
+    texts = {text for text in (item.get("prompt"), row.get("prompt")) if isinstance(text, str) and text.strip()}
+    if len(texts) > 1:
+        raise PromptError(
+            f"{location}: the item {short(row.get('item_id'))} has another text than before; keep to one for an item_id"
+        )
+    item |= row | {"prompt": next(iter(texts), None)}
+
+
+def _add_dimensions(item: Record, again: Record) -> None:
+    dimensions, more = item["dimension"], again["dimension"]
+    if isinstance(dimensions, list) and isinstance(more, list):
+        item["dimension"] = [*dimensions, *(one for one in more if one not in dimensions)]
+    information, more = item.get("auxiliary_info"), again.get("auxiliary_info")
+    if isinstance(more, dict):
+        item["auxiliary_info"] = more | (information if isinstance(information, dict) else {})
 
 
 def _row(record: Record, location: str, path: Path) -> PromptRow:

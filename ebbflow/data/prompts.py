@@ -98,14 +98,41 @@ def split_prompts(rows: Sequence[PromptRow], validation: int, held_out: int, see
             f"{counted(len(rows), 'prompt')} cannot be split into validation = {validation}, held_out = {held_out} and at least "
             "one for training; add prompts or lower one of the two"
         )
-    # Sorting raw random numbers: the bit stream of Philox is fixed for good, numpy's own permutation may change.
-    order = np.argsort(np.random.Philox(key=seed).random_raw(len(rows)), kind="stable")
+    order = _order(len(rows), seed)
     splits = np.full(len(rows), "train", dtype=object)
     splits[order[:validation]] = "validation"
     splits[order[validation : validation + held_out]] = "held_out"
     return pa.Table.from_pylist(
         [{"prompt_id": index, "split": splits[index], **vars(row)} for index, row in enumerate(rows)], schema=PROMPTS
     )
+
+
+def split_with_held_out(
+    rows: Sequence[PromptRow], judged: Sequence[PromptRow], validation: int, held_out: int, seed: int
+) -> tuple[pa.Table, int]:
+    """The prompt table whose held-out prompts are ``held_out`` of ``judged``, and how many of ``rows`` are left out for that.
+
+    What has the text and the image of one of ``judged`` is left out. The id of a held-out prompt is its place in ``judged``, so
+    that its noise is the same whatever the run trains on; the others are numbered from there. A choice of ``judged`` is the same
+    in every run.
+
+    Raises:
+        PromptError: ``judged`` has too few prompts, or nothing would be left to train on.
+    """
+    if held_out > len(judged):
+        raise PromptError(f"prompts.held_out_source has {counted(len(judged), 'prompt')}; lower prompts.held_out = {held_out}")
+    known = {(row.prompt, row.image) for row in judged}
+    kept = [row for row in rows if (row.prompt, row.image) not in known]
+    others = split_prompts(kept, validation, 0, seed).to_pylist()
+    chosen = sorted(_order(len(judged), seed=0)[:held_out].tolist())
+    table = [{"prompt_id": index, "split": "held_out", **vars(judged[index])} for index in chosen]
+    table += [row | {"prompt_id": len(judged) + row["prompt_id"]} for row in others]
+    return pa.Table.from_pylist(table, schema=PROMPTS), len(rows) - len(kept)
+
+
+def _order(count: int, seed: int) -> np.ndarray:
+    """A seeded permutation: raw random numbers, sorted. The bit stream of Philox is fixed, numpy's own permutation may change."""
+    return np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")
 
 
 def write_prompts(table: pa.Table, path: str | Path) -> None:

@@ -16,7 +16,7 @@ MAX_NAME, MAX_PATH = 255, 4000
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 PATTERN, HTTP_PATTERN = re.compile(r"[*?[]"), re.compile(r"[*[]")
 """What Flyte and fsspec take for the pattern of several files."""
-PATH_KEYS = {"path", "source", "pairs", "teacher"}
+PATH_KEYS = {"path", "source", "held_out_source", "pairs", "teacher"}
 """Keys of a recipe that name files, folders or ``package.module:name``."""
 PATH_MAPPINGS = {"teachers"}
 """Keys of mappings whose values do."""

@@ -69,8 +69,8 @@ class PromptsConfig(Strict):
     """Where prompts come from and how they are split by id."""
 
     source: PathText | None = None
-    """A .txt, .jsonl, .csv or .parquet file; left out: random strings for the glyph model. A relative path, here as for every
-    input, is looked for next to the recipe, then in the working directory. ``ebbflow:datasets/signs/prompts.txt`` is
+    """A .txt, .jsonl, .json, .csv, .tsv or .parquet file; left out: random strings for the glyph model. A relative path, here as
+    for every input, is looked for next to the recipe, then in the working directory. ``ebbflow:datasets/signs/prompts.txt`` is
     installed with Ebbflow, so that every pod has it."""
     mixture: list[PromptSetConfig] = []
     """Several files instead of ``source``: every step takes prompts of all of them, in proportion to their weights."""
@@ -80,6 +80,9 @@ class PromptsConfig(Strict):
     """Prompts that choose the best round."""
     held_out: int = Field(128, ge=2)
     """Prompts that only the report and the promotion gate see."""
+    held_out_source: PathText | None = Field(None, exclude_if=partial(operator.is_, None))
+    """A file of its own for the held-out prompts, such as those of a benchmark: ``held_out`` of them, all or a choice that is the
+    same in every run. Its prompts are not trained on. Validation prompts are still of the training set."""
 
     @property
     def sources(self) -> list[str]:
@@ -107,10 +110,17 @@ class PromptsConfig(Strict):
 
     @model_validator(mode="after")
     def _some_left_to_train(self) -> PromptsConfig:
-        if not self.sources and self.validation + self.held_out >= self.count:
-            raise ValueError(
-                f"validation + held_out = {self.validation + self.held_out} leaves nothing of count = {self.count} to train on"
-            )
+        taken = self.validation + (0 if self.held_out_source else self.held_out)
+        if not self.sources and taken >= self.count:
+            names = "validation" if self.held_out_source else "validation + held_out"
+            raise ValueError(f"{names} = {taken} leaves nothing of count = {self.count} to train on")
+        return self
+
+    @model_validator(mode="after")
+    def _a_held_out_file_has_a_number(self) -> PromptsConfig:
+        """A default would evaluate a part of a benchmark, whose numbers then compare with nothing."""
+        if self.held_out_source and "held_out" not in self.model_fields_set:
+            raise ValueError("held_out_source needs held_out, the number of its prompts to evaluate: all of them for a benchmark")
         return self
 
 

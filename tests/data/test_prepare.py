@@ -9,7 +9,7 @@ from ebbflow.data.images import decode_png, encode_png
 from ebbflow.data.prepare import branch_prompts, prepare
 from ebbflow.data.prompts import PromptError
 from ebbflow.data.schema import SPLITS
-from ebbflow.recipe import Recipe
+from ebbflow.recipe import Recipe, RecipeError
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 WORDS = Path(__file__).parents[2] / "datasets" / "words4" / "prompts.txt"
@@ -97,6 +97,59 @@ def test_too_few_prompts_for_a_stage_is_said_at_once() -> None:
 def test_a_files_split_does_not_follow_the_seed() -> None:
     one, other = (prepare(recipe(source=str(WORDS)).model_copy(update={"seed": seed}), WORDS)[0] for seed in (1, 2))
     assert one["split"] == other["split"]
+
+
+def held_out_file(folder: Path, *words: str) -> Path:
+    (folder / "benchmark.jsonl").write_text("\n".join(json.dumps({"prompt": f'"{word}"', "tag": word[0]}) for word in words))
+    return folder / "benchmark.jsonl"
+
+
+def test_held_out_prompts_of_their_own_file_are_all_of_it_and_not_trained_on(tmp_path: Path) -> None:
+    with WORDS.open() as file:
+        shared = [next(file).strip().strip('"') for _ in range(2)]
+    judged = held_out_file(tmp_path, "ZZA", *shared, "ZZB")
+    plain = prepare(recipe(source=str(WORDS)), WORDS)[0]
+    table, report = prepare(recipe(source=str(WORDS), held_out_source=str(judged), held_out=4), WORDS, held_out=judged)
+    rows = table.to_pylist()
+    assert [(row["prompt_id"], row["target"]) for row in rows if row["split"] == "held_out"] == list(
+        enumerate(["ZZA", *shared, "ZZB"])
+    )
+    assert {row["source"] for row in rows if row["split"] == "held_out"} == {"benchmark.jsonl"}
+    assert json.loads(rows[0]["metadata"]) == {"tag": "Z"}
+    others = [row for row in rows if row["split"] != "held_out"]
+    assert [row["target"] for row in others] == [text for text in plain["target"].to_pylist() if text not in shared]
+    assert [row["prompt_id"] for row in others] == list(range(4, plain.num_rows + 2))
+    assert sum(row["split"] == "validation" for row in others) == 2
+    assert "benchmark.jsonl: 4 prompts kept" in report
+    assert f"2 prompts in both, not trained on; {plain.num_rows - 4} to train, 2 to validate, 4 held out" in report
+
+
+def test_a_choice_of_a_held_out_file_is_the_same_in_every_run_and_keeps_its_noise(tmp_path: Path) -> None:
+    words = [f"Z{one}{other}" for one in "ABCD" for other in "EFGH"]
+    judged = held_out_file(tmp_path, *words)
+
+    def chosen(**keys: object) -> list[tuple[int, str]]:
+        table, _ = prepare(recipe(held_out_source=str(judged), held_out=5).model_copy(update=keys), held_out=judged)
+        return [(row["prompt_id"], row["target"]) for row in table.to_pylist() if row["split"] == "held_out"]
+
+    assert chosen() == chosen(seed=5)
+    assert len(chosen()) == 5
+    assert all(words[prompt_id] == word for prompt_id, word in chosen())
+    assert chosen() != list(enumerate(words))[:5]
+
+
+def test_what_is_wrong_with_a_held_out_file_is_said_at_once(tmp_path: Path) -> None:
+    judged = held_out_file(tmp_path, "ZA", "ZB")
+    with pytest.raises(RecipeError, match=r"held_out_source needs held_out, the number of its prompts"):
+        Recipe.model_validate({"prompts": {"held_out_source": str(judged)}})
+    with pytest.raises(PromptError, match=r"held_out_source has 2 prompts; lower prompts\.held_out = 3"):
+        prepare(recipe(held_out_source=str(judged)), held_out=judged)
+    judged = held_out_file(tmp_path, "ZA", "ZB", "TOOLONG")
+    with pytest.raises(PromptError, match=r"benchmark\.jsonl: 1 of 3 prompts are not 1 to 4 letters"):
+        prepare(recipe(held_out_source=str(judged)), held_out=judged)
+    (tmp_path / "benchmark.jsonl").write_text('{"prompt": "a tree"}\n' * 3 + '{"prompt": "a lake"}\n{"prompt": "a sea"}')
+    with pytest.raises(PromptError, match=r"benchmark\.jsonl: 3 of 3 prompts name no text to read"):
+        prepare(recipe(held_out_source=str(judged)), held_out=judged)
 
 
 def prompts_with_images(folder: Path, without: int = 0) -> Path:

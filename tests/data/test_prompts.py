@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from ebbflow.data import files
 from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import (
     PromptError,
@@ -26,6 +27,7 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.recipe.model import GlyphTrainingConfig
 from tests.cpu_time import at_most_cpu_seconds
 
+DPG_HEADER = "item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple,question_natural_language"
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 IMAGE = st.none() | st.binary(max_size=20)
 ROWS = st.lists(
@@ -84,7 +86,14 @@ def test_every_format_gives_the_same_rows(tmp_path):
     parquet = tmp_path / "p.parquet"
     pq.write_table(pa.Table.from_pylist(records), parquet)
     expected = [("OPEN LATE", "blurry", "neon"), ("BYE", "", "paper"), (None, "", "oil")]
-    for path in (jsonl, csv, parquet):
+    json_file = written(tmp_path, "p.json", json.dumps(records, indent=1))
+    tsv = written(
+        tmp_path,
+        "p.tsv",
+        'prompt\tnegative_prompt\ttarget\tstyle\na sign "OPEN" and "LATE"\tblurry\t\tneon\n'
+        'a card "HI"\t\tBYE\tpaper\na tree\t\t\toil\n',
+    )
+    for path in (jsonl, csv, parquet, json_file, tsv):
         rows, report = read_prompt_file(path)
         assert [(row.target, row.negative_prompt, json.loads(row.metadata)["style"]) for row in rows] == expected
         assert {row.source for row in rows} == {path.name}
@@ -158,7 +167,16 @@ def test_the_first_of_duplicates_is_kept_and_metadata_has_sorted_keys(tmp_path):
         ("p.txt", "\n \n", "p.txt", "2 empty lines"),
         ("p.csv", "prompt\n", "p.csv", "no prompt in it"),
         ("p.parquet", "PAR1 or so", "p.parquet", "Parquet"),
-        ("p.tsv", "a", "p.tsv", ".jsonl"),
+        ("p.tsv", "a", "line 1", "no column 'prompt' among 'a'"),
+        ("p.tsv", "prompt\tstyle\na\tb\tc", "line 2", "take tabs out of fields"),
+        ("p.json", '{"prompt": "a"}', "p.json", "not a list"),
+        ("p.json", '[{"prompt": "a"}, "b"]', "item 2", "not an object"),
+        ("p.json", '[{"prompt": "a"}, {}]', "item 2", "no prompt"),
+        ("p.json", '[{"prompt": "a", "prompt": "b"}]', "p.json", "twice"),
+        ("p.json", "[" * 100_000, "p.json", "not JSON"),
+        ("p.csv", f"{DPG_HEADER}\na,cat,,1,0,,,,Cat?\na,dog,,2,1,,,,Dog?", "line 3", "another text"),
+        ("p.csv", f"{DPG_HEADER}\na,,,1,0,,,,Cat?", "line 2", "no prompt"),
+        ("p.xlsx", "a", "p.xlsx", ".jsonl"),
         ("p", "a", "p", ".jsonl"),
     ],
 )
@@ -167,6 +185,83 @@ def test_malformed_files_name_the_file_the_line_and_the_value(tmp_path, name, co
         read_prompt_file(written(tmp_path, name, content))
     for part in (str(tmp_path / name), line, value):
         assert part in str(caught.value)
+
+
+def test_partiprompts_are_read_with_their_categories(tmp_path):
+    content = (
+        "Prompt\tCategory\tChallenge\tNote\n"
+        '"G I G" painted on a wall\tIllustrations\tWriting & Symbols\t\n'
+        "bond\tAbstract\tBasic\tBiology-inspired\n"
+    )
+    rows, report = read_prompt_file(written(tmp_path, "PartiPrompts.tsv", content))
+    assert [(row.prompt, row.target) for row in rows] == [('"G I G" painted on a wall', "G I G"), ("bond", None)]
+    assert json.loads(rows[1].metadata) == {"Category": "Abstract", "Challenge": "Basic", "Note": "Biology-inspired"}
+    assert report.rows == 2
+
+
+def test_what_vbench_lists_twice_is_one_prompt_of_all_its_dimensions(tmp_path):
+    items = [
+        {
+            "prompt_en": "a beach by Hokusai",
+            "dimension": ["appearance_style"],
+            "auxiliary_info": {"appearance_style": {"a": "b"}},
+        },
+        {
+            "prompt_en": "a cat and a dog",
+            "dimension": ["multiple_objects"],
+            "auxiliary_info": {"multiple_objects": {"object": "cat"}},
+        },
+        {"prompt_en": "a beach by Hokusai", "dimension": ["overall_consistency", "imaging_quality"]},
+    ]
+    rows, report = read_prompt_file(written(tmp_path, "VBench_full_info.json", json.dumps(items)))
+    assert [row.prompt for row in rows] == ["a beach by Hokusai", "a cat and a dog"]
+    assert json.loads(rows[0].metadata) == {
+        "dimension": ["appearance_style", "overall_consistency", "imaging_quality"],
+        "auxiliary_info": {"appearance_style": {"a": "b"}},
+    }
+    assert report.duplicates == 0
+
+
+def test_a_prompt_of_dpg_bench_has_all_its_questions(tmp_path):
+    content = (
+        f"{DPG_HEADER}\n"
+        'p1,"A cat, asleep",,1,0,entity,whole,entity - whole (cat),Is there a cat?\n'
+        'p1,"A cat, asleep",,2,1,attribute,state,"attribute - state (cat, asleep)",Is the cat asleep?\n'
+        "p2,A dog,,1,0,entity,whole,entity - whole (dog),Is there a dog?\n"
+    )
+    rows, report = read_prompt_file(written(tmp_path, "dpg_bench.csv", content))
+    assert [row.prompt for row in rows] == ["A cat, asleep", "A dog"]
+    found = json.loads(rows[0].metadata)
+    assert (found["item_id"], found["keywords"], report.duplicates) == ("p1", "", 0)
+    assert found["questions"][1] == {
+        "proposition_id": "2",
+        "dependency": "1",
+        "category_broad": "attribute",
+        "category_detailed": "state",
+        "tuple": "attribute - state (cat, asleep)",
+        "question_natural_language": "Is the cat asleep?",
+    }
+    assert [question["proposition_id"] for question in found["questions"]] == ["1", "2"]
+
+
+def test_rules_and_questions_of_geneval_are_kept(tmp_path):
+    lines = [
+        {
+            "tag": "counting",
+            "include": [{"class": "clock", "count": 2}],
+            "exclude": [{"class": "clock", "count": 3}],
+            "prompt": "a",
+        },
+        {"prompt": "b", "atom_count": 3, "vqa_list": [["Is the pig green?", "Yes"]], "skills": ["attribute"]},
+    ]
+    rows, _ = read_prompt_file(written(tmp_path, "evaluation_metadata.jsonl", "\n".join(map(json.dumps, lines))))
+    assert [json.loads(row.metadata) | {"prompt": row.prompt} for row in rows] == lines
+
+
+def test_a_list_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 20)
+    with pytest.raises(PromptError, match=r"its 21 bytes are more than the 20 of a JSON list; convert it to \.jsonl"):
+        read_prompt_file(written(tmp_path, "p.json", '[{"prompt": "a cat"}]'))
 
 
 def test_malformed_parquet_rows_and_missing_files(tmp_path):
@@ -185,7 +280,7 @@ def test_malformed_parquet_rows_and_missing_files(tmp_path):
 
 
 @settings(max_examples=150, deadline=None)
-@given(content=st.binary(max_size=200), suffix=st.sampled_from([".txt", ".jsonl", ".csv", ".parquet"]))
+@given(content=st.binary(max_size=200), suffix=st.sampled_from([".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet"]))
 @example(content=b"prompt\n\x00", suffix=".csv")
 @example(content=b"prompt\r\ra", suffix=".csv")
 @example(content=b"9" * 5000, suffix=".jsonl")
@@ -198,10 +293,10 @@ def test_arbitrary_bytes_are_prompts_or_a_prompt_error(content, suffix):
     content=st.lists(
         st.sampled_from(['"', ",", "\n", "\r", "prompt", "target", "{", "}", ":", "[", "a", "\\u", "dead", " ", "“", "”"])
     ),
-    suffix=st.sampled_from([".txt", ".jsonl", ".csv"]),
+    suffix=st.sampled_from([".txt", ".jsonl", ".json", ".csv", ".tsv"]),
 )
 def test_almost_well_formed_files_are_prompts_or_a_prompt_error(content, suffix):
-    head = "prompt,target\n" if suffix == ".csv" else ""
+    head = {".csv": "prompt,target\n", ".tsv": "prompt\ttarget\n"}.get(suffix, "")
     assert_rows_or_error((head + "".join(content)).encode(), suffix)
 
 

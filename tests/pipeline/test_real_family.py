@@ -18,6 +18,7 @@ from PIL import Image
 from ebbflow.models import load_model
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.storage.tables import read_table
 from tests.glyph_stages import small_stage
 from tests.pipeline.conftest import run_pipeline
 
@@ -38,15 +39,16 @@ def _publish_lora(base: Path, folder: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_published_layout_goes_from_a_lora_to_a_registered_version(workplace: Path) -> None:
-    base, lora, prompts = workplace / "sd3", workplace / "lora", workplace / "prompts.txt"
+    base, lora, prompts, judged = (workplace / name for name in ("sd3", "lora", "prompts.txt", "benchmark.jsonl"))
     build_tiny("sd3", base)
     _publish_lora(base, lora)
     prompts.write_text("\n".join(PROMPTS))
+    judged.write_text("\n".join(json.dumps({"prompt": f"a photo of {tag}", "tag": tag}) for tag in ("a cat", "a dog", "a cow")))
     online = {"kind": "online", "steps": 1, "prompts_per_step": 2, "group_size": 4, "micro_batch": 8}
     offline = {"kind": "offline", "prompts": 4, "group_size": 4, "micro_batch": 8, "batch_size": 8, "epochs": 1}
     changes = {
         "model": {"family": "sd3", "path": str(base), "height": 64, "width": 64, "guidance": 3.0, "precision": "bfloat16"},
-        "prompts": {"source": str(prompts), "validation": 2, "held_out": 4},
+        "prompts": {"source": str(prompts), "validation": 2, "held_out_source": str(judged), "held_out": 3},
         "rewards": ["jpeg_compressibility"],
         "guardrails": ["jpeg_incompressibility"],
         "policy": {"train": "lora", "rank": 4, "alpha": 4, "start": {"path": str(lora)}},
@@ -60,6 +62,9 @@ def test_a_published_layout_goes_from_a_lora_to_a_registered_version(workplace: 
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (path,) = (workplace / "runs").glob("*/summary.json")
     summary = json.loads(path.read_text())
+    (samples,) = (workplace / "runs").glob("*/nodes/before*/samples.parquet")
+    held_out = [row["prompt"] for row in read_table(samples).to_pylist() if row["split"] == "held_out"]
+    assert held_out[:3] == ["a photo of a cat", "a photo of a dog", "a photo of a cow"]
     assert summary["before"].keys() == summary["after"].keys() == {"reward", "jpeg_compressibility", "jpeg_incompressibility"}
 
     uri = f"sqlite:///{workplace}/runs/mlflow.db"
