@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -157,13 +158,18 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
 
 
 def _check_pixels(family: str, algorithm: str) -> None:
-    if family not in FAMILIES:
-        from ebbflow.models.base import require_pixels  # imports torch
-        from ebbflow.models.families import adapter_of  # as above
+    from ebbflow.models.base import require_pixels  # imports torch
 
-        adapter = adapter_of(family)
-        if not hasattr(adapter, "__getattr__"):  # such a one may find the method in what it wraps: it is asked once it is loaded
-            require_pixels(adapter, algorithm)
+    if family not in FAMILIES and (adapter := _own_adapter(family)):
+        require_pixels(adapter, algorithm)
+
+
+def _own_adapter(family: str) -> Any:
+    """The class of a user's family; None of one that may find its methods in what it wraps: it is asked once it is loaded."""
+    from ebbflow.models.families import adapter_of  # as above
+
+    adapter: Any = adapter_of(family)
+    return None if hasattr(adapter, "__getattr__") else adapter
 
 
 def _check_further_sizes(recipe: Recipe) -> None:
@@ -173,6 +179,10 @@ def _check_further_sizes(recipe: Recipe) -> None:
     for index, stage in enumerate(recipe.stages):
         for number, size in enumerate(stage.sizes):
             found[f"stages.{index}.sizes.{number}"] = resized(model, size.height, size.width)
+    if found and model.family not in FAMILIES and (adapter := _own_adapter(model.family)):
+        from ebbflow.models.base import require_resize  # as above
+
+        require_resize(adapter)
     if found and model.family in FAMILIES:
         from ebbflow.models import ModelError  # as above
         from ebbflow.models.sizes import check_drawn_size

@@ -238,13 +238,14 @@ def test_an_algorithm_on_the_gradient_of_the_reward_needs_rewards_that_have_one(
         check_recipe(Recipe.model_validate(recipe), SERVER, on_cluster=False)
 
 
-def without_pixels() -> type:
-    """A user's own family, written for other algorithms: the members of the glyph model but one."""
-    members = {name: value for name, value in vars(GlyphModel).items() if name != "pixels" and not name.startswith("__")}
+def older_family() -> type:
+    """A user's own family, written for other recipes: the members of the glyph model but two."""
+    left_out = ("pixels", "resize")
+    members = {name: value for name, value in vars(GlyphModel).items() if name not in left_out and not name.startswith("__")}
     return type("OlderFamily", (), members)
 
 
-OLDER_FAMILY = without_pixels()
+OLDER_FAMILY = older_family()
 
 
 def test_an_algorithm_on_the_gradient_of_the_reward_needs_a_family_that_decodes_with_gradient(tmp_path: Path) -> None:
@@ -253,6 +254,16 @@ def test_an_algorithm_on_the_gradient_of_the_reward_needs_a_family_that_decodes_
     with pytest.raises(ModelError, match=r"draft learns from .* rewards, and OlderFamily has no pixels\(latents\)"):
         check_recipe(Recipe.model_validate(recipe | {"stages": [on_gradient("draft")]}), SERVER, on_cluster=False)
     check_recipe(Recipe.model_validate(recipe | {"stages": [on_gradient("mix_grpo")]}), SERVER, on_cluster=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"stages": [{"kind": "online", "sizes": [{"height": 64, "width": 64}]}]}, {"evaluation": {"height": 64}}],
+)
+def test_several_sizes_need_a_family_that_generates_in_them(tmp_path: Path, settings: dict[str, object]) -> None:
+    recipe = {"output": str(tmp_path), "model": {"family": f"{__name__}:OLDER_FAMILY", "path": "s3://bucket/base"}}
+    with pytest.raises(ModelError, match=r"OlderFamily has no resize\(height, width\); write one"):
+        check_recipe(Recipe.model_validate(recipe | settings), SERVER, on_cluster=False)
 
 
 def on_gradient(algorithm: str) -> dict[str, object]:

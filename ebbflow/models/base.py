@@ -237,8 +237,7 @@ def drawing_at(model: Model, size: Size | None) -> Iterator[None]:
         yield
         return
     resizable: Any = model
-    if not hasattr(model, "resize"):
-        raise ModelError(f"{type(model).__name__} has no resize(height, width); write one, or leave the stage's 'sizes' out")
+    require_resize(model)
     before = resizable.height, resizable.width
     resizable.resize(*size)
     try:
@@ -254,11 +253,27 @@ def require_pixels(model: Any, algorithm: str) -> None:
         ModelError: a user's family has no ``pixels``.
     """
     if not hasattr(model, "pixels"):
-        family = model.__name__ if isinstance(model, type) else type(model).__name__
         raise ModelError(
-            f"{algorithm} learns from the gradient of the rewards, and {family} has no pixels(latents), which decodes with "
-            "gradient; write one (docs/extending.md), or set algorithm.name to mix_grpo"
+            f"{algorithm} learns from the gradient of the rewards, and {_class_name(model)} has no pixels(latents), which "
+            "decodes with gradient; write one (docs/extending.md), or set algorithm.name to mix_grpo"
         )
+
+
+def require_resize(model: Any) -> None:
+    """Check that a model, or its class, generates in several sizes.
+
+    Raises:
+        ModelError: a user's family has no ``resize``.
+    """
+    if not hasattr(model, "resize"):
+        raise ModelError(
+            f"{_class_name(model)} has no resize(height, width); write one (docs/extending.md), or leave 'sizes' of stages, "
+            "evaluation.height and evaluation.width out"
+        )
+
+
+def _class_name(model: Any) -> str:
+    return model.__name__ if isinstance(model, type) else type(model).__name__
 
 
 def device_of(model: Model) -> torch.device:
