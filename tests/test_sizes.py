@@ -255,6 +255,23 @@ def test_decoding_takes_three_maps_of_the_widest_block_at_full_resolution():
     assert published(SD35, "sd3").decoding == pytest.approx(3 * 256 * 4, rel=0.03)
 
 
+@pytest.mark.parametrize(("family", "model"), [("sd3", {}), ("wan", {"frames": 5})], ids=["image", "video"])
+def test_decoding_with_gradient_takes_what_autograd_keeps_and_little_more(tiny_recipe, family, model):
+    recipe = tiny_recipe(family, model | {"height": 128, "width": 128})
+    loaded, (sizes, sample), kept = load_model(Path(recipe.model.path), recipe.model), measure(recipe.model), {}
+    own = {value.untyped_storage().data_ptr() for value in loaded.pipeline.vae.parameters()}
+
+    def keep(value):
+        storage = value.untyped_storage()
+        kept.update({storage.data_ptr(): storage.nbytes()} if storage.data_ptr() not in own else {})
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        loaded.pixels(torch.zeros(1, *loaded.latent_shape).requires_grad_())
+    assert sizes.decoding < 0.8 * sum(kept.values()) / sample.pixels < 0.8 * sizes.decoding_with_gradient * 1.05
+    assert sizes.decoding_with_gradient < 1.4 * sum(kept.values()) / sample.pixels
+
+
 def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
     plain, editing = published(QWEN, "qwen_image"), published("Qwen/Qwen-Image-Edit", "qwen_image_edit")
     assert editing == replace(plain, vae_encodes_prompts=True)

@@ -34,6 +34,7 @@ class Sizes:
         frozen: parameters of another network that also denoises and is never trained.
         vae: parameters.
         decoding: bytes that the VAE's tensors take at most while it decodes, per pixel of an image.
+        decoding_with_gradient: the same, of decoding with gradient and the backward pass.
         vae_encodes_prompts: prompts come with an image.
         decoded_frames: of a video, that the VAE decodes at a time.
         text_width: of an encoded token of a prompt.
@@ -50,6 +51,7 @@ class Sizes:
     text_width: int
     stored: int
     decoding: int = 0
+    decoding_with_gradient: int = 0
     vae_encodes_prompts: bool = False
     decoded_frames: int = 1
     buffers: int = 0

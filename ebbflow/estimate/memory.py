@@ -17,10 +17,14 @@ activations    n s h L 34 b / 2 (2205.05198, without the scores that flash atten
                classifier-free guidance in training; a share of it where processes share the tokens. Without
                gradients n s h 10 b: a token's residual, its modulated copy, and the 4 h of the feed-forward
                layer before and after its nonlinearity; or the VAE while it decodes, if that is more. Where adapters
-               are merged to generate (``Policy.merged``), 4 bytes for each element of the weights that they adapt
+               are merged to generate (``Policy.merged``), 4 bytes for each element of the weights that they adapt.
+               On the gradient of the reward also the VAE while it decodes with gradient, and of the network of each
+               reward n s h L 34 b / 2 for the image; of several steps with gradient, which are repeated, the larger
+               of the two
 samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each trained step,
                of a few-step student two for each step
-others         text encoders, VAE or reward networks that are loaded at the same time
+others         text encoders, VAE or reward networks that are loaded at the same time; on the gradient of the reward
+               every process that trains has the reward networks
 =============  =================================================================================================
 
 With ``model.cpu_offload`` the copies and AdamW's 8 A are in main memory, and where a model is sharded, its shard of the weights
@@ -41,10 +45,11 @@ from dataclasses import dataclass, replace
 from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE, Sample, Sizes
 from ebbflow.estimate.work import BYTES, compared_copies, passes_of, trained_steps, units_of
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.algorithms import MatchingConfig
+from ebbflow.recipe.algorithms import GradientConfig, MatchingConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.recipe import DRIFT_SIGMAS
 from ebbflow.recipe.rewards import RewardConfig
+from ebbflow.rewards.combine import scored_frames
 from ebbflow.stage import StageContext
 
 BLOCK_BYTES = 34
@@ -62,6 +67,17 @@ REWARD_PARAMETERS = {
     "hpsv3": 7_748_610_610,
 }
 """Of networks that rewards load: CLIP-H, CLIP-L, BLIP and Qwen2-VL-7B without its head for words, as transformers builds them."""
+
+REWARD_BLOCKS = {
+    "pickscore": ((32, 1280, 257),),
+    "hps": ((32, 1280, 257),),
+    "clipscore": ((24, 1024, 257),),
+    "aesthetic": ((24, 1024, 257),),
+    "imagereward": ((24, 1024, 197),),
+    "hpsv3": ((32, 1280, 1024), (28, 3584, 900)),
+}
+"""(blocks, width, tokens) of what the gradient of an image goes through: vision transformers, of ``hpsv3`` also Qwen2-7B, which
+reads 256 tokens of the image, the question and the prompt."""
 
 
 @dataclass(frozen=True)
@@ -263,9 +279,11 @@ class ProcessMemory:
         share = math.ceil(units_of(ctx)[0] / config.updates_per_step / ranks)  # of the samples, in an update
         recorded = 3 * trained_steps(ctx) if ctx.config.hyper.kind == "trajectory" else 0
         samples = config.prompts_per_step * config.group_size
+        on_gradient = isinstance(ctx.config.hyper, GradientConfig)
         return replace(
             self._training_state(ctx, ranks, ranks),
             activations=self._training(ctx),
+            others=_reward_bytes(ctx.own_recipe.rewards) if on_gradient else 0,
             samples=samples * (self.prompt_bytes + self.latents * (1 + recorded)) + self._update(ctx, share),
         )
 
@@ -318,13 +336,34 @@ class ProcessMemory:
         return max(network, 4 * self.sizes.vae + self.sizes.decoding * decoded if self.sizes.vae else 0)
 
     def _training(self, ctx: StageContext) -> int:
-        """Of one forward and backward pass."""
-        model = self.recipe.model
+        """Of one forward and backward pass; on the gradient of the reward, of what decodes and scores the images, too."""
+        model, hyper = self.recipe.model, ctx.config.hyper
         rows = max(ctx.config.micro_batch, units_of(ctx)[1])
         every = model.gradient_checkpointing_every
         kept = activation_bytes(self.sizes, self.sample.tokens, model.precision, model.gradient_checkpointing, every)
-        return rows * kept * passes_of(ctx, self.sample)
+        network = rows * kept * passes_of(ctx, self.sample)
+        if not isinstance(hyper, GradientConfig):
+            return network
+        images = rows * (self.sizes.decoding_with_gradient * self.sample.pixels + self._scoring(ctx))
+        # Several steps are repeated in the backward pass, when nothing of the images is left.
+        return 4 * self.sizes.vae + (max(network, images) if hyper.steps_with_gradient > 1 else network + images)
+
+    def _scoring(self, ctx: StageContext) -> int:
+        """What the reward networks keep of an image, or of the scored frames of a video, for the backward pass."""
+        frames = len(scored_frames(self.recipe.model.frames))
+        return frames * sum(map(scoring_bytes, ctx.own_recipe.rewards))
+
+
+def scoring_bytes(reward: RewardConfig) -> int:
+    """Bytes that the network of a reward keeps of an image for the backward pass; 0 where none is known."""
+    of_blocks = (blocks * width * tokens for blocks, width, tokens in REWARD_BLOCKS.get(reward.name, ()))
+    return BLOCK_BYTES * sum(of_blocks) * _reward_precision(reward) // 2
 
 
 def _reward_bytes(rewards: Iterable[RewardConfig]) -> int:
-    return sum(REWARD_PARAMETERS.get(reward.name, 0) * BYTES[getattr(reward, "precision", "float32")] for reward in rewards)
+    return sum(REWARD_PARAMETERS.get(reward.name, 0) * _reward_precision(reward) for reward in rewards)
+
+
+def _reward_precision(reward: RewardConfig) -> int:
+    """Bytes of a number."""
+    return BYTES[getattr(reward, "precision", "float32")]

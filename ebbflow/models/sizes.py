@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,8 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
         frozen=sum(_parameters(getattr(pipeline, name)) for name in adapter.networks) - _parameters(transformer),
         unused=sum(unused),
         vae=_parameters(pipeline.vae) if hasattr(pipeline, "vae") else 0,
-        decoding=_decoding_bytes(pipeline.vae, adapter.latent_shape[0]) if hasattr(pipeline, "vae") else 0,
+        decoding=_decoding_bytes(pipeline.vae, adapter.latent_shape) if hasattr(pipeline, "vae") else 0,
+        decoding_with_gradient=_decoding_bytes(pipeline.vae, adapter.latent_shape, True) if hasattr(pipeline, "vae") else 0,
         vae_encodes_prompts="vae" in adapter.text_parts,
         decoded_frames=getattr(adapter, "decoded_frames", 1),
         stored=stored,
@@ -189,12 +192,28 @@ def _build(part: Part) -> nn.Module:
     return built
 
 
-def _decoding_bytes(vae: Any, channels: int) -> int:
-    """Bytes per pixel while a VAE decodes an image of ``DECODED_SIDE`` latents a side."""
+def _decoding_bytes(vae: Any, latent_shape: Sequence[int], with_gradient: bool = False) -> int:
+    """Bytes per pixel while a VAE decodes an image of ``DECODED_SIDE`` latents a side, and takes the gradient of that.
+
+    Without gradient a video is decoded part by part; with it, all parts are kept, and the second one stands for all later ones.
+    """
     frames = [1] if any(isinstance(layer, nn.Conv3d) for layer in vae.modules()) else []
-    latents = torch.zeros(1, channels, *frames, DECODED_SIDE, DECODED_SIDE, device="meta")
-    with torch.no_grad(), _PeakBytes() as held:
+    if frames and with_gradient:
+        frames = [min(2, latent_shape[1])]
+    kind: Any = type(vae)
+    config = json.dumps(vae.config, sort_keys=True, default=str)
+    return _peak_of_decoding(kind, config, (latent_shape[0], *frames), with_gradient)
+
+
+@cache
+def _peak_of_decoding(kind: Any, config: str, channels_and_frames: tuple[int, ...], with_gradient: bool) -> int:
+    with torch.device("meta"):
+        vae = kind.from_config(json.loads(config)).requires_grad_(False)
+    latents = torch.zeros(1, *channels_and_frames, DECODED_SIDE, DECODED_SIDE, device="meta", requires_grad=with_gradient)
+    with torch.set_grad_enabled(with_gradient), _PeakBytes() as held:
         image = vae.decode(latents, return_dict=False)[0]
+        if with_gradient:
+            torch.autograd.grad(image, latents, torch.ones_like(image))
     return int(held.peak / math.prod(image.shape[2:]))
 
 

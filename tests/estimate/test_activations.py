@@ -13,10 +13,18 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from peft import LoraConfig
+from transformers import (
+    BlipVisionConfig,
+    BlipVisionModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Qwen2VLConfig,
+    Qwen2VLModel,
+)
 
 from ebbflow.data.model_sizes import Sizes
 from ebbflow.estimate.hours import training_passes
-from ebbflow.estimate.memory import activation_bytes
+from ebbflow.estimate.memory import BLOCK_BYTES, activation_bytes
 from ebbflow.estimate.run import estimate
 from ebbflow.estimate.text import GIB
 from ebbflow.recipe import load_recipe
@@ -111,6 +119,56 @@ def toy(blocks):
 
 def tokens_of(family):
     return (SIDE // 2) ** 2 + (0 if family == "wan" else TEXT)
+
+
+def kept_for_the_gradient(module, image, call):
+    """Bytes that autograd keeps of an image through a network that is not trained; its own weights do not count."""
+    own = {value.untyped_storage().data_ptr() for value in module.requires_grad_(False).eval().parameters()}
+    kept = {}
+
+    def keep(value):
+        storage = value.untyped_storage()
+        kept.update({storage.data_ptr(): storage.nbytes()} if storage.data_ptr() not in own else {})
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        call(image.requires_grad_())
+    return sum(kept.values())
+
+
+def of_vision(kind, config, patch, layers):
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_attention_heads": 4, "image_size": 224}
+    module = kind(config(**sizes, num_hidden_layers=layers, patch_size=patch))
+    return kept_for_the_gradient(module, torch.rand(1, 3, 224, 224), lambda pixels: module(pixel_values=pixels))
+
+
+def of_qwen(layers, language):
+    """In the shape of Qwen2-VL-7B, a sixteenth of its width."""
+    text = {"hidden_size": 224, "intermediate_size": 1184, "num_hidden_layers": layers, "num_attention_heads": 28}
+    rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    text |= {"num_key_value_heads": 4, "vocab_size": 8, "bos_token_id": 0, "eos_token_id": 0, "rope_scaling": rope}
+    vision = {"depth": layers, "embed_dim": WIDTH, "hidden_size": 224, "num_heads": 4}
+    module = Qwen2VLModel(Qwen2VLConfig(text_config=text, vision_config=vision))
+    if language:
+        return kept_for_the_gradient(module, torch.rand(1, 300, 224), lambda x: module.language_model(inputs_embeds=x))
+    grid = torch.tensor([[1, 16, 16]])
+    return kept_for_the_gradient(module, torch.rand(256, 1176), lambda x: module.visual(x, grid_thw=grid))
+
+
+@pytest.mark.parametrize(
+    ("kept", "size"),
+    [
+        (lambda layers: of_vision(CLIPVisionModel, CLIPVisionConfig, 14, layers), 257 * WIDTH),
+        (lambda layers: of_vision(BlipVisionModel, BlipVisionConfig, 16, layers), 197 * WIDTH),
+        (lambda layers: of_qwen(layers, language=False), 256 * WIDTH),
+        (lambda layers: of_qwen(layers, language=True), 300 * 224),
+    ],
+    ids=["clip", "blip", "qwen's eyes", "qwen"],
+)
+def test_what_a_reward_keeps_of_an_image_is_right_within_a_factor_of_two(kept, size):
+    """A block over estimated: .83, .82, .94 and 1.19."""
+    ratio = (kept(3) - kept(1)) / 2 / (BLOCK_BYTES * 2 * size)
+    assert 0.5 < ratio < 2, f"a block keeps {ratio:.2f} times the estimate"
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")

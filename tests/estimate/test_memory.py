@@ -10,7 +10,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 from ebbflow.estimate.hours import hours
-from ebbflow.estimate.memory import Memory
+from ebbflow.estimate.memory import REWARD_PARAMETERS, Memory, activation_bytes
 from ebbflow.estimate.run import estimate, estimate_of, trained_parameters
 from ebbflow.estimate.text import describe
 from ebbflow.models import load_model
@@ -169,6 +169,48 @@ def test_rollouts_merge_adapters_where_no_trajectory_is_recorded(tiny_recipe, ke
         generates = "training" if placement.get("placement") == "in_process" else "rollout"
         of_stage = {label: label.endswith(generates) and merges for label in found if label.startswith("1.1")}
         assert found == {"text encoding": False, "evaluation": True} | of_stage
+
+
+def gradient_stage(algorithm, **stage):
+    return {"kind": "online", "algorithm": algorithm, "sampler": {"name": "ode", "steps": 3}, "micro_batch": 3} | stage
+
+
+PICKSCORE = {"rewards": ["pickscore"], "guardrails": ["clipscore"]}
+RAY = {"placement": "ray", "resources": {"training": {"count": 2}}}
+
+
+def test_the_gradient_of_the_reward_goes_through_the_vae_and_the_reward_s_network(tiny_recipe):
+    def activations(algorithm, **recipe):
+        made = estimate(tiny_recipe("sd3", stages=[gradient_stage(algorithm)], **recipe))
+        return made.memory["1.1 online training"].activations, made
+
+    jumped, made = activations({"name": "refl"}, **PICKSCORE)
+    sizes, pixels = made.sizes, made.sample.pixels
+    network = activation_bytes(sizes, made.sample.tokens, "float32", checkpointing=False) * 3
+    images = 3 * (sizes.decoding_with_gradient * pixels + 34 * 2 * 257 * 1280 * 32)
+    assert jumped == 4 * sizes.vae + network + images
+    assert activations({"name": "draft", "last_steps": 2}, **PICKSCORE)[0] == 4 * sizes.vae + max(network, images)
+
+
+def test_every_rank_that_learns_from_the_gradient_has_the_reward_networks(tiny_recipe):
+    def others(algorithm, **stage):
+        memory = estimate(tiny_recipe("sd3", stages=[gradient_stage(algorithm, **stage)], **PICKSCORE)).memory
+        return [memory[name].others for name in memory if name.startswith("1.1 online")]
+
+    pickscore = 4 * REWARD_PARAMETERS["pickscore"]
+    assert others({"name": "refl"}) == [pickscore]
+    assert others({"name": "refl"}, **RAY) == [pickscore, 0, pickscore]
+    assert others({"name": "dgpo"}, **RAY) == [0, 0, pickscore]
+
+
+def test_every_scored_frame_of_a_video_counts(tiny_recipe):
+    def activations(frames, **recipe):
+        stages = [gradient_stage({"name": "refl"}, **RAY)]
+        return estimate(tiny_recipe("wan", {"frames": frames}, stages=stages, **recipe)).memory["1.1 online training"].activations
+
+    for frames, scored in ((5, 5), (17, 8)):
+        of_reward = activations(frames, **PICKSCORE) - activations(frames, rewards=["ocr"])
+        assert of_reward == 3 * scored * 34 * 2 * 257 * 1280 * 32
 
 
 def test_processes_share_weights_and_optimiser_and_hold_one_block(tiny_recipe):
