@@ -74,7 +74,7 @@ def open_policy(
     for name in ctx.following:
         policy.ensure(name)
     if ctx.starts_as_teacher:
-        policy.snapshot("teacher")
+        policy.load_copy("teacher", folder)  # what was evaluated: of a policy with an average, not what training goes on from
     if ctx.recipe.policy.ema:
         policy.ensure("ema")
     return policy, metadata

@@ -345,6 +345,17 @@ def test_a_teacher_is_what_its_folder_serves(base_folder, model, start, ctx, tmp
     assert "iterate" not in policy.copies
 
 
+@BOTH
+def test_a_teacher_that_the_stage_starts_from_is_what_was_evaluated(base_folder, start, ctx, tmp_path, config):
+    config = averaged(config)
+    _, average = train(ctx(config), base_folder, start(config), tmp_path / "trained", 3)
+    student = ctx(config, online={"algorithm": {"name": "dmd2"}, "sampler": {"steps": 2}})
+    policy, _ = open_policy(student, load_model(base_folder), tmp_path / "trained")
+    assert same(policy.copies["teacher"], average)
+    assert same(policy.copies["fake"], values(policy))
+    assert farthest(values(policy), average) > 1e-4
+
+
 @pytest.mark.parametrize("other", [{"base_digest": "another"}, {"model": ModelConfig(family="mine.models:load", path="base")}])
 def test_a_teacher_of_another_base_is_refused(base_folder, model, start, ctx, tmp_path, other):
     mine = {"base_digest": verify(base_folder), "recipe_digest": "r", "config": FULL, "version": 1}
