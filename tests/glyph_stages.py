@@ -54,6 +54,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": {"noise_levels": 2}, "sampler": {"name": "ode", "steps": 6}},
     "refl": {"algorithm": {"weight": 1.0}, "sampler": {"name": "ode", "steps": 6}},
     "draft": {"sampler": {"name": "ode", "steps": 6}, "reference": {"weight": 0.0}},
+    "srpo": {"sampler": {"name": "ode", "steps": 6}},
     "rwr": {"algorithm": {"noise_levels": 2}, "sampler": {"name": "ode", "steps": 6}},
 }
 """By algorithm, the keys of a stage in which a small model wants other values than the published defaults."""

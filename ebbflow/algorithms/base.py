@@ -2,8 +2,8 @@
 
 A *row* is one entry of the loss. Trajectory algorithms have a row per (sample, trained denoising step), forward-process
 algorithms one per (sample, draw of sigma and noise), algorithms on the gradient of the reward and those that match distributions
-one per sample. The update averages over the rows, weighs them where rollouts are corrected, adds the reference penalty, and names
-a row that is not finite: no algorithm does any of this itself.
+one per sample (Direct-Align one per sample and branch). The update averages over the rows, weighs them where rollouts are
+corrected, adds the reference penalty, and names a row that is not finite: no algorithm does any of this itself.
 """
 
 from __future__ import annotations
@@ -114,6 +114,45 @@ class GradientRows:
 
 
 @dataclass(frozen=True)
+class DirectAlignRows:
+    """M rows of a loss on the gradient of the reward of recovered samples, one per sample and branch.
+
+    Attributes:
+        clean: x0, the final latents of the rollout, [M, ...].
+        noise: eps, the noise that the rollout started from, [M, ...].
+        sigma: [M]; the network saw (1 - sigma) x0 + sigma eps.
+        end_sigma: [M], where the step with gradient ends: below ``sigma`` in the denoising branch, above it in the inversion
+            branch.
+        velocity: under the policy being trained, at ``sigma``, with gradient, [M, ...].
+        rewards: from final latents [M, ...] to the weighted sums of the rewards of their images with gradient, [M] each: of the
+            prompts after the positive and after the negative word.
+        copies: the velocity under each policy copy that the algorithm asked for.
+        advantage: [M].
+        advantage_clip: ``advantages.clip``; every advantage lies within plus and minus this.
+    """
+
+    clean: Tensor
+    noise: Tensor
+    sigma: Tensor
+    end_sigma: Tensor
+    velocity: Tensor
+    rewards: Callable[[Tensor], tuple[Tensor, Tensor]]
+    copies: Mapping[CopyName, Tensor]
+    advantage: Tensor
+    advantage_clip: float = ADVANTAGE_CLIP
+
+    @property
+    def recovered(self) -> Tensor:
+        """The clean latents that one Euler step to ``end_sigma`` and the known noise give, with gradient, [M, ...].
+
+        (x + (sigma' - sigma) v - sigma' eps) / (1 - sigma') of x = (1 - sigma) x0 + sigma eps, which is
+        x0 + (sigma' - sigma) / (1 - sigma') (v - (eps - x0)).
+        """
+        factor = (self.end_sigma - self.sigma) / (1 - self.end_sigma)
+        return self.clean + expand_like(factor, self.clean) * (self.velocity - (self.noise - self.clean))
+
+
+@dataclass(frozen=True)
 class MatchingRows:
     """M rows of a loss that matches the distribution of a few-step student to that of its teacher, one per sample.
 
@@ -143,7 +182,7 @@ class MatchingRows:
         return self.latents - expand_like(self.sigma, self.velocity) * self.velocity
 
 
-AnyRows: TypeAlias = TrajectoryRows | ForwardRows | GradientRows | MatchingRows
+AnyRows: TypeAlias = TrajectoryRows | ForwardRows | GradientRows | DirectAlignRows | MatchingRows
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import Algorithm, ForwardRows, GradientRows, MatchingRows, TrajectoryRows, expand_like, per_row
+from ebbflow.algorithms.base import (
+    Algorithm,
+    DirectAlignRows,
+    ForwardRows,
+    GradientRows,
+    MatchingRows,
+    TrajectoryRows,
+    expand_like,
+    per_row,
+)
 from ebbflow.flow.transition import log_prob, sample, transition
-from ebbflow.recipe.algorithms import AlgorithmConfig
+from ebbflow.recipe.algorithms import AlgorithmConfig, DirectAlignConfig
 from ebbflow.recipe.base import RecipeError, sanitize
 
 PROMPTS, GROUP, LATENT = 2, 4, (1, 4, 4)
@@ -31,7 +40,8 @@ def try_loss(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> None:
     """
     groups = _selected(path, algorithm, hyper)
     makers = {"forward": _forward_rows, "trajectory": _trajectory_rows, "gradient": _gradient_rows, "matching": _matching_rows}
-    rows, velocity = makers[hyper.kind](groups, algorithm, hyper)
+    make = _direct_align_rows if isinstance(hyper, DirectAlignConfig) else makers[hyper.kind]
+    rows, velocity = make(groups, algorithm, hyper)
     count, name = len(velocity), f"the loss of {path}, {_name(algorithm.loss)},"
     try:
         returned: Any = algorithm.loss(rows, hyper)
@@ -102,6 +112,23 @@ def _gradient_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -
         velocity=velocity,
         denoise=lambda v: latents - expand_like(sigma, v) * v,
         reward=lambda clean: -per_row(clean**2),
+        copies={copy: velocity.detach() + DISTANCE * draw() for copy in algorithm.copies(hyper)},
+        advantage=advantage,
+    )
+    return rows, velocity
+
+
+def _direct_align_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -> tuple[DirectAlignRows, Tensor]:
+    """The rows of a denoising branch, with rewards that are best at 0, and the prediction in them."""
+    draw, advantage, _ = _draws(groups)
+    velocity, sigma = draw().requires_grad_(), torch.full((len(advantage),), hyper.max_sigma)
+    rows = DirectAlignRows(
+        clean=draw(),
+        noise=draw(),
+        sigma=sigma,
+        end_sigma=torch.full_like(sigma, hyper.min_sigma),
+        velocity=velocity,
+        rewards=lambda clean: (-per_row(clean**2), -per_row(clean**2) / 2),
         copies={copy: velocity.detach() + DISTANCE * draw() for copy in algorithm.copies(hyper)},
         advantage=advantage,
     )

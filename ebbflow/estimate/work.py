@@ -9,7 +9,7 @@ import numpy as np
 
 from ebbflow.data.model_sizes import Sample, Sizes
 from ebbflow.flow.windows import Plan, samples_per_prediction, shortened
-from ebbflow.recipe.algorithms import ForwardConfig, GradientConfig, MatchingConfig
+from ebbflow.recipe.algorithms import DirectAlignConfig, ForwardConfig, GradientConfig, MatchingConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import correction_of
 from ebbflow.stage import StageContext, drift_stride
@@ -58,7 +58,8 @@ def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Wo
     gradient_steps = 1
     if isinstance(config.hyper, GradientConfig):  # the steps before it are repeated without gradient, at most all of them
         gradient_steps = config.hyper.steps_with_gradient
-        comparing += rows * (config.sampler.steps - gradient_steps)
+        if not isinstance(config.hyper, DirectAlignConfig):  # which takes the samples of the rollout
+            comparing += rows * (config.sampler.steps - gradient_steps)
     if isinstance(config.hyper, MatchingConfig):  # the student's steps without gradient, and the second pass of a guided teacher
         gradient_steps += config.hyper.fake_updates
         comparing += rows * (config.sampler.steps + (config.hyper.guidance > 1))
@@ -111,11 +112,13 @@ def units_of(ctx: StageContext) -> tuple[int, int]:
 
 
 def trained_steps(ctx: StageContext) -> int:
-    """Rows of the loss per sample: denoising steps of its trajectory, or draws of noise."""
+    """Rows of the loss per sample: denoising steps of its trajectory, draws of noise, or branches."""
     hyper = ctx.config.hyper
     if isinstance(hyper, ForwardConfig):
         return hyper.noise_levels
-    if isinstance(hyper, GradientConfig | MatchingConfig):
+    if isinstance(hyper, GradientConfig):
+        return hyper.rows_per_sample
+    if isinstance(hyper, MatchingConfig):
         return 1
     return len(_first_plan(ctx).trained)
 

@@ -24,7 +24,7 @@ from ebbflow.models.encoding import Embeddings, embed
 from ebbflow.online.first_update_alarm import first_update_alarms
 from ebbflow.online.messages import RolloutRequest, TrainingBatch, TrainingReport
 from ebbflow.online.tracing import TaskTimer
-from ebbflow.recipe.algorithms import ForwardConfig, GradientConfig, MatchingConfig
+from ebbflow.recipe.algorithms import DirectAlignConfig, ForwardConfig, GradientConfig, MatchingConfig
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import Rollouts, join
 from ebbflow.rollouts.parity import measure_parity, parity_bar
@@ -42,6 +42,7 @@ from ebbflow.training.batches import (
     trajectory_batch,
 )
 from ebbflow.training.checkpoint import restore, write_part
+from ebbflow.training.direct_align import direct_align_batch
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.matching import matching_batch, student_steps
 from ebbflow.training.policy_io import save_policy
@@ -168,7 +169,10 @@ def train_on_batch(
             before: dict[str, float] = {}
             if isinstance(ctx.config.hyper, GradientConfig):
                 assert scorer is not None, "who opens a worker for such an algorithm gives it the rewards"
-                rows = _gradient_rows(ctx, batch, updater, scorer, conditioning, np.concatenate(shard), _passes(ctx, left))
+                if isinstance(ctx.config.hyper, DirectAlignConfig):
+                    rows = _direct_align_rows(ctx, batch, updater, scorer, conditioning, rollouts.latents, np.concatenate(shard))
+                else:
+                    rows = _gradient_rows(ctx, batch, updater, scorer, conditioning, np.concatenate(shard), _passes(ctx, left))
             elif isinstance(ctx.config.hyper, MatchingConfig):
                 rows, before = _matching_rows(ctx, batch, updater, conditioning, np.concatenate(shard), _passes(ctx, left))
             else:
@@ -241,6 +245,31 @@ def _gradient_rows(
     )
 
 
+def _direct_align_rows(
+    ctx: StageContext,
+    batch: TrainingBatch,
+    updater: PolicyUpdater,
+    scorer: Scorer,
+    conditioning: Conditioning,
+    latents: torch.Tensor,
+    samples: np.ndarray,
+) -> RowBatch:
+    """The rows of some samples that are recovered with gradient."""
+    hyper = ctx.config.hyper
+    assert isinstance(hyper, DirectAlignConfig)
+    return direct_align_batch(
+        model=updater.policy.model,
+        clean=latents[samples].to(conditioning.device),
+        conditioning=conditioning.rows(torch.from_numpy(batch.sample_index[samples])),
+        advantage=torch.from_numpy(batch.advantages[samples]).to(conditioning.device),
+        keys=batch.keys.take(samples),
+        prompts=[batch.prompts[sample] for sample in samples],
+        config=hyper,
+        update=updater.progress.updates,
+        score=scorer.with_gradient,
+    )
+
+
 def _matching_rows(
     ctx: StageContext, batch: TrainingBatch, updater: PolicyUpdater, conditioning: Conditioning, samples: np.ndarray, passes: int
 ) -> tuple[RowBatch, dict[str, float]]:
@@ -257,7 +286,11 @@ def _matching_rows(
 
 def _passes(ctx: StageContext, groups: SampleGroups) -> int:
     """Forward-backward passes of an update on some sample groups, on every rank."""
-    draws = ctx.config.hyper.noise_levels if isinstance(ctx.config.hyper, ForwardConfig) else 1
+    hyper, draws = ctx.config.hyper, 1
+    if isinstance(hyper, ForwardConfig):
+        draws = hyper.noise_levels
+    elif isinstance(hyper, GradientConfig):
+        draws = hyper.rows_per_sample
     return num_micro_batches(groups, Ranks.current().world, draws, ctx.config.micro_batch)
 
 

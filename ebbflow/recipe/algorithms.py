@@ -160,7 +160,12 @@ class GradientConfig(AlgorithmConfig):
 
     @property
     def steps_with_gradient(self) -> int:
-        """Evaluations of the network that the gradient of a sample goes through."""
+        """Evaluations of the network that the gradient of a row goes through."""
+        return 1
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Rows of the loss for each sample."""
         return 1
 
     @abstractmethod
@@ -170,6 +175,44 @@ class GradientConfig(AlgorithmConfig):
         Args:
             draw: a numpy ``Generator``, another one for each update.
         """
+
+
+class DirectAlignConfig(GradientConfig):
+    """Direct-Align (2509.06942): final latents are noised with their own initial noise, and recovered by one step with gradient.
+
+    The step ends at a sigma that is drawn for each sample from [``min_sigma``, ``max_sigma``]. The denoising branch starts above
+    it, the inversion branch below it.
+    """
+
+    min_sigma: float = Field(0.75, ge=0, lt=1)
+    max_sigma: float = Field(0.9643, gt=0, lt=1)
+    jump: float = Field(0.1, gt=0, le=0.5)
+    """How far a step goes, as a share of the band [``min_sigma``, ``max_sigma``]; less near its ends, which it does not leave."""
+    inversion: bool = True
+    """Whether each sample also has a row of the inversion branch; false: the denoising branch alone."""
+
+    @model_validator(mode="after")
+    def _some_sigma_lies_in_the_band(self) -> DirectAlignConfig:
+        if self.min_sigma >= self.max_sigma:
+            raise ValueError(
+                f"min_sigma = {self.min_sigma:g} is not below max_sigma = {self.max_sigma:g}; lower min_sigma or raise max_sigma"
+            )
+        return self
+
+    @property
+    def rows_per_sample(self) -> int:
+        return 1 + self.inversion
+
+    def first_step(self, steps: int, draw: Any) -> int:
+        return steps  # no step of the sampler has a gradient
+
+    def words(self, update: int) -> tuple[str, str]:
+        """The positive and the negative word that an update puts before the prompts that rewards see; empty: none.
+
+        Args:
+            update: the number of updates before it.
+        """
+        return "", ""
 
 
 class MatchingConfig(AlgorithmConfig):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ebbflow.algorithms.base import ForwardRows, GradientRows, MatchingRows, TrajectoryRows
+from ebbflow.algorithms.base import DirectAlignRows, ForwardRows, GradientRows, MatchingRows, TrajectoryRows
 from ebbflow.flow.transition import Transition, log_prob, sample, transition
 
 SHAPE = (2, 3)
@@ -125,6 +125,20 @@ def gradient_rows(latents, sigma, velocity, advantage, copies=None):
         velocity=velocity,
         denoise=lambda v: latents - wide(sigma) * v,
         reward=lambda clean: 1 - mean_square(clean - 0.2),
+        copies=copies or {},
+        advantage=advantage,
+    )
+
+
+def direct_align_rows(clean, noise, sigma, end_sigma, velocity, advantage, copies=None):
+    """Rows of one step, and of two rewards that are best where every latent is .2 and .4."""
+    return DirectAlignRows(
+        clean=clean,
+        noise=noise,
+        sigma=sigma,
+        end_sigma=end_sigma,
+        velocity=velocity,
+        rewards=lambda x: (-mean_square(x - 0.2), -mean_square(x - 0.4) / 2),
         copies=copies or {},
         advantage=advantage,
     )

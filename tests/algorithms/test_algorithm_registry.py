@@ -6,10 +6,10 @@ from typing import get_args
 
 import pytest
 import torch
-from algorithm_rows import SHAPE, doubles, forward_rows, gradient_rows, matching_rows, moved, normal, rollout
+from algorithm_rows import SHAPE, direct_align_rows, doubles, forward_rows, gradient_rows, matching_rows, moved, normal, rollout
 
 from ebbflow.algorithms import registry
-from ebbflow.algorithms.base import ForwardRows, GradientRows, MatchingRows, TrajectoryRows, group_mean
+from ebbflow.algorithms.base import DirectAlignRows, ForwardRows, GradientRows, MatchingRows, TrajectoryRows, group_mean
 from ebbflow.algorithms.built_in import awm
 from ebbflow.algorithms.built_in.awm import AWMConfig
 from ebbflow.algorithms.built_in.crd import CRDConfig
@@ -17,7 +17,14 @@ from ebbflow.algorithms.built_in.diffusion_nft import DiffusionNFTConfig
 from ebbflow.algorithms.built_in.distillation import DistillationConfig
 from ebbflow.algorithms.registry import algorithm_of
 from ebbflow.flow.transition import Transition
-from ebbflow.recipe.algorithms import CustomAlgorithmConfig, ForwardConfig, GradientConfig, MatchingConfig, TrajectoryConfig
+from ebbflow.recipe.algorithms import (
+    CustomAlgorithmConfig,
+    DirectAlignConfig,
+    ForwardConfig,
+    GradientConfig,
+    MatchingConfig,
+    TrajectoryConfig,
+)
 from ebbflow.recipe.registry import ALGORITHMS, AnyAlgorithmConfig
 from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
 
@@ -75,6 +82,11 @@ def rows_of(of_class):
     if of_class.kind == "forward":
         rows = forward_rows([1.0, -0.4, 0.3, -2.0, 1.2, 0.8], group_index=[0, 0, 1, 1, 2, 2])
         return replace(rows, copies={name: rows.copies[name] for name in needed}), rows.velocity
+    if issubclass(of_class, DirectAlignConfig):
+        leaf, sigma = normal(6, *SHAPE, seed=7).requires_grad_(), doubles([0.8, 0.75, 0.9, 0.85, 0.95, 0.8])
+        end = doubles([0.78, 0.77, 0.88, 0.87, 0.94, 0.81])
+        rows = direct_align_rows(normal(6, *SHAPE, seed=8), normal(6, *SHAPE, seed=9), sigma, end, leaf, doubles([1.0] * 6))
+        return rows, leaf
     if of_class.kind == "gradient":
         leaf = normal(6, *SHAPE, seed=7).requires_grad_()
         rows = gradient_rows(normal(6, *SHAPE, seed=8), doubles([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]), leaf, doubles([1.0] * 6))
@@ -95,6 +107,9 @@ def part_of(rows, part):
     if isinstance(rows, ForwardRows):
         names = ("clean", "noise", "sigma", "velocity", "advantage", "group_index")
         return ForwardRows(copies=copies, **{name: getattr(rows, name)[part] for name in names})
+    if isinstance(rows, DirectAlignRows):
+        names = ("clean", "noise", "sigma", "end_sigma", "velocity", "advantage")
+        return direct_align_rows(*(getattr(rows, name)[part] for name in names), copies)
     if isinstance(rows, GradientRows):
         return gradient_rows(*(getattr(rows, name)[part] for name in ("latents", "sigma", "velocity", "advantage")), copies)
     if isinstance(rows, MatchingRows):

@@ -53,6 +53,8 @@ ONLINE = [
     {"algorithm": {"name": "diffusion_dpo"}, **FEW, "updates_per_step": 1},
     {"algorithm": {"name": "dgpo"}, **FEW},
     {"algorithm": {"name": "crd"}, **FEW},
+    {"algorithm": {"name": "draft"}, "sampler": {"steps": 3}},
+    {"algorithm": {"name": "srpo"}, "sampler": {"steps": 3}},
     {"algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 3}},
 ]
 

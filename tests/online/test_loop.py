@@ -117,6 +117,7 @@ ITS_OWN = {
     "rwr": {"rwr/weight"},
     "refl": {"refl/reward", "refl/active"},
     "draft": {"draft/reward"},
+    "srpo": {"srpo/reward", "srpo/margin", "srpo/active"},
     "dmd2": MATCHING,
     "tdm": MATCHING,
 }
@@ -252,7 +253,7 @@ def turned(scorer):
     return lambda factor: Scorer(((Turned(scorer.rewards[0][0], factor), 1.0),))
 
 
-@pytest.mark.parametrize("name", ["mix_grpo", "grpo_guard", "flow_dppo", "dgpo", "awm", "refl", "draft"])
+@pytest.mark.parametrize("name", ["mix_grpo", "grpo_guard", "flow_dppo", "dgpo", "awm", "refl", "draft", "srpo"])
 def test_the_reward_steers(run, turned, name):
     """The same stage with the reward turned round moves the parameters the other way, on the whole."""
     config = {"steps": 1, "updates_per_step": 1, "algorithm": {"name": name}, "reference": {"weight": 0}, "sgd": 0.01}

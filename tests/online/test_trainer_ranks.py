@@ -56,6 +56,7 @@ CASES = {
     "a group an update": {"algorithm": {"name": "dgpo", "noise_levels": 2}, **ODE, "updates_per_step": 4},
     "reward gradients": {"algorithm": {"name": "draft", "last_steps": 2}, "sampler": {"name": "ode", "steps": 3}, "policy": LORA},
     "whole weights": {"algorithm": {"name": "draft", "last_steps": 2}, "sampler": {"name": "ode", "steps": 3}},
+    "branches": {"algorithm": {"name": "srpo", "discount": [200, 300], "target": None}, **ODE, "policy": LORA},
     "student": {"algorithm": {"name": "tdm", "fake_updates": 2}, "sampler": {"name": "ode", "steps": 3}, "policy": LORA},
     "whole student": {"algorithm": {"name": "tdm", "fake_updates": 2}, "sampler": {"name": "ode", "steps": 3}},
     "one term": {"algorithm": {"name": "mix_grpo"}, **SHIFTED, "updates_per_step": 1},

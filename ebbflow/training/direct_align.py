@@ -1,0 +1,116 @@
+"""Rows of Direct-Align (2509.06942): final latents, noised with the noise that they came from, and rewards with gradient.
+
+Clean latents and noise are both known, so any sample serves, however stale. No denoising step is repeated: a row costs one pass
+of the network, and decoding and scoring what it recovers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ebbflow.algorithms.base import CopyName, DirectAlignRows, expand_like
+from ebbflow.data.prompts import Prompt
+from ebbflow.flow.noise import SampleKeys, initial_noise
+from ebbflow.models.base import Conditioning, Model
+from ebbflow.recipe.algorithms import DirectAlignConfig
+from ebbflow.seeding import Stream, generators
+from ebbflow.training.batches import ForwardInputs
+from ebbflow.training.reward_gradients import Score
+
+
+@dataclass(frozen=True)
+class DirectAlignBatch:
+    """``rows_per_sample`` adjacent rows per sample: the denoising branch, and the inversion branch if there is one."""
+
+    inputs: ForwardInputs
+    weight: Tensor
+    group_index: Tensor
+    clean: Tensor
+    noise: Tensor
+    end_sigma: Tensor
+    advantage: Tensor
+    keys: SampleKeys
+    positive: Sequence[Prompt]
+    negative: Sequence[Prompt]
+    model: Model
+    score: Score
+
+    def inputs_of(self, copy: CopyName) -> ForwardInputs:
+        return self.inputs
+
+    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> DirectAlignRows:
+        return DirectAlignRows(
+            clean=self.clean[part],
+            noise=self.noise[part],
+            sigma=self.inputs.sigma[part],
+            end_sigma=self.end_sigma[part],
+            velocity=velocity,
+            rewards=partial(self._rewards, part),
+            copies=copies,
+            advantage=self.advantage[part],
+        )
+
+    def describe(self, row: int) -> str:
+        sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
+        start, end = float(self.inputs.sigma[row]), float(self.end_sigma[row])
+        return f"{sample}, step from sigma {start:.4f} to {end:.4f} and the reward of the recovered image"
+
+    def _rewards(self, part: slice, latents: Tensor) -> tuple[Tensor, Tensor]:
+        images, positive, negative = self.model.pixels(latents), self.positive[part], self.negative[part]
+        reward = self.score(images, positive)
+        return reward, reward if positive == negative else self.score(images, negative)
+
+
+def direct_align_batch(
+    model: Model,
+    clean: Tensor,
+    conditioning: Conditioning,
+    advantage: Tensor,
+    keys: SampleKeys,
+    prompts: Sequence[Prompt],
+    config: DirectAlignConfig,
+    update: int,
+    score: Score,
+) -> DirectAlignBatch:
+    """``config.rows_per_sample`` rows for each of N samples.
+
+    Args:
+        clean: final latents of the rollouts, [N, ...].
+        conditioning, advantage, keys, prompts: of the N samples.
+        update: updates before this one, which choose the words (``DirectAlignConfig.words``).
+    """
+    branches, width = config.rows_per_sample, config.max_sigma - config.min_sigma
+    draws = [float(draw.random()) for draw in generators(keys.seed, keys.prompt_ids, keys.samples, 0, Stream.TRAINING)]
+    place = torch.tensor(draws).to(clean)[:, None]  # of the end in the band, from 0 at min_sigma to 1 at max_sigma
+    jump = torch.minimum(place, 1 - place).clamp_max(config.jump) * torch.tensor([1.0, -1.0][:branches]).to(clean)
+    end = (config.min_sigma + width * place).expand(-1, branches).flatten()
+    sigma = (config.min_sigma + width * (place + jump)).flatten()
+    index = torch.arange(len(keys), device=clean.device).repeat_interleave(branches)
+    rows_of = index.tolist()
+    clean, noise = clean[index], initial_noise(model.latent_shape, keys).to(clean)[index]
+    share = expand_like(sigma, clean)
+    positive, negative = ([_after(word, prompts[row]) for row in rows_of] for word in config.words(update))
+    return DirectAlignBatch(
+        inputs=ForwardInputs((1 - share) * clean + share * noise, sigma, conditioning, index),
+        weight=torch.ones_like(sigma),
+        group_index=torch.arange(len(index), device=clean.device),
+        clean=clean,
+        noise=noise,
+        end_sigma=end,
+        advantage=advantage[index],
+        keys=keys.take(index.cpu().numpy()),
+        positive=positive,
+        negative=negative,
+        model=model,
+        score=score,
+    )
+
+
+def _after(word: str, prompt: Prompt) -> Prompt:
+    """The prompt as a reward sees it after a control word; as it is without one."""
+    return replace(prompt, prompt=f"{word}. {prompt.prompt}") if word else prompt
