@@ -90,7 +90,8 @@ def hours(made: Estimate, tflops: float) -> dict[str, Hours]:
 def _stage(made: Estimate, ctx: StageContext, work: Work, forward: float) -> Hours:
     """Of a stage in a round; ``forward`` is the hours of an evaluation of the network for one sample."""
     generating = work.denoising * forward
-    training = (work.training * training_passes(made.recipe.model) + work.comparing) * forward
+    reused = isinstance(ctx.config, OnlineStageConfig) and ctx.config.reuse_rollout_forward
+    training = (work.training * (training_passes(made.recipe.model) - reused) + work.comparing) * forward
     if not isinstance(ctx.config, OnlineStageConfig):
         return Hours(generating / ctx.offline.shards + training / made.processes / made.nodes, generating + training)
     if ctx.config.placement == "in_process":

@@ -21,6 +21,8 @@ activations    n s h L 34 b / 2 (2205.05198, without the scores that flash atten
                On the gradient of the reward also the VAE while it decodes with gradient, and of the network of each
                reward n s h L 34 b / 2 for the image; of several steps with gradient, which are repeated, the larger
                of the two
+               With ``reuse_rollout_forward`` what is kept for all trained steps of all samples of a step at once, and where
+               full weights are cast to 16 bits, 2 P for each of the forward passes
 samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each trained step,
                of a few-step student two for each step
 others         text encoders, VAE or reward networks that are loaded at the same time; on the gradient of the reward
@@ -266,8 +268,20 @@ class ProcessMemory:
         """Rollout, rewards and training take turns in one process; the samples of a step stay."""
         alone, config = self.online_rank(ctx), ctx.online
         samples = config.prompts_per_step * config.group_size
-        activations = max(self._rolling_out(ctx, samples), alone.activations)
+        activations = max(self._rolling_out(ctx, samples), alone.activations) + self._reused(ctx)
         return replace(alone, activations=activations, others=self.judging(ctx))
+
+    def _reused(self, ctx: StageContext) -> int:
+        """The graphs of the rollout's forward passes, until the update has gone back through them."""
+        config = ctx.online
+        if not config.reuse_rollout_forward:
+            return 0
+        prompts = config.prompts_per_step * (1 + config.refill_rounds)
+        requests = math.ceil(prompts / max(1, config.micro_batch // config.group_size))
+        passes = requests * math.ceil(config.group_size / config.micro_batch) * trained_steps(ctx)
+        cast = self.recipe.policy.train == "full" and self.recipe.model.precision != "float32"
+        casts = 2 * (self.sizes.parameters - self.sizes.unused) * passes * cast
+        return prompts * config.group_size * trained_steps(ctx) * self._kept(ctx, recomputing=False) + casts
 
     def judging(self, ctx: StageContext) -> int:
         """The networks that an online stage scores with: guardrails are only loaded for a validation."""
@@ -337,16 +351,22 @@ class ProcessMemory:
 
     def _training(self, ctx: StageContext) -> int:
         """Of one forward and backward pass; on the gradient of the reward, of what decodes and scores the images, too."""
-        model, hyper = self.recipe.model, ctx.config.hyper
-        rows = max(ctx.config.micro_batch, units_of(ctx)[1])
-        every = model.gradient_checkpointing_every
-        kept = activation_bytes(self.sizes, self.sample.tokens, model.precision, model.gradient_checkpointing, every)
-        network = rows * kept * passes_of(ctx, self.sample)
+        hyper, rows = ctx.config.hyper, max(ctx.config.micro_batch, units_of(ctx)[1])
+        network = rows * self._kept(ctx)
         if not isinstance(hyper, GradientConfig):
             return network
         images = rows * (self.sizes.decoding_with_gradient * self.sample.pixels + self._scoring(ctx))
         # Several steps are repeated in the backward pass, when nothing of the images is left.
         return 4 * self.sizes.vae + (max(network, images) if hyper.steps_with_gradient > 1 else network + images)
+
+    def _kept(self, ctx: StageContext, recomputing: bool = True) -> int:
+        """Of one row, for its backward pass; ``recomputing``: with the block whose activations are there again."""
+        model, tokens = self.recipe.model, self.sample.tokens
+        checkpointing, every = model.gradient_checkpointing, model.gradient_checkpointing_every
+        kept = activation_bytes(self.sizes, tokens, model.precision, checkpointing, every)
+        if checkpointing and not recomputing:
+            kept -= block_bytes(self.sizes.width, tokens, model.precision)
+        return kept * passes_of(ctx, self.sample)
 
     def _scoring(self, ctx: StageContext) -> int:
         """What the reward networks keep of an image, or of the scored frames of a video, for the backward pass."""

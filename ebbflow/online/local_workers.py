@@ -27,7 +27,8 @@ class LocalWorkers:
     def __init__(self, trainer: TrainingWorker, scorer: Scorer, rollout_worker: RolloutWorker | None = None) -> None:
         ctx, policy = trainer.ctx, trainer.updater.policy
         self.trainer, self.shares_weights = trainer, rollout_worker is None
-        self.rollout_worker = rollout_worker or RolloutWorker(Diffusers(ctx, policy, trainer.updater.algorithm.generates))
+        engine = Diffusers(ctx, policy, trainer.updater.algorithm.generates, ctx.online.reuse_rollout_forward)
+        self.rollout_worker = rollout_worker or RolloutWorker(engine)
         self.reward_weights = scorer.reward_weights
         self.steps_before = trainer.updater.before.steps
 

@@ -187,6 +187,7 @@ class OnlineLoop:
 
             metrics = advantages.metrics | report.metrics | {"updates": report.updates} | _freshness(batch, step)
             metrics |= await self._measure(batch, advantages, report, step, start)
+            del batch  # with the graphs that it may hold: the next step needs their memory
             loop.finish_step(metrics | pushed, reward=f"{metrics.get('reward/mean', float('nan')):.3f}")
             if loop.preempted:
                 await self._save_checkpoint()

@@ -49,6 +49,7 @@ from ebbflow.training.policy_io import save_policy
 from ebbflow.training.policy_metadata import PolicyMetadata
 from ebbflow.training.reward_gradients import gradient_batch
 from ebbflow.training.rollout_correction import apply_rollout_correction
+from ebbflow.training.rollout_forward import reuse_rollout_forward
 from ebbflow.training.update import PolicyUpdater
 
 
@@ -205,12 +206,15 @@ def _loss_rows(
 ) -> RowBatch:
     """The rows of the loss for some sample groups: samples, or single denoising steps of trajectories."""
     numbers, device = np.concatenate(groups), conditioning.device
+    if rollouts.velocities:
+        numbers.sort()  # in the order of the rollout, whose passes are those of the update
     samples, steps = (numbers, None) if trajectory is None else trajectory.only(numbers)
     keys, conditioning = batch.keys.take(samples), conditioning.rows(torch.from_numpy(batch.sample_index[samples]))
     values = batch.advantages if batch.step_advantages is None else batch.step_advantages
     advantages = torch.from_numpy(values[samples]).to(device)
     if steps is not None:
-        return trajectory_batch(steps.to(device), conditioning, advantages, keys, ctx.config.sampler)
+        rows = trajectory_batch(steps.to(device), conditioning, advantages, keys, ctx.config.sampler)
+        return reuse_rollout_forward(rows, numbers, rollouts.velocities) if rollouts.velocities else rows
     hyper = ctx.config.hyper
     assert isinstance(hyper, ForwardConfig)
     group_index = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
@@ -299,7 +303,7 @@ def _update(
 ) -> dict[str, float]:
     """One optimiser step of all ranks on some sample groups; ``rows`` are this rank's share of them."""
     world = Ranks.current().world
-    metrics = updater.update(rows, _passes(ctx, groups), prompt_sets)
+    metrics = updater.update(rows, len(rows.inputs.predicted) or _passes(ctx, groups), prompt_sets)
     if len(groups) < world and "grad_variance" in metrics:  # every rank had all of them, and each counted as another row
         metrics["grad_variance"] /= world
     return metrics

@@ -468,6 +468,16 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
+    def _weights_stay_until_the_update(self) -> Recipe:
+        for index, stage in enumerate(self.stages):
+            if self.model.cpu_offload and isinstance(stage, OnlineStageConfig) and stage.reuse_rollout_forward:
+                raise ValueError(
+                    f"stages.{index}.reuse_rollout_forward goes back through the weights of the rollout, and model.cpu_offload "
+                    "overwrites them meanwhile; leave one of them out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _engines_know_the_family(self) -> Recipe:
         known = [name for name, family in FAMILIES.items() if family.vllm_omni]
         for index, stage in enumerate(self.stages):

@@ -325,6 +325,19 @@ def _wrong_stage(name: str, kind: str) -> str:
     return f"{name} cannot run in an {kind} stage; the nearest that can is diffusion_nft"
 
 
+REUSABLE_FORWARD: dict[str, tuple[Any, str]] = {
+    "mode": ("sync", "other rollouts are of weights that have moved since; set mode: sync"),
+    "placement": ("in_process", "graphs stay in the process that made them; set placement: in_process"),
+    "engine": ("diffusers", "another engine gives no gradient; set engine: diffusers"),
+    "updates_per_step": (1, "after the first update the weights have moved; set updates_per_step: 1"),
+    "tree": (None, "samples of a tree share predictions; take an algorithm without one, such as mix_grpo"),
+    "guidance_in_loss": (True, "the loss is on other predictions than the rollout's; leave guidance_in_loss out"),
+    "rollout_precision": (None, "training must predict as the rollout did; leave rollout_precision out"),
+    "correction": (None, "the rollout is the policy's own; leave 'correction' out"),
+}
+"""What ``reuse_rollout_forward`` needs of other keys, and why."""
+
+
 class OnlineStageConfig(OnlineConfig, StageConfig):
     """Fresh samples, immediate updates: rollout, score, advantages, update, repeated with the models hot."""
 
@@ -338,6 +351,10 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
     (2503.14476); generated with the newest weights, and waited for."""
     updates_per_step: int = Field(2, ge=1)
     """Optimiser steps per rollout batch: its samples are split into that many parts."""
+    reuse_rollout_forward: bool = Field(False, exclude_if=operator.not_)
+    """Of algorithms on trajectories with ``updates_per_step: 1``: the update goes back through the rollout's own forward passes
+    and repeats none, so that it takes a third less, and the activations of all trained steps of all samples are in memory until
+    then (docs/online.md)."""
     tree: TreeConfig | None = None
     """Of algorithms on trajectories: the samples of a group branch off each other, and every denoising step has an advantage of
     its own (docs/algorithms.md)."""
@@ -392,6 +409,21 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
                 f"validation.best goes back to a checkpoint, and validation.every = {self.validation.every} meets none of "
                 f"checkpoints.every = {every}; make the first a multiple of the second"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _a_forward_pass_can_be_reused(self) -> OnlineStageConfig:
+        if not self.reuse_rollout_forward:
+            return self
+        if self.hyper.kind != "trajectory":
+            raise ValueError(
+                f"reuse_rollout_forward is for algorithms on trajectories, and {self.algorithm_name} is none; leave it out, or "
+                "set algorithm.name to mix_grpo"
+            )
+        for key, (needed, why) in REUSABLE_FORWARD.items():
+            if (value := getattr(self, key)) != needed:
+                given = value if isinstance(value, str | int) else "given"
+                raise ValueError(f"reuse_rollout_forward: {key} is {given}, and {why}, or leave reuse_rollout_forward out")
         return self
 
     @model_validator(mode="after")

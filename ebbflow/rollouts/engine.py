@@ -63,11 +63,12 @@ class Diffusers:
     Args:
         policy: the parameters that generate; the policy that trains needs no ``load``.
         generates: which copy of the policy generates.
+        with_graph: as of ``generate``, for samples that are recorded.
     """
 
-    def __init__(self, ctx: StageContext, policy: Policy, generates: str = "current") -> None:
+    def __init__(self, ctx: StageContext, policy: Policy, generates: str = "current", with_graph: bool = False) -> None:
         self.policy = policy
-        self.generates = generates
+        self.generates, self.with_graph = generates, with_graph
         self.micro_batch = ctx.config.micro_batch
         self.precision = ctx.config.rollout_precision
 
@@ -82,7 +83,7 @@ class Diffusers:
         # A trajectory is compared with the predictions of training: it must come from the same products.
         merged = nullcontext() if plan else self.policy.merged(self.precision)
         with self.policy.using(self.generates), merged:
-            rollouts = generate(model, conditioning, keys, sampler, plan, self.micro_batch, self.precision)
+            rollouts = generate(model, conditioning, keys, sampler, plan, self.micro_batch, self.precision, self.with_graph)
         # As many at once as were denoised: a convolution may take another kernel for another batch size, as on Intel CPUs.
         starts = range(0, len(keys), self.micro_batch)
         return rollouts, np.concatenate([model.decode(rollouts.latents[i : i + self.micro_batch]) for i in starts])

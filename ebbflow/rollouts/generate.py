@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -18,14 +19,22 @@ from ebbflow.flow.windows import Plan, samples_per_prediction
 from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, SamplerConfig
 from ebbflow.recipe.model import Precision
+from ebbflow.training.rollout_forward import RolloutVelocities
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Generated samples: final latents, fp32 [N, ...], and the trained steps of their trajectories where a plan named some."""
+    """Generated samples.
+
+    Attributes:
+        latents: the final ones, fp32 [N, ...].
+        trajectory: the trained steps, where a plan named some.
+        velocities: those of the trained steps with their graphs, where the update goes back through them.
+    """
 
     latents: Tensor
     trajectory: Trajectory | None
+    velocities: RolloutVelocities = ()
 
     @property
     def finite(self) -> np.ndarray:
@@ -36,7 +45,7 @@ class Rollouts:
         trajectory = self.trajectory
         if trajectory is not None:
             trajectory = Trajectory(**{name: values.to(device) for name, values in vars(trajectory).items()})
-        return Rollouts(self.latents.to(device), trajectory)
+        return Rollouts(self.latents.to(device), trajectory, self.velocities)
 
 
 def finite_rows(latents: Tensor) -> np.ndarray:
@@ -53,6 +62,7 @@ def generate(
     plan: Plan | None = None,
     micro_batch: int = 64,
     precision: Precision | None = None,
+    with_graph: bool = False,
 ) -> Rollouts:
     """Denoise one sample per row of ``conditioning``.
 
@@ -61,7 +71,7 @@ def generate(
     sampler (its noise would stay in the image) and nothing is recorded. Micro-batches do not change a sample's noise; they can
     change the last bits of the arithmetic. Samples of a micro-batch that are equal before a step are predicted once
     (``samples_per_prediction``). ``precision`` is that of the network, the model's where it is left out; latents, means and
-    log-probs are fp32 always.
+    log-probs are fp32 always. ``with_graph`` predicts the trained steps with gradient and keeps their graphs.
 
     Raises:
         ValueError: a plan for a deterministic sampler.
@@ -74,9 +84,8 @@ def generate(
     parts = [slice(start, start + micro_batch) for start in range(0, len(keys), micro_batch)]
     precision = precision or model.precision
     schedule = _schedule(model.sigmas(sampler.steps).to(conditioning.device), sampler, plan)
-    return join(
-        [_denoise(model, conditioning.rows(part), keys.rows(part), sampler, plan, precision, *schedule) for part in parts]
-    )
+    rest = (sampler, plan, precision, *schedule, with_graph)
+    return join([_denoise(model, conditioning.rows(part), keys.rows(part), *rest) for part in parts])
 
 
 def join(parts: Sequence[Rollouts]) -> Rollouts:
@@ -92,7 +101,7 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
         means=torch.cat([part.means for part in trajectories]),
         log_probs=torch.cat([part.log_probs for part in trajectories]),
     )
-    return Rollouts(latents, trajectory)
+    return Rollouts(latents, trajectory, tuple(chain.from_iterable(part.velocities for part in parts)))
 
 
 def _denoise(
@@ -104,6 +113,7 @@ def _denoise(
     precision: Precision,
     sigmas: Tensor,
     solvers: Sequence[str],
+    with_graph: bool,
 ) -> Rollouts:
     """The rollouts of one micro-batch."""
     device, conditioning = conditioning.device, conditioning.for_precision(precision)  # cast once for all steps
@@ -112,11 +122,13 @@ def _denoise(
     counts = samples_per_prediction(keys.sharing, len(solvers), noisy, trained)
     distinct = {count: _distinct(keys, conditioning, count) for count in set(counts)}
     latents, clean, record = initial_noise(model.latent_shape, keys).to(device), None, []
+    velocities: list[Tensor] = []
     history: UniPCHistory | None = None
     for step, solver in enumerate(solvers):
         first, row, their_conditioning = distinct[counts[step]]
         different = latents[first]
-        velocity = predict(model, different, sigmas[step].expand(len(different)), their_conditioning, precision)[row]
+        with torch.set_grad_enabled(with_graph and step in trained):
+            velocity = predict(model, different, sigmas[step].expand(len(different)), their_conditioning, precision)[row]
         if solver == "dpm_solver":
             latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
             continue
@@ -130,10 +142,12 @@ def _denoise(
             latents = flow.sample(move, shared_noise(model.latent_shape, keys, step + 1).to(device))
         if step in trained:
             record.append((before, latents, move.mean, flow.log_prob(move, latents)))
+            velocities += [velocity] * with_graph
     if not trained:
         return Rollouts(latents, None)
     columns = [torch.stack(column, 1) for column in zip(*record, strict=True)]
-    return Rollouts(latents, Trajectory(sigmas, torch.tensor(trained, device=device), *columns))
+    kept = (tuple(velocities),) if with_graph else ()
+    return Rollouts(latents, Trajectory(sigmas, torch.tensor(trained, device=device), *columns), kept)
 
 
 Rows = slice | Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +37,8 @@ class ForwardInputs:
         sample_index: integer [M], the sample of each row.
         negative: negative prompts of the samples, where ``conditioning`` leaves them out and there are any.
         checkpointed: whether the pass with gradient keeps no activations and is repeated in the backward pass.
+        predicted: the policy's velocities that are known, [m, ...] with their graphs, by the first row of the pass; each is good
+            for one backward pass, and whoever takes it removes it.
     """
 
     latents: Tensor
@@ -45,6 +47,7 @@ class ForwardInputs:
     sample_index: Tensor
     negative: Conditioning | None = None
     checkpointed: bool = False
+    predicted: dict[int, Tensor] = field(default_factory=dict)
 
     def at(self, part: slice | Tensor) -> tuple[Tensor, Tensor, Conditioning]:
         """The arguments of the model's velocity at some rows."""

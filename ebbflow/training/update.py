@@ -169,7 +169,9 @@ class PolicyUpdater:
             base = _velocities(self.policy, "reference", batch.inputs, [slice(0, None, watched)])
         done = _Passes()
         for part in slices:
-            velocity = _velocity(self.policy, batch.inputs, part)
+            velocity = batch.inputs.predicted.pop(part.start, None)
+            if velocity is None:
+                velocity = _velocity(self.policy, batch.inputs, part)
             velocity.retain_grad()
             compared = {name: values[part] for name, values in copies.items()}
             if "rollout" in self.algorithm.copies(self.hyper) and "rollout" not in copies:  # no weight has moved since

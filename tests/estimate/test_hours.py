@@ -54,6 +54,16 @@ def test_hours_follow_the_throughput_and_the_machines(tiny_recipe):
     assert twice["1.1 online"].gpu == pytest.approx(found["1.1 online"].gpu / 2)
 
 
+def test_an_update_that_reuses_the_rollout_s_forward_passes_takes_two_thirds(tiny_recipe):
+    def of(**keys):
+        made = estimate(tiny_recipe("sd3", stages=[{"kind": "online", "updates_per_step": 1, **keys}]))
+        return hours(made, 1.0)["1.1 online"].gpu, made
+
+    (plain, made), (reused, _) = of(), of(reuse_rollout_forward=True)
+    forward = forward_operations(made.sizes, made.sample) / 1e12 / 3600
+    assert plain - reused == pytest.approx(forward * made.work["1.1 online"].training)
+
+
 def test_workers_of_a_synchronous_stage_wait_for_each_other(tiny_recipe):
     def wall(mode):
         resources = {"training": {"count": 1}, "rollout": {"count": 2}, "reward": {"count": 1}}

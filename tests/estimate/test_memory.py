@@ -17,6 +17,7 @@ from ebbflow.models import load_model
 from ebbflow.models.sizes import measure
 from ebbflow.online.local_workers import local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.rollouts.engine import Diffusers
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
@@ -48,6 +49,36 @@ def test_weights_copies_and_optimiser_take_what_their_tensors_take(make_recipe, 
     assert memory.copies == sum(value.nbytes for value in held)
     assert memory.optimizer == sum(value.nbytes for value in (*moments, *gradients))
     assert memory.weights == sum(value.nbytes for value in model.transformer.state_dict().values())
+
+
+def kept_bytes(recipe, ctx, prompts):
+    """What autograd keeps of a step's rollouts, apart from weights."""
+    policy = Policy(load_model(Path(recipe.model.path), recipe.model), recipe.policy, 0)
+    weights = {value.untyped_storage().data_ptr() for value in policy.model.transformer.parameters()}
+    storages = {}
+
+    def keep(value):
+        storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    groups, keys = ctx.groups(prompts, 0)
+    engine, conditioning = Diffusers(ctx, policy, with_graph=True), policy.model.encode(groups)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        rollouts, _ = engine.generate(conditioning, keys, ctx.online.sampler, ctx.plan(0))
+    assert rollouts.velocities
+    return sum(size for pointer, size in storages.items() if pointer not in weights)
+
+
+@pytest.mark.parametrize("keys", [{}, {"precision": "bfloat16"}, {"gradient_checkpointing": True}], ids=str)
+def test_graphs_that_wait_for_the_update_are_counted_within_a_factor_of_two(tiny_recipe, make_prompts, keys):
+    """All of 2 prompts, 4 samples, 2 steps; kept over counted is .76, 1.00 with the casts of 16 bits, 1.46 with checkpointing."""
+    stage = {"kind": "online", "prompts_per_step": 2, "group_size": 4, "micro_batch": 4, "updates_per_step": 1}
+    stage |= {"sampler": {"steps": 4}, "window": {"size": 2}}
+    stages = stage, stage | {"reuse_rollout_forward": True}
+    plain, reused = (tiny_recipe("sd3", keys, policy={"train": "full"}, stages=[made]) for made in stages)
+    counted = [estimate(recipe).memory["1.1 online training"].activations for recipe in (plain, reused)]
+    kept = kept_bytes(reused, StageContext(reused, 0, 0), make_prompts(2))
+    assert 0.5 < kept / (counted[1] - counted[0]) < 2
 
 
 def test_every_teacher_is_a_copy(make_recipe):

@@ -95,6 +95,14 @@ def test_a_killed_stage_ends_with_the_same_bytes(attempt, online, policy):
         assert attempt(f"killed-{kill}", policy=policy, **online) == whole, kill
 
 
+def test_a_killed_stage_whose_updates_reuse_forward_passes_ends_with_the_same_bytes(attempt):
+    online = {"reuse_rollout_forward": True, "steps": 4, "checkpoints": {"every": 2}}
+    whole = attempt("whole", **online)
+    with pytest.raises(Killed):
+        attempt("killed", kill=3, **online)
+    assert attempt("killed", **online) == whole
+
+
 @pytest.mark.parametrize(
     ("online", "policy"),
     [pytest.param(*case, id=name, marks=[pytest.mark.exhaustive] * (name == "dmd2-lora")) for name, case in CASES.items()],

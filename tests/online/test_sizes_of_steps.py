@@ -27,6 +27,7 @@ from tests.glyph_stages import small_stage
 SIZES = [{"height": 32, "width": 64}, {"height": 64, "width": 32, "weight": 2}, {"height": 64, "width": 64}]
 ONLINE = {"kind": "online", "steps": 3, "prompts_per_step": 2, "group_size": 2, "micro_batch": 4, "sampler": {"steps": 3}}
 TRAJECTORIES = {"window": {"size": 1}}
+REUSED = TRAJECTORIES | {"reuse_rollout_forward": True, "updates_per_step": 1}
 GRADIENTS = {"algorithm": {"name": "draft", "last_steps": 1}, "sampler": {"name": "ode", "steps": 3}}
 FINAL_LATENTS = {"algorithm": {"name": "awm"}, "sampler": {"name": "ode", "steps": 3}}
 
@@ -72,7 +73,11 @@ def test_steps_have_sizes_by_their_weights_and_the_seed(flux):
     assert again == [ctx.size_of_step(step) for step in range(50)] != other
 
 
-@pytest.mark.parametrize("stage", [TRAJECTORIES, FINAL_LATENTS, GRADIENTS], ids=["trajectories", "final latents", "gradients"])
+@pytest.mark.parametrize(
+    "stage",
+    [TRAJECTORIES, REUSED, FINAL_LATENTS, GRADIENTS],
+    ids=["trajectories", "reused forward", "final latents", "gradients"],
+)
 def test_a_stage_generates_and_trains_each_step_in_its_size(flux, make_prompts, scorer, monkeypatch, stage):
     ctx, recorder, trained, drawn = context(flux, stage), MetricsRecorder(), [], []
     sizes = [ctx.size_of_step(step) for step in range(3)]
@@ -101,7 +106,7 @@ def test_a_stage_generates_and_trains_each_step_in_its_size(flux, make_prompts, 
     assert [(row["size/height"], row["size/width"]) for row in recorder.metrics] == sizes
     assert (model.height, model.width) == (64, 64)
     assert any(not torch.equal(before[name], value) for name, value in parameters(workers).items())
-    if stage is TRAJECTORIES:  # the same schedule in rollout and training, whose shift depends on the size
+    if stage in (TRAJECTORIES, REUSED):  # the same schedule in rollout and training, whose shift depends on the size
         assert all(row["ratio/first_deviation"] < 1e-5 for row in recorder.metrics)
 
 

@@ -61,6 +61,18 @@ def problem(stage):
 
 # Refusals: each says what does not fit and what would.
 
+NOT_REUSED = [
+    ({"mode": "one_step_off"}, "mode is one_step_off", "set mode: sync"),
+    ({"mode": "async"}, "mode is async", "set mode: sync"),
+    ({"placement": "ray"}, "placement is ray", "set placement: in_process"),
+    ({"engine": "vllm_omni"}, "engine is vllm_omni", "set engine: diffusers"),
+    ({"updates_per_step": 2}, "updates_per_step is 2", "set updates_per_step: 1"),
+    ({"name": "branch_grpo"}, "tree is given", "an algorithm without one"),
+    ({"guidance_in_loss": False}, "guidance_in_loss is False", "leave guidance_in_loss out"),
+    ({"rollout_precision": "bfloat16"}, "rollout_precision is bfloat16", "leave rollout_precision out"),
+    ({"correction": {}}, "correction is given", "leave 'correction' out"),
+]
+"""(keys of a stage, what is said of them, the way out)."""
 REFUSED = [
     (online("mix_grpo", reference={"weight": 1, "guidance": 2}), "reference.guidance = 2", "policy and base", "leave it out"),
     *((online(name, sampler={"name": s}), name, f"'{s}' has none", "flow_sde, dance_sde or cps", "diffusion_nft")
@@ -113,6 +125,10 @@ REFUSED = [
     (online("branch_grpo", group_size=24), "group_size = 24", "16 leaves", "tree.branches = 2 to the power of 4 splits"),
     (online("branch_grpo", tree={"splits": [3, 0]}), "splits = [3, 0]", "ascending order"),
     (online("branch_grpo", advantages={"running": True}), "advantages.running", "leave one of them out"),
+    *((online(name, reuse_rollout_forward=True), "reuse_rollout_forward is for algorithms on trajectories", name, "leave it out")
+      for name in FORWARD + GRADIENT),
+    *((online(**{"updates_per_step": 1, **keys}, reuse_rollout_forward=True), f"reuse_rollout_forward: {said}", fix,
+       "or leave reuse_rollout_forward out") for keys, said, fix in NOT_REUSED),
     (online(sampler={"name": "cps", "eta": 1.5}), "eta = 1.5", "cps", "1 or less"),
     (online(advantages={"running": True, "trim": 0.1}), "trim", "running", "take one of them"),
     (online("distillation", algorithm={"name": "distillation"}), "algorithm.distillation: it has no teacher", "or teachers one"),
@@ -176,6 +192,18 @@ def test_guidance_can_be_left_out_of_the_loss_where_there_is_some(family, guidan
         RecipeError, match=f"stages.0.guidance_in_loss = False.*{family}.*{guidance:g}.*leave guidance_in_loss out"
     ):
         Recipe.model_validate(recipe)
+
+
+def test_weights_that_are_offloaded_do_not_wait_for_an_update():
+    recipe = {"model": {**GUIDED, "cpu_offload": True}, "stages": [online(updates_per_step=1, reuse_rollout_forward=True)]}
+    with pytest.raises(RecipeError, match=r"stages\.0\.reuse_rollout_forward .* model\.cpu_offload .* leave one of them out"):
+        Recipe.model_validate(recipe)
+
+
+def test_the_digest_of_a_recipe_knows_reused_passes_only_where_there_are_some():
+    plain, reused = (resolved(online(updates_per_step=1, reuse_rollout_forward=reuse)) for reuse in (False, True))
+    assert "reuse_rollout_forward" not in plain.model_dump()
+    assert reused.model_dump()["reuse_rollout_forward"] is True
 
 
 # Defaults follow the algorithm.

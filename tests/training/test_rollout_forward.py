@@ -1,0 +1,107 @@
+"""The rows of an update in the order of the rollout's forward passes, with the predictions that it made there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.flow.windows import Plan
+from ebbflow.models.base import predict
+from ebbflow.rollouts.generate import generate
+from ebbflow.training.batches import CorrectedRollout, parts, trajectory_batch
+from ebbflow.training.rollout_forward import reuse_rollout_forward
+from tests.training.training_cases import TEXTS, samples, updater_of
+
+PASSES = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+"""(micro-batch, trained step) of a rollout of six samples in micro-batches of four."""
+
+
+@pytest.fixture
+def make(model):
+    """``make(keep)``: (updater, rows [6, 3] that are kept as a usual batch, the same in the order of the rollout)."""
+
+    def build(keep):
+        updater = updater_of(model, {"name": "flow_grpo", "clip_range": 1e-3}, window={"kind": "all"}, sampler={"steps": 4})
+        conditioning, keys, sampler = model.encode_texts(TEXTS), SampleKeys(2, list(range(6)), [7] * 6), updater.stage.sampler
+        made = generate(model, conditioning, keys, sampler, Plan((0, 1, 2), (0, 1, 2)), 4, with_graph=True)
+        rollout = replace(CorrectedRollout.nothing(made.trajectory), keep=torch.from_numpy(keep))
+        batch = trajectory_batch(rollout, conditioning, samples(model)[2], keys, sampler)
+        return updater, batch, reuse_rollout_forward(batch, np.flatnonzero(keep), made.velocities)
+
+    return build
+
+
+def some(*dropped):
+    keep = np.ones((6, 3), dtype=bool)
+    keep[dropped] = False
+    return keep
+
+
+KEPT = {
+    "all": some([], []),
+    "first and last rows of passes dropped": some([0, 1, 3, 5], [0, 0, 1, 2]),
+    "passes dropped": some([0, 1, 2, 3, 4], [1, 1, 1, 1, 0]),
+}
+
+
+@pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
+def test_every_row_has_the_prediction_of_its_own_pass(model, make, keep):
+    _, plain, batch = make(keep)
+    slices = parts(batch.group_index, len(batch.inputs.predicted))
+    found = []
+    for part in slices:
+        prompts, (step,) = batch.keys.rows(part).prompt_ids, batch.steps[part].unique().tolist()
+        found.append((int(prompts[0] >= 4), step))
+        assert prompts == [sample for sample in range(6) if (sample >= 4) == found[-1][0] and keep[sample, step]]
+        assert torch.allclose(batch.inputs.predicted[part.start], predict(model, *batch.inputs.at(part)), atol=1e-5)
+    assert found == [where for where in PASSES if keep[[4 * where[0] + i for i in range(4 - 2 * where[0])], where[1]].any()]
+    order = np.lexsort((batch.steps, batch.keys.prompt_ids))  # as the usual batch has its rows
+    for name in ("weight", "next_latents", "steps", "old_mean", "old_log_prob", "advantage"):
+        assert torch.equal(getattr(batch, name)[order], getattr(plain, name)), name
+    for name in ("latents", "sigma", "sample_index"):
+        assert torch.equal(getattr(batch.inputs, name)[order], getattr(plain.inputs, name)), name
+
+
+@pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
+def test_its_gradient_is_that_of_the_rows_in_any_other_order(make, keep):
+    updater, plain, batch = make(keep)
+    gradients = []
+    for rows, passes in ((batch, len(batch.inputs.predicted)), (plain, 4)):
+        start = {name: value.detach().clone() for name, value in updater.policy.parameters.items()}
+        updater.update(rows, passes)
+        gradients.append({name: value.grad.clone() for name, value in updater.policy.parameters.items()})
+        updater.policy.assign(start)
+    assert batch.inputs.predicted == {}
+    for name, gradient in gradients[1].items():
+        assert torch.allclose(gradients[0][name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=1e-3), name
+
+
+def test_passes_that_are_repeated_after_an_overflow_predict_again(make):
+    """A graph is good for one backward pass."""
+    updater, _, batch = make(KEPT["all"])
+    updater.loss_scale = 2.0**127
+    updater.update(replace(batch, advantage=1e6 * batch.advantage), 6)
+    assert updater.loss_scale < 2.0**127
+    gradient = torch.cat([value.grad.flatten() for value in updater.policy.parameters.values()])
+    assert gradient.isfinite().all()
+    assert gradient.any()
+
+
+def test_a_rollout_with_graphs_is_the_same_to_the_last_bit(model, make):
+    updater, _, _ = make(KEPT["all"])
+    keys, plan = SampleKeys(2, list(range(6)), [7] * 6), Plan((1, 2), (2,))
+    arguments = (model, model.encode_texts(TEXTS), keys, updater.stage.sampler, plan, 4)
+    plain, kept = generate(*arguments), generate(*arguments, with_graph=True)
+    assert plain.velocities == ()
+    assert [[value.shape[0] for value in part] for part in kept.velocities] == [[4], [2]]
+    assert all(value.requires_grad for part in kept.velocities for value in part)
+    assert torch.equal(plain.latents, kept.latents)
+    assert not kept.latents.requires_grad
+    for name, value in vars(plain.trajectory).items():
+        assert torch.equal(value, getattr(kept.trajectory, name))
+        assert not getattr(kept.trajectory, name).requires_grad
+    assert kept.to(torch.device("cpu")).velocities is kept.velocities
