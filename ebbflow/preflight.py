@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import pyarrow.compute as pc
 
 from ebbflow.data.pairs import check_pairs
 from ebbflow.data.prepare import prepare
@@ -95,9 +95,12 @@ def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
     if len(files) < len(recipe.prompts.sources) or (judged and not held_out):
         return []
     table, _ = prepare(recipe, *files, held_out=held_out)
-    first = 1 if judged else TRIED_PROMPTS  # held-out prompts of a file of their own come first, and may have other columns
-    tried = pa.concat_tables([table.slice(0, first), table.slice(table.num_rows - TRIED_PROMPTS + first)])
-    return [Prompt(**row) for row in tried.to_pylist()]
+    own = table.filter(pc.not_equal(table["split"], "held_out")) if judged else table
+    parts = [own.filter(pc.equal(own["source"], name)) for name in recipe.prompts.labels] or [own]
+    tried = [part.slice(0, TRIED_PROMPTS) for part in parts]
+    if judged:
+        tried.append(table.slice(0, 1))  # a held-out prompt of a file of their own, which may have other columns
+    return [Prompt(**row) for part in tried for row in part.to_pylist()]
 
 
 def _prompt_file(key: str, source: str, on_cluster: bool) -> Path:
@@ -127,7 +130,8 @@ def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> None:
     of_branches = [config for branch in recipe.branches.values() for config in branch.rewards]
     for config in (*recipe.rewards, *recipe.guardrails, *of_branches):
         if isinstance(config, CustomRewardConfig):
-            try_reward(config, prompts, height, width)
+            tried = [prompt for prompt in prompts if config.applies_to(prompt.source)][:TRIED_PROMPTS]
+            try_reward(config, tried, height, width)
 
 
 def _check_shared(output: str, tracking_uri: str) -> None:

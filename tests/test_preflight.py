@@ -1,12 +1,13 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ebbflow import preflight
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.algorithms.built_in.distillation import DistillationConfig
 from ebbflow.data.pairs import PairError
-from ebbflow.data.prompts import PromptError
+from ebbflow.data.prompts import Prompt, PromptError
 from ebbflow.models import ModelError
 from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.models.tiny import build_tiny
@@ -14,7 +15,7 @@ from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import TrajectoryConfig
 from ebbflow.recipe.recipe import PolicyConfig
-from ebbflow.rewards.base import RewardError
+from ebbflow.rewards.base import RewardError, RewardResult
 from ebbflow.storage.artifacts import new_folder
 from ebbflow.training.policy_metadata import write_base_policy
 
@@ -285,3 +286,28 @@ def test_the_size_of_an_evaluation_must_be_drawable(tmp_path: Path) -> None:
     recipe = Recipe.model_validate({"output": str(tmp_path), "model": model, "evaluation": {"height": 96, "width": 68}})
     with pytest.raises(ModelError, match=r"evaluation\.width = 68: sd3 draws multiples of 16 pixels; take 64"):
         check_recipe(recipe, SERVER, on_cluster=False)
+
+
+class OnlySigns:
+    """A reward that cannot score other prompts."""
+
+    def unavailable(self) -> None:
+        return None
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardResult:
+        assert [prompt.source for prompt in prompts] == ["signs", "signs"]
+        return RewardResult(np.zeros(len(images)))
+
+
+def test_a_reward_of_a_prompt_set_is_tried_on_its_prompts(tmp_path: Path) -> None:
+    for name in ("words", "signs"):
+        (tmp_path / f"{name}.txt").write_text("\n".join(f'"{name[0]}{other}"' for other in "cdefghijkl"))
+    sets = [{"name": name, "source": str(tmp_path / f"{name}.txt")} for name in ("words", "signs")]
+    settings = {
+        "output": str(tmp_path),
+        "prompts": {"mixture": sets, "validation": 1, "held_out": 2},
+        "rewards": [{"name": "similarity", "prompts": ["words"]}, {"name": f"{__name__}:OnlySigns", "prompts": ["signs"]}],
+        "stages": [{"kind": "online", "prompts_per_step": 2}],
+        "guardrails": [],
+    }
+    check_recipe(Recipe.model_validate(settings), SERVER, on_cluster=False)

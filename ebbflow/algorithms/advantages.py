@@ -8,6 +8,8 @@ baseline: the mean of the group; with ``trim`` the mean of what is left without 
 ``running`` the mean over all samples of the prompt so far. std (unbiased): of the whole batch; of the group, with ``running`` of
 the prompt so far; or none, a divisor of 1. All are over samples: over rewards repeated for each denoising step the std shrinks.
 
+A reward that scores some prompt sets only has no part in the sums of the other prompts.
+
 Of a tree (BranchGRPO, 2509.06040) the same, for the nodes after each denoising step by themselves, with
 
     R(node) = mean of R over its leaves
@@ -108,6 +110,7 @@ def compute_advantages(
     prompt_ids: np.ndarray,
     config: AdvantagesConfig,
     history: PromptStatistics | None = None,
+    scored: np.ndarray | None = None,
 ) -> AdvantageResult:
     """Group-relative advantages; a group is all samples of one prompt.
 
@@ -117,11 +120,13 @@ def compute_advantages(
         weights: of the same rewards, positive.
         prompt_ids: integer [N].
         history: needed by ``config.running``, which adds this batch's scored samples to it: call once per batch.
+        scored: bool [N], the samples that all rewards of their prompt have scored, so that a NaN there is of a reward that their
+            prompt has not. Left out, all prompts have all rewards.
 
     Raises:
         ValueError: ``config.running`` without a history.
     """
-    scored, rewards, total = _scored(scores, weights)
+    scored, rewards, total = _scored(scores, weights, scored)
     prompts, groups = np.unique(prompt_ids, return_inverse=True)
     group = groups[scored]
     if config.combine == "sum":
@@ -129,8 +134,9 @@ def compute_advantages(
 
     advantage, informative = np.zeros(len(total)), np.zeros(len(prompts), bool)
     for name, reward in rewards.items():
-        normalised, varied = _normalise(name, reward, group, prompts, config, history)
-        advantage += weights[name] * normalised
+        own = np.isfinite(reward)
+        normalised, varied = _normalise(name, reward[own], group[own], prompts, config, history)
+        advantage[own] += weights[name] * normalised
         informative |= varied
     chosen = np.flatnonzero(informative[group])
     if config.keep_extremes is not None:
@@ -149,6 +155,7 @@ def compute_tree_advantages(
     prompt_ids: np.ndarray,
     config: AdvantagesConfig,
     nodes: np.ndarray,
+    scored: np.ndarray | None = None,
 ) -> AdvantageResult:
     """Advantages of every denoising step, among the nodes after it of a prompt; other arguments as of ``compute_advantages``.
 
@@ -157,27 +164,34 @@ def compute_tree_advantages(
     Args:
         nodes: integer [N, W]; samples of a prompt with the same number are in one node after a trained step.
     """
-    scored, _, _ = _scored(scores, weights)
+    scored, _, _ = _scored(scores, weights, scored)
     of_steps = np.full(nodes.shape, np.nan, np.float32)
     for column, node in enumerate(nodes.T):
         _, first, index = np.unique(np.stack([prompt_ids, node]), axis=1, return_index=True, return_inverse=True)
-        of_leaves = {name: scores[name][scored] for name in weights}
-        fused = {name: _means(values, index.reshape(-1)[scored], len(first)) for name, values in of_leaves.items()}
-        found = compute_advantages(fused, weights, prompt_ids[first], config)
+        node_of_leaf = index.reshape(-1)[scored]
+        fused = {name: _means(scores[name][scored], node_of_leaf, len(first)) for name in weights}
+        found = compute_advantages(
+            fused, weights, prompt_ids[first], config, scored=np.bincount(node_of_leaf, minlength=len(first)) > 0
+        )
         of_steps[first[found.keep], column] = found.values[found.keep]
-    leaves = compute_advantages(scores, weights, prompt_ids, config)
+    leaves = compute_advantages(scores, weights, prompt_ids, config, scored=scored)
     kept = np.asarray(np.isfinite(of_steps).any(axis=1))
     return replace(leaves, keep=kept, of_steps=of_steps)
 
 
 def varied_prompts(
-    scores: Mapping[str, np.ndarray], weights: Mapping[str, float], prompt_ids: np.ndarray, config: AdvantagesConfig
+    scores: Mapping[str, np.ndarray],
+    weights: Mapping[str, float],
+    prompt_ids: np.ndarray,
+    config: AdvantagesConfig,
+    scored: np.ndarray | None = None,
 ) -> list[int]:
     """The prompts whose samples of this batch score differently, ascending. Arguments as of ``compute_advantages``."""
-    scored, rewards, total = _scored(scores, weights)
+    scored, rewards, total = _scored(scores, weights, scored)
     prompts, groups = np.unique(prompt_ids, return_inverse=True)
     columns = [total] if config.combine == "sum" else list(rewards.values())
-    spread = [_moments(column, groups[scored], len(prompts)).std for column in columns]
+    found = [(column[own], groups[scored][own]) for column in columns for own in [np.isfinite(column)]]
+    spread = [_moments(column, group, len(prompts)).std for column, group in found]
     varied: list[int] = prompts[np.max(spread, axis=0) > NO_SPREAD].tolist()
     return varied
 
@@ -195,12 +209,19 @@ def reward_moments(reward: np.ndarray, prompt_ids: np.ndarray) -> tuple[np.ndarr
 
 
 def _scored(
-    scores: Mapping[str, np.ndarray], weights: Mapping[str, float]
+    scores: Mapping[str, np.ndarray], weights: Mapping[str, float], given: np.ndarray | None
 ) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
-    """(which samples have all scores [N], those scores of each reward [n], their weighted sum [n])."""
-    scored = (np.abs(np.stack([scores[name] for name in weights])) <= MAX_SCORE).all(axis=0)
+    """(which samples have all scores [N], those scores of each reward [n], their weighted sum [n]).
+
+    Args:
+        given: as ``scored`` of ``compute_advantages``; the scores then are NaN where a sample has not that reward.
+    """
+    columns = np.stack([scores[name] for name in weights])
+    usable = np.abs(columns) <= MAX_SCORE
+    scored = usable.all(axis=0) if given is None else given & (usable | np.isnan(columns)).all(axis=0)
     rewards = {name: scores[name][scored] for name in weights}
-    return scored, rewards, np.sum([weight * rewards[name] for name, weight in weights.items()], axis=0)
+    parts = [np.where(np.isnan(rewards[name]), 0.0, weight * rewards[name]) for name, weight in weights.items()]
+    return scored, rewards, np.sum(parts, axis=0)
 
 
 def _means(values: np.ndarray, node: np.ndarray, nodes: int) -> np.ndarray:

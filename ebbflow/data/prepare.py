@@ -28,6 +28,8 @@ from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 
 MIN_JUDGED = 4
 """Validation prompts of a branch: two that choose among its policies, and two on which its gate compares."""
+MIN_COMPARED = 2
+"""Held-out prompts that the gate needs to compare a metric."""
 
 
 def prepare(recipe: Recipe, *files: Path, held_out: Path | None = None) -> tuple[pa.Table, str]:
@@ -50,15 +52,14 @@ def prepare(recipe: Recipe, *files: Path, held_out: Path | None = None) -> tuple
         rows, report = _read_mixture(recipe, files) if config.mixture else _read_file(files[0])
         source = files[0].parent if config.mixture else files[0]  # as messages name it
         for view in (recipe, *map(recipe.of_branch, recipe.branches)):
-            if any(reward.reads for reward in view.rewards):
-                require_targets([row for row in rows if row.source in view.prompts.labels or not view.prompts.mixture], source)
+            own = [row for row in rows if row.source in view.prompts.labels or not view.prompts.mixture]
+            _require_read_targets(view, own, source)
     _check_rows(recipe, rows, source)
     # The split of a file never depends on the run: a challenger must not train on prompts that judged its champion.
     seed = 0 if source else recipe.seed
     if held_out:
         judged, of_judged = _read_file(held_out)
-        if any(reward.reads for reward in recipe.rewards):
-            require_targets(judged, held_out)
+        _require_read_targets(recipe, judged, held_out)
         _check_rows(recipe, judged, held_out)
         table, shared = split_with_held_out(rows, judged, config.validation, config.held_out, seed)
         report += f"; {of_judged}" + (f"; {counted(shared, 'prompt')} in both, not trained on" if shared else "")
@@ -67,6 +68,7 @@ def prepare(recipe: Recipe, *files: Path, held_out: Path | None = None) -> tuple
     trained = table.num_rows - config.validation - config.held_out
     _require_enough(recipe, trained)
     _require_enough_of_each_set(recipe, table)
+    _require_enough_for_guardrails(recipe, table)
     for branch in recipe.branches:
         branch_prompts(recipe, table, branch)
     return table, f"{report}; {trained} to train, {config.validation} to validate, {config.held_out} held out"
@@ -107,6 +109,17 @@ def _require_enough_of_each_set(recipe: Recipe, table: pa.Table) -> None:
                 )
 
 
+def _require_enough_for_guardrails(recipe: Recipe, table: pa.Table) -> None:
+    """Of each set that a guardrail scores alone; the split is random."""
+    held_out = Counter(table.filter(pc.equal(table["split"], "held_out"))["source"].to_pylist())
+    for config in recipe.guardrails:
+        if config.prompts and (count := sum(held_out[name] for name in config.prompts)) < MIN_COMPARED:
+            raise PromptError(
+                f"the guardrail {config.column} scores {', '.join(config.prompts)}, of which {count} prompts are held out, and "
+                f"the gate compares {MIN_COMPARED}; raise prompts.held_out, or add prompts"
+            )
+
+
 def branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Table:
     """The prompts of a branch: those of its sets, without the held-out ones, which only the run's own gate may see.
 
@@ -127,6 +140,13 @@ def branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Table:
     for row in judged[::2]:
         row["split"] = "held_out"
     return pa.Table.from_pylist(rows, schema=table.schema)
+
+
+def _require_read_targets(recipe: Recipe, rows: list[PromptRow], source: Path) -> None:
+    """Check that prompts which a reward reads have a target text."""
+    reading = [reward for reward in recipe.rewards if reward.reads]
+    if read := [row for row in rows if any(reward.applies_to(row.source) for reward in reading)]:
+        require_targets(read, source)
 
 
 def _check_rows(recipe: Recipe, rows: list[PromptRow], source: Path | None) -> None:

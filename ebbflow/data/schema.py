@@ -83,6 +83,7 @@ def evaluation_schema(metrics: list[str], statistics: Sequence[str] = ()) -> pa.
         [
             *SAMPLE_KEY,
             pa.field("split", pa.string(), nullable=False),
+            pa.field("source", pa.string()),  # the prompt's set, as in the prompt table; older tables lack it
             pa.field("prompt", pa.string(), nullable=False),
             pa.field("target", pa.string()),
             pa.field("image", pa.binary(), nullable=False),

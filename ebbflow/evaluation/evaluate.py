@@ -296,6 +296,7 @@ def _rows(schema: pa.Schema, samples: _Samples, statistics: dict[str, np.ndarray
         "prompt_id": pa.array([prompt.prompt_id for prompt in prompts], pa.int64()),
         "sample": pa.array(samples.indices, pa.int64()),
         "split": pa.array([prompt.split for prompt in prompts]),
+        "source": pa.array([prompt.source for prompt in prompts], pa.string()),
         "prompt": pa.array([prompt.prompt for prompt in prompts]),
         "target": pa.array([prompt.target for prompt in prompts], pa.string()),
         "image": pa.array(samples.pngs, pa.binary()),  # chunked above the 2 GiB that one array holds

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ebbflow.data.records import Comparison, Evaluation, GateDecision
 from ebbflow.data.schema import KEY
@@ -23,6 +24,7 @@ from ebbflow.evaluation.non_inferiority import StatisticFinding, check_statistic
 from ebbflow.evaluation.statistics import compare, held_out_pairs, prompt_means
 from ebbflow.formatting import signed, significant
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import NO_TARGET
 
 TARGET = "reward"
@@ -107,10 +109,14 @@ def _target(recipe: Recipe, target: Comparison) -> _Finding:
     return _Finding(False, f"{moved}; its {interval} over {target.prompts} prompts does not lie above zero: no proven gain.")
 
 
-def _guardrails(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> tuple[list[Comparison], list[_Finding]]:
+def _guardrails(
+    recipe: Recipe, candidate_samples: pa.Table, champion_samples: pa.Table
+) -> tuple[list[Comparison], list[_Finding]]:
     comparisons: list[Comparison] = []
     findings: list[_Finding] = []
-    for guardrail in (config.column for config in recipe.guardrails):
+    for config in recipe.guardrails:
+        guardrail = config.column
+        candidate, champion = (_rows_of(config, samples) for samples in (candidate_samples, champion_samples))
         sides = {"candidate": guardrail in candidate.column_names, "champion": guardrail in champion.column_names}
         if not any(sides.values()):
             findings.append(_Finding(True, f"Guardrail {guardrail} was measured on neither side (not installed): ignored."))
@@ -125,6 +131,11 @@ def _guardrails(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> tupl
             comparisons.append(comparison)
             findings.append(finding)
     return comparisons, findings
+
+
+def _rows_of(config: RewardConfig, samples: pa.Table) -> pa.Table:
+    """The samples of the prompts that a guardrail scores."""
+    return samples.filter(pc.is_in(samples["source"], pa.array(config.prompts))) if config.prompts else samples
 
 
 def _failure_reason(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from ebbflow.algorithms.advantages import compute_advantages
@@ -19,10 +20,11 @@ def write_advantages(ctx: StageContext, scores: list[Path], path: Path) -> dict[
     Samples without a score and groups without variance are left out and counted in the statistics.
     """
     weights = read_table_metadata(scores[0])["weights"]
-    table = pa.concat_tables([read_columns(shard, [*KEY, *weights]) for shard in scores])
+    table = pa.concat_tables([read_columns(shard, [*KEY, "reward", *weights]) for shard in scores])
     prompt_ids = table["prompt_id"].to_numpy()
     rewards = {name: table[name].to_numpy() for name in weights}
-    result = compute_advantages(rewards, weights, prompt_ids, ctx.config.advantages)
+    scored = np.isfinite(table["reward"].to_numpy())
+    result = compute_advantages(rewards, weights, prompt_ids, ctx.config.advantages, scored=scored)
     columns = [prompt_ids, table["sample"].to_numpy(), result.values]
     batch = pa.record_batch([pa.array(column[result.keep]) for column in columns], schema=ADVANTAGES)
     about = {"stage": ctx.label, "metrics": result.metrics, "seconds": seconds_of(scores, "scoring")}

@@ -61,6 +61,7 @@ def _images(path: Path, batch: pa.RecordBatch) -> np.ndarray:
 
 def _scored(schema: pa.Schema, batch: pa.RecordBatch, table: ScoreTable) -> pa.RecordBatch:
     columns = {"prompt_id": batch["prompt_id"], "sample": batch["sample"], "reward": nan_to_null(table.reward)}
-    columns |= {name: nan_to_null(values) for name, values in table.metrics.items()}
+    none = np.full(len(batch), np.nan)  # a reward that has no prompt of these says nothing of its metrics
+    columns |= {name: nan_to_null(table.metrics.get(name, none)) for name in schema.names if name not in (*columns, "failure")}
     columns["failure"] = pa.array(table.failures, pa.string())
     return pa.record_batch([columns[name] for name in schema.names], schema=schema)

@@ -257,7 +257,7 @@ class OnlineLoop:
         """The rollouts of a step, with other prompts' in place of groups that say nothing, once enough of them are scored."""
         require_scored(batch.scores, self.ctx.recipe.max_failed_share)
         for _ in range(self.config.refill_rounds):
-            varied = varied_prompts(*self._rewards(batch), batch.prompt_ids, self.config.advantages)
+            varied = varied_prompts(*self._rewards(batch), batch.prompt_ids, self.config.advantages, batch.scores.scored)
             if not (further := self.sampler.further(batch.step, batch.prompts, varied)):
                 break
             batch = await self.queue.add_prompts(batch, further)
@@ -265,9 +265,10 @@ class OnlineLoop:
         return batch
 
     def _advantages(self, batch: RolloutBatch) -> AdvantageResult:
+        config, scored = self.config.advantages, batch.scores.scored
         if self.config.tree:
-            return compute_tree_advantages(*self._rewards(batch), batch.prompt_ids, self.config.advantages, batch.nodes)
-        return compute_advantages(*self._rewards(batch), batch.prompt_ids, self.config.advantages, self.state.history)
+            return compute_tree_advantages(*self._rewards(batch), batch.prompt_ids, config, batch.nodes, scored)
+        return compute_advantages(*self._rewards(batch), batch.prompt_ids, config, self.state.history, scored)
 
     def _rewards(self, batch: RolloutBatch) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """(scores of each trained reward, its weight)."""

@@ -36,7 +36,15 @@ from ebbflow.recipe.paths import OutputText, PathText, StoreText, resolve_paths
 from ebbflow.recipe.plugins import name_or_path
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.registry import AnyRewardConfig, reward
-from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, ONLY_COMPARISONS, CustomRewardConfig, RewardConfig
+from ebbflow.recipe.rewards import (
+    GUARDRAIL_COMPARES,
+    ONLY_COMPARISONS,
+    CustomRewardConfig,
+    RewardConfig,
+    applying,
+    require_prompt_sets,
+    without_reward,
+)
 from ebbflow.recipe.stages import AnyStageConfig, CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.recipe.yaml_text import describe_yaml_error, read_yaml
 
@@ -352,9 +360,11 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _evaluations_have_a_reward(self) -> Recipe:
         """Of rewards that come with Ebbflow: whether a user's own compares is known once it is imported."""
-        trained = {f"branches.{name}.rewards": branch.rewards for name, branch in self.branches.items() if branch.rewards}
-        for key, rewards in {"rewards": self.rewards, **trained}.items():
-            if all(not isinstance(reward, CustomRewardConfig) and reward.compares for reward in rewards):
+        for name in (None, *self.branches):
+            view, key = self.of_branch(name), f"branches.{name}.rewards" if name and self.branches[name].rewards else "rewards"
+            evaluated = [reward for reward in view.rewards if isinstance(reward, CustomRewardConfig) or not reward.compares]
+            sets = view.prompts.labels
+            if not evaluated or without_reward(evaluated, sets) != without_reward(view.rewards, sets):
                 raise ValueError(ONLY_COMPARISONS.format(key))
         watched = [guardrail for guardrail in self.guardrails if not isinstance(guardrail, CustomRewardConfig)]
         if compared := [guardrail.column for guardrail in watched if guardrail.compares]:
@@ -389,6 +399,20 @@ class Recipe(Strict):
                     f"branches.{name}.prompts: prompts.mixture has no set {strange[0]!r}, only {', '.join(sets) or 'no sets'}"
                 )
         require_branches(self.branches, self.stages)
+        return self
+
+    @model_validator(mode="after")
+    def _every_prompt_set_has_its_reward(self) -> Recipe:
+        require_prompt_sets("rewards", self.rewards, self.prompts.labels)
+        require_prompt_sets("guardrails", self.guardrails, self.prompts.labels)
+        for name in (None, *self.branches):
+            view, key = self.of_branch(name), f"branches.{name}.rewards" if name else "rewards"
+            if name:
+                require_prompt_sets(key, self.branches[name].rewards, view.prompts.labels)
+            if without := without_reward(view.rewards, view.prompts.labels):
+                raise ValueError(f"{key}: none of them scores the prompt set {without[0]}; add it to the 'prompts' of one")
+        if self.prompts.held_out_source and all(reward.prompts for reward in self.rewards):
+            raise ValueError("rewards: each names prompt sets, and prompts.held_out_source is none; leave 'prompts' of one out")
         return self
 
     @model_validator(mode="after")
@@ -579,10 +603,10 @@ class Recipe(Strict):
         """Those of ``rewards`` that score single images, as an evaluation does.
 
         Raises:
-            RecipeError: there are none, or nothing can be imported from the path of a user's own.
+            RecipeError: there are none, or none for a prompt set, or nothing can be imported from the path of a user's own.
         """
         found = [reward for reward in self.rewards if not reward.compares]
-        if not found:
+        if not found or without_reward(found, self.prompts.labels):
             raise RecipeError(ONLY_COMPARISONS.format("rewards"))
         return found
 
@@ -625,7 +649,11 @@ class Recipe(Strict):
             return self
         mixture = [part for part in self.prompts.mixture if part.label in branch.prompts] or self.prompts.mixture
         prompts = self.prompts.model_copy(update={"mixture": mixture})
-        return self.model_copy(update={"prompts": prompts, "rewards": branch.rewards or self.rewards})
+        scored = {
+            "rewards": applying(branch.rewards or self.rewards, prompts.labels),
+            "guardrails": applying(self.guardrails, prompts.labels),
+        }
+        return self.model_copy(update={"prompts": prompts, **scored})
 
     @property
     def _rewards_of_branches(self) -> list[list[AnyRewardConfig]]:

@@ -5,8 +5,10 @@ The first line of a class says what the reward measures and on which scale (``eb
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -17,8 +19,8 @@ MAX_SCORE, MAX_WEIGHT = 1e30, 1e6
 """Of a score, in magnitude, and of a reward: float64 then holds the squares of weighted sums."""
 
 ONLY_COMPARISONS = (
-    "{}: all of them compare the images of a prompt with each other, and an evaluation scores single images; add a reward "
-    "that does, so that policies can be compared"
+    "{}: all of them, or all of a prompt set, compare the images of a prompt with each other, and an evaluation scores "
+    "single images; add a reward that does, so that policies can be compared"
 )
 GUARDRAIL_COMPARES = "guardrails: {} compares the images of a prompt, and an evaluation scores single ones; take it out"
 
@@ -31,6 +33,12 @@ class RewardConfig(Strict):
     """Of a reward that is trained on, in the sum."""
     label: str | None = Field(None, pattern=r"^[A-Za-z]\w*$")
     """How its scores are called in tables, charts and reports; left out, its name."""
+    prompts: list[str] = Field([], exclude_if=operator.not_)
+    """Names of sets of ``prompts.mixture``: only their prompts are scored. Left out, all prompts."""
+
+    def applies_to(self, prompt_set: str) -> bool:
+        """Whether it scores the prompts of a set of the mixture."""
+        return not self.prompts or prompt_set in self.prompts
 
     @property
     def column(self) -> str:
@@ -63,6 +71,8 @@ class ReadingRewardConfig(RewardConfig):
     def reads(self) -> bool:
         return True
 
+
+AnyConfig = TypeVar("AnyConfig", bound=RewardConfig)
 
 Match = Literal["exact", "contained"]
 Case = Literal["ignored", "kept"]
@@ -101,3 +111,27 @@ class CustomRewardConfig(RewardConfig):
             TypeError: what it leads to does not take the options.
         """
         return import_path(self.path)(**self.options)
+
+
+def applying(rewards: Iterable[AnyConfig], prompt_sets: Sequence[str]) -> list[AnyConfig]:
+    """The rewards that score prompts of one of the sets; all where prompts come in no sets."""
+    return [reward for reward in rewards if not prompt_sets or any(map(reward.applies_to, prompt_sets))]
+
+
+def without_reward(rewards: Sequence[RewardConfig], prompt_sets: Iterable[str]) -> list[str]:
+    """The sets whose prompts none of the rewards scores."""
+    return [name for name in prompt_sets if not any(reward.applies_to(name) for reward in rewards)]
+
+
+def require_prompt_sets(key: str, rewards: Iterable[RewardConfig], prompt_sets: Sequence[str]) -> None:
+    """Check that rewards name sets that there are.
+
+    Raises:
+        ValueError: one names another; names the key and the sets.
+    """
+    for reward in rewards:
+        if strange := [name for name in reward.prompts if name not in prompt_sets]:
+            raise ValueError(
+                f"{key}: {reward.column}.prompts names the prompt set {strange[0]!r}, and there are "
+                f"{', '.join(prompt_sets) or 'none'}; name sets of prompts.mixture"
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -30,14 +30,20 @@ class ScoreTable:
     """Scores of N images or videos.
 
     Attributes:
-        reward: float64 [N], the weighted sum of the trained rewards; NaN where any of them failed.
-        metrics: float64 [N] columns: every reward by its name, and its own metrics; NaN where it failed.
+        reward: float64 [N], the weighted sum of the trained rewards of each one's prompt set; NaN where any of them failed.
+        metrics: float64 [N] columns: every reward by its name, and its own metrics; NaN where it failed, and where it does not
+            score the prompt's set: there, a trained one is NaN beside a finite ``reward``.
         failures: the reasons, for every sample on which a reward or guardrail failed; None elsewhere.
     """
 
     reward: np.ndarray
     metrics: dict[str, np.ndarray]
     failures: list[str | None]
+
+    @property
+    def scored(self) -> np.ndarray:
+        """Which samples have a reward, bool [N]."""
+        return np.asarray(np.isfinite(self.reward))
 
     @property
     def failed_share(self) -> float:
@@ -73,11 +79,16 @@ class ScoreTable:
 
 @dataclass(frozen=True)
 class Scorer:
-    """The rewards of a run: trained ones with their weights, guardrails, and why some guardrails are unavailable."""
+    """The rewards of a run: trained ones with their weights, guardrails, and why some guardrails are unavailable.
+
+    Attributes:
+        of_sets: the options of those that score the prompts of some sets only, by their columns.
+    """
 
     rewards: tuple[tuple[AnyReward, float], ...]
     guardrails: tuple[AnyReward, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
+    of_sets: Mapping[str, RewardConfig] = field(default_factory=dict)
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -129,7 +140,13 @@ class Scorer:
         total = images.new_zeros(len(images))
         for reward, weight in self.rewards:
             assert isinstance(reward, DifferentiableReward)
-            total = total + weight * reward.with_gradient(images, prompts)
+            rows = np.flatnonzero(self._asked(reward, prompts)).tolist()
+            if len(rows) == len(images):
+                total = total + weight * reward.with_gradient(images, prompts)
+            elif len(rows):
+                index = images.new_tensor(rows).long()
+                scores = reward.with_gradient(images[index], [prompts[row] for row in rows])
+                total = total.index_add(0, index, weight * scores.to(total.dtype))
         return total
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreTable:
@@ -137,7 +154,7 @@ class Scorer:
 
         Rewards score images: a video's reward and metrics are means over ``FRAMES_SCORED`` frames, each scored against the
         video's prompt. A failed frame fails its video. Where a reward compares, the images of a prompt are its whole group; of
-        videos, frames of the same time are compared.
+        videos, frames of the same time are compared. A reward of some prompt sets sees the images of their prompts alone.
 
         Raises:
             RewardError: images and prompts do not match, or a reward breaks its contract.
@@ -145,9 +162,47 @@ class Scorer:
         _check_images(images, prompts)
         score = _score if images.ndim == 4 else _score_videos
         rewards = [*(reward for reward, _ in self.rewards), *self.guardrails]
-        results = {reward.name: score(reward, images, prompts) for reward in rewards}
-        total = np.sum([weight * results[reward.name].values for reward, weight in self.rewards], axis=0)
-        return ScoreTable(total, _columns(results), _reasons(results, len(images)))
+        asked = {reward.name: self._asked(reward, prompts) for reward in rewards}
+        results = {reward.name: _score_rows(score, reward, images, prompts, asked[reward.name]) for reward in rewards}
+        trained = [np.where(asked[reward.name], weight * results[reward.name].values, 0.0) for reward, weight in self.rewards]
+        without = ~np.any([asked[reward.name] for reward, _ in self.rewards], axis=0)
+        reasons = _reasons(results, asked, len(images))
+        for row in np.flatnonzero(without).tolist():
+            reasons[row] = f"no trained reward scores the prompt set {prompts[row].source!r}"
+        return ScoreTable(np.where(without, np.nan, np.sum(trained, axis=0)), _columns(results), reasons)
+
+    def _asked(self, reward: AnyReward, prompts: Sequence[Prompt]) -> np.ndarray:
+        """Which prompts a reward scores, bool [N]."""
+        config = self.of_sets.get(reward.name)
+        return np.array([config is None or config.applies_to(prompt.source) for prompt in prompts], np.bool_)
+
+
+def _score_rows(
+    score: Callable[[AnyReward, np.ndarray, Sequence[Prompt]], RewardResult],
+    reward: AnyReward,
+    images: np.ndarray,
+    prompts: Sequence[Prompt],
+    asked: np.ndarray,
+) -> RewardResult:
+    """The scores of the images that are ``asked`` for, bool [N]; of the others NaN without a reason."""
+    if asked.all():
+        return score(reward, images, prompts)
+    rows = np.flatnonzero(asked).tolist()
+    if not rows:  # what a reward makes of no image is not part of its contract
+        return RewardResult(np.full(len(images), np.nan))
+    found = score(reward, images[rows], [prompts[row] for row in rows])
+    return RewardResult(
+        values=_at(rows, found.values, len(images)),
+        metrics={name: _at(rows, values, len(images)) for name, values in found.metrics.items()},
+        failures={rows[index]: reason for index, reason in found.failures.items()},
+    )
+
+
+def _at(rows: Sequence[int], values: np.ndarray, count: int) -> np.ndarray:
+    """The values at their rows of ``count``; NaN elsewhere."""
+    column = np.full(count, np.nan)
+    column[rows] = values
+    return column
 
 
 def _score(reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
@@ -244,7 +299,8 @@ def load_scorer(rewards: Sequence[RewardConfig], guardrails: Sequence[RewardConf
         listed = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         warnings.warn(f"guardrails left out of this run: {listed}", stacklevel=2)
     kept = tuple(guardrail for guardrail in watched if guardrail.name not in left_out)
-    return Scorer(tuple(trained), kept, left_out)
+    of_sets = {config.column: config for config in (*rewards, *guardrails) if config.prompts}
+    return Scorer(tuple(trained), kept, left_out, of_sets)
 
 
 def require_scored(table: ScoreTable, limit: float) -> None:
@@ -300,10 +356,10 @@ def _columns(results: dict[str, RewardResult]) -> dict[str, np.ndarray]:
     return columns
 
 
-def _reasons(results: dict[str, RewardResult], count: int) -> list[str | None]:
+def _reasons(results: dict[str, RewardResult], asked: Mapping[str, np.ndarray], count: int) -> list[str | None]:
     reasons: list[list[str]] = [[] for _ in range(count)]
     for name, result in results.items():
-        for index in np.flatnonzero(np.isnan(result.values)):
+        for index in np.flatnonzero(np.isnan(result.values) & asked[name]):
             reasons[index].append(f"{name}: {_reason(result, int(index))}")
     return ["; ".join(parts) or None for parts in reasons]
 

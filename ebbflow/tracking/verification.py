@@ -27,6 +27,7 @@ from ebbflow.evaluation.gate import decide
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import iter_leaves, sanitize
 from ebbflow.recipe.plugins import not_allowed
+from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.disk import sha256_of
 from ebbflow.storage.identity import code_listing
@@ -234,27 +235,38 @@ def _rewards(found: Registered) -> str:
     for side in stored.SIDES:
         table = found.scores(side)
         # Not evaluated_rewards: to learn whether a reward compares, that would import the code which the version names.
-        weights = {config.column: config.weight for config in found.recipe.rewards if config.column in table.column_names}
-        total = np.sum([weight * _values(table, column) for column, weight in weights.items()], axis=0)
+        rewards = [config for config in found.recipe.rewards if config.column in table.column_names]
+        total = np.sum([_weighted(table, config) for config in rewards], axis=0)
         if wrong := int((~np.isclose(total, _values(table, "reward"), ROUNDING, ROUNDING, equal_nan=True)).sum()):
             raise _Failed(f"{wrong} rewards of the {side} are not the weighted sum of their scores")
     return detail
+
+
+def _weighted(table: pa.Table, config: RewardConfig) -> np.ndarray:
+    """The weighted scores of a trained reward; 0 for prompts that it does not score."""
+    scores = config.weight * _values(table, config.column)
+    if not config.prompts:
+        return scores
+    return np.where([config.applies_to(name) for name in table["source"].to_pylist()], scores, 0.0)
 
 
 def _prompts(found: Registered) -> str:
     detail = _file(stored.PROMPT_TABLE)(found)
     prompts = {prompt.prompt_id: prompt for prompt in read_prompts(found.file(stored.PROMPT_TABLE), "held_out")}
     for side in stored.SIDES:
-        rows = found.scores(side).select(["prompt_id", "prompt", "target"]).to_pylist()
+        table = found.scores(side)
+        rows = table.select(
+            [name for name in ("prompt_id", "prompt", "target", "source") if name in table.column_names]
+        ).to_pylist()
         if {row["prompt_id"] for row in rows} != prompts.keys():
             raise _Failed(f"the {side} was scored on other prompts")
         if wrong := [row["prompt_id"] for row in rows if not _is_of(row, prompts[row["prompt_id"]])]:
-            raise _Failed(f"the {side} was scored on another text for prompt {wrong[0]}")
+            raise _Failed(f"the {side} was scored on another text or prompt set for prompt {wrong[0]}")
     return f"{detail}, {len(prompts)} held out"
 
 
 def _is_of(row: Mapping[str, Any], prompt: Prompt) -> bool:
-    return (row["prompt"], row["target"]) == (prompt.prompt, prompt.target)
+    return (row["prompt"], row["target"], row.get("source") or prompt.source) == (prompt.prompt, prompt.target, prompt.source)
 
 
 def _code(found: Registered) -> str:

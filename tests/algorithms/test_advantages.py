@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.algorithms.advantages import PromptStatistics, compute_advantages
+from ebbflow.algorithms.advantages import PromptStatistics, compute_advantages, varied_prompts
 from ebbflow.recipe.choices import AdvantagesConfig
 from ebbflow.recipe.rewards import MAX_SCORE, MAX_WEIGHT
 
@@ -13,11 +13,11 @@ MODES = ["global", "group", "none"]
 NAN = float("nan")
 
 
-def combined(rewards, weights, prompt_ids, history=None, **keys):
+def combined(rewards, weights, prompt_ids, history=None, scored=None, **keys):
     """Advantages from the scores of several rewards."""
     scores = {name: np.array(values, np.float64) for name, values in rewards.items()}
     config = AdvantagesConfig(**{"std": "group", "clip": 1e6} | keys)
-    return compute_advantages(scores, weights, np.array(prompt_ids, np.int64), config, history)
+    return compute_advantages(scores, weights, np.array(prompt_ids, np.int64), config, history, scored)
 
 
 def advantages(rewards, prompt_ids, std="group", **keys):
@@ -436,3 +436,41 @@ def test_a_history_survives_json_exactly():
 def test_running_without_a_history_says_what_to_pass():
     with pytest.raises(ValueError, match="history=PromptStatistics"):
         advantages([0.0, 1.0], [7, 7], running=True)
+
+
+OF_SETS = {
+    "spells": [1.0, 3.0, NAN, NAN, NAN, 5.0],
+    "pleases": [NAN, NAN, 10.0, 30.0, NAN, NAN],
+    "always": [0.0, 0.0, 2.0, 1.0, 7.0, NAN],
+}
+"""Prompt 1 has ``spells``, prompt 2 ``pleases``, and both ``always``; the last sample of each is not scored."""
+OF_PROMPTS, HAS_A_REWARD = [1, 1, 2, 2, 2, 1], np.array([True] * 4 + [False] * 2)
+
+
+@pytest.mark.parametrize(("combine", "std"), [("sum", "group"), ("per_reward", "group"), ("per_reward", "global")])
+@pytest.mark.parametrize("running", [False, True])
+def test_a_reward_of_a_prompt_set_is_normalised_among_its_own_samples(combine, std, running):
+    """As if each prompt had come with its own rewards alone; a global std is of the samples that a reward scores."""
+    weights = {"spells": 2.0, "pleases": 0.5, "always": 1.0}
+    keys = {"combine": combine, "std": std, "running": running}
+    found = combined(OF_SETS, weights, OF_PROMPTS, PromptStatistics(), scored=HAS_A_REWARD, **keys)
+    assert found.keep.tolist() == HAS_A_REWARD.tolist()
+    for rows, names in ((slice(0, 2), ("spells", "always")), (slice(2, 4), ("pleases", "always"))):
+        alone = {name: OF_SETS[name][rows] for name in names}
+        if std == "global":  # of the reward that all have, the std is over both prompts
+            alone.pop("always")
+            shared = combined({"always": OF_SETS["always"][:4]}, {"always": 1.0}, OF_PROMPTS[:4], PromptStatistics(), **keys)
+        wanted = combined(alone, {name: weights[name] for name in alone}, OF_PROMPTS[rows], PromptStatistics(), **keys)
+        extra = shared.values[rows] if std == "global" else 0.0
+        assert found.values[rows] == pytest.approx(wanted.values + extra, abs=1e-6)
+
+
+def test_without_word_of_what_is_scored_a_missing_score_masks_the_sample():
+    assert not combined(OF_SETS, dict.fromkeys(OF_SETS, 1.0), OF_PROMPTS).keep.any()
+
+
+def test_a_prompt_varies_by_the_rewards_that_it_has():
+    scores = {name: np.array(values) for name, values in OF_SETS.items()}
+    for combine in ("sum", "per_reward"):
+        config = AdvantagesConfig(combine=combine)
+        assert varied_prompts(scores, dict.fromkeys(scores, 1.0), np.array(OF_PROMPTS), config, HAS_A_REWARD) == [1, 2]

@@ -144,3 +144,14 @@ def test_outside_a_window_the_splits_are_stochastic_and_trained():
     assert plan(mixed.window, 9, 0, 0, mixed.tree.splits) == Plan((0, 1, 2, 4), (0, 1, 2, 4))
     every = OnlineStageConfig(algorithm=BranchGRPOConfig(), **keys)
     assert plan(every.window, 9, 0, 0, every.tree.splits) == Plan(tuple(range(8)), tuple(range(8)))
+
+
+def test_a_node_has_the_rewards_of_its_prompt():
+    """Two trees with a reward each give the advantages that each gives alone."""
+    rewards, nodes = np.array([1.0, 2, 3, 6]), np.array([[0, 0], [0, 1], [2, 2], [2, 3]])
+    none, prompt_ids = np.full(4, np.nan), np.repeat([0, 1], 4)
+    scores = {"a": np.concatenate([rewards, none]), "b": np.concatenate([none, -rewards])}
+    weights, both = {"a": 1.0, "b": 1.0}, np.concatenate([nodes, nodes])
+    found = compute_tree_advantages(scores, weights, prompt_ids, GROUP, both, np.ones(8, bool)).of_steps
+    alone = compute_tree_advantages({"r": rewards}, {"r": 1.0}, np.zeros(4, int), GROUP, nodes).of_steps
+    assert np.array_equal(found, np.concatenate([alone, -alone]), equal_nan=True)

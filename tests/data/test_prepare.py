@@ -3,6 +3,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from ebbflow.data.images import decode_png, encode_png
@@ -241,3 +242,27 @@ def test_a_branch_needs_prompts_to_be_judged_on(tmp_path: Path) -> None:
     _, files = mixture(tmp_path, {}, one=[f"A{b}" for b in LETTERS], two=[f"B{b}" for b in LETTERS])
     with pytest.raises(PromptError, match=r"branches\.one has \d validation prompts, .* need 4; raise prompts.validation"):
         prepare(branched(2, files), *files)
+
+
+def test_only_prompts_of_a_reward_that_reads_need_a_text(tmp_path: Path) -> None:
+    words, signs = tmp_path / "words.txt", tmp_path / "signs.txt"
+    words.write_text("".join(f'"A{b}"\n' for b in LETTERS))
+    signs.write_text("".join(f"a sign {b}\n" for b in LETTERS))
+
+    def prepared(held_out: int = 12, **reads: object) -> pa.Table:
+        settings = {
+            "model": {"family": "sd3", "path": "somewhere"},
+            "prompts": {"mixture": [{"source": str(words)}, {"source": str(signs)}], "validation": 2, "held_out": held_out},
+            "rewards": [{"name": "ocr", **reads}, "jpeg_compressibility"],
+            "guardrails": [{"name": "similarity", "prompts": ["words.txt"]}],
+            "stages": [{"kind": "online", "prompts_per_step": 2}],
+        }
+        return prepare(Recipe.model_validate(settings), words, signs)[0]
+
+    assert prepared(prompts=["words.txt"]).num_rows == 2 * len(LETTERS)
+    with pytest.raises(PromptError, match=rf"{len(LETTERS)} of {2 * len(LETTERS)} prompts name no text to read"):
+        prepared()
+    with pytest.raises(
+        PromptError, match=r"the guardrail similarity scores words.txt, of which [01] prompts are held out, .* 2; raise"
+    ):
+        prepared(held_out=2, prompts=["words.txt"])

@@ -19,12 +19,15 @@ from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.registry import reward
 from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import generate
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.tables import read_table, read_table_metadata, write_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import write_base_policy
+from tests.conftest import Darkness
 
 STATISTICS = [*PER_IMAGE, "diversity_latents", "diversity_pixels", "diversity_across_prompts"]
 
@@ -272,3 +275,27 @@ def test_a_champion_of_another_size_is_refused(make_recipe, tmp_path):
     for size in ({"height": 1024, "width": 512}, {"height": 512, "width": 512, "frames": 5}, {}):
         with pytest.raises(EvaluationError, match="generates .*, this recipe 1 frame.* 512 x 512 .*rename promotion.model_name"):
             require_same_image_size(recipe, champion(**size))
+
+
+class Doubled(Darkness):
+    name = "of_signs"
+
+    def __call__(self, images, prompts):
+        return RewardResult(2 * super().__call__(images, prompts).values)
+
+
+def test_a_reward_of_a_prompt_set_counts_its_own_prompts_alone(run, prompts, tmp_path):
+    """Prompts of ``signs`` are scored by another reward; the means of both, and the coverage, are of their own prompts."""
+    mixed = [replace(prompt, source="signs" if prompt.prompt_id % 2 else "words") for prompt in prompts]
+    words, signs = Darkness(), Doubled()
+    of_sets = {"darkness": reward("ocr", prompts=["words"]), "of_signs": reward("ocr", prompts=["signs"])}
+    found = run(0.0, chosen=mixed, judge=Scorer(((words, 1.0), (signs, 1.0)), of_sets=of_sets), micro_batch=4)
+    rows = read_table(tmp_path / "samples.parquet").to_pylist()
+    assert [row["source"] for row in rows] == [prompt.source for prompt in mixed]
+    assert [row["darkness"] is None for row in rows] == [prompt.source == "signs" for prompt in mixed]
+    assert {row["failure"] for row in rows} == {None}
+    held_out = [row for row in rows if row["split"] == "held_out"]
+    for name in ("darkness", "of_signs"):
+        assert found.held_out[name] == pytest.approx(np.mean([row[name] for row in held_out if row[name] is not None]))
+    assert found.held_out["reward"] == pytest.approx(np.mean([row["darkness"] or row["of_signs"] for row in held_out]))
+    assert found.coverage == 1.0

@@ -214,3 +214,28 @@ def test_a_guardrail_that_failed_everywhere_keeps_the_candidate_back() -> None:
     result = decision(samples(0.9, tesseract=None, similarity=0.85), samples(0.5, tesseract=None, similarity=0.80))
     assert not result.promote
     assert "Guardrail tesseract failed on 24 of 24 held-out samples of the candidate" in " ".join(result.reasons)
+
+
+def test_a_guardrail_of_a_prompt_set_is_compared_on_its_prompts_alone() -> None:
+    """It has no value on the others: that is no failure. A failure on its own prompts still is."""
+    sets = [{"name": name, "source": f"{name}.txt"} for name in ("words", "signs")]
+    settings = {"prompts": {"mixture": sets}, "guardrails": [{"name": "similarity", "prompts": ["words"]}]}
+    recipe = Recipe.model_validate(settings | {"evaluation": {"resamples": 100}})
+
+    def side(reward: float, similarity: float, failed: tuple[int, ...] = ()) -> pa.Table:
+        rows = samples(reward, similarity=similarity).to_pylist()
+        for row in rows:
+            row["source"] = "words" if row["prompt_id"] < 6 else "signs"
+            row["similarity"] = None if row["source"] == "signs" or row["prompt_id"] in failed else similarity
+        return pa.Table.from_pylist(rows, schema=evaluation_schema(["reward", "similarity"]))
+
+    def decided(candidate: pa.Table) -> GateDecision:
+        return decide(recipe, evaluation("1.1 online"), evaluation("before"), candidate, side(0.5, 0.8))
+
+    better = decided(side(0.9, 0.9))
+    assert better.promote
+    assert better.guardrails[0].prompts == 6
+    assert not decided(side(0.9, 0.7)).promote
+    lost = decided(side(0.9, 0.9, failed=(0,)))
+    assert not lost.promote
+    assert "Guardrail similarity failed on 1 of 6 held-out samples" in " ".join(lost.reasons)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from ebbflow.data.images import encode_png
 from ebbflow.data.schema import rollout_schema
+from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.shards import layout_metadata, rollout_batch, shard_identity
+from ebbflow.recipe.registry import reward
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import StageContext
@@ -60,3 +64,42 @@ def test_groups_are_scored_whole(make_recipe, make_prompts, tmp_path, micro_batc
     assert found["rank"].to_numpy()[[8]].tolist() != found["rank"].to_numpy()[[8]].tolist()  # of a latent that is not finite
     finite = np.arange(20) != 8
     assert found["rank"].to_numpy()[finite].tolist() == expected[finite].tolist()
+
+
+class Halved:
+    """A reward with a metric of its own."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def unavailable(self):
+        return None
+
+    def __call__(self, images, prompts):
+        values = images.mean((1, 2, 3)).astype(float)
+        return RewardResult(values, {f"{self.name}_half": values / 2})
+
+
+def test_a_reward_of_a_prompt_set_has_nulls_elsewhere_and_its_samples_advantages(make_recipe, make_prompts, tmp_path):
+    """In one micro-batch for each prompt, so that some have no metric of the one reward and some none of the other."""
+    ctx = StageContext(make_recipe(offline={"micro_batch": 4, "group_size": 4}), 0, 1)
+    prompts = [replace(prompt, source="ab"[prompt.prompt_id]) for prompt in make_prompts(2)]
+    images = np.arange(1, 9, dtype=np.uint8).reshape(8, 1, 1, 1).repeat(8, 1).repeat(8, 2).repeat(3, 3)
+    rows = rollout_batch(
+        np.repeat([0, 1], 4).tolist(), [0, 1, 2, 3] * 2, 0, torch.zeros(8, *LATENT), encode_png(images), "float32"
+    )
+    shard, scores = tmp_path / "rollouts.parquet", tmp_path / "scores.parquet"
+    about = shard_identity(ctx) | layout_metadata(LATENT) | {"shard": 0, "seconds": {"rollout": 1.0}}
+    write_table(shard, rollout_schema(LATENT, "float32"), [rows], about)
+
+    of_sets = {name: reward("ocr", prompts=[name]) for name in "ab"}
+    score_shard(ctx, Scorer(((Halved("a"), 1.0), (Halved("b"), 2.0)), of_sets=of_sets), prompts, shard, scores)
+
+    found = read_table(scores).to_pydict()
+    assert found["a"] == [1.0, 2.0, 3.0, 4.0, *[None] * 4]
+    assert found["b_half"] == [*[None] * 4, 2.5, 3.0, 3.5, 4.0]
+    assert found["reward"] == [1.0, 2.0, 3.0, 4.0, 10.0, 12.0, 14.0, 16.0]
+    assert found["failure"] == [None] * 8
+    metrics = write_advantages(ctx, [scores], tmp_path / "advantages.parquet")
+    assert metrics["reward/scored_share"] == 1
+    assert read_table(tmp_path / "advantages.parquet").num_rows == 8

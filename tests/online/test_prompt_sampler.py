@@ -26,6 +26,7 @@ from ebbflow.online.workers import StageError
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.choices import AdvantagesConfig
 from ebbflow.recipe.online import CurriculumConfig
+from ebbflow.recipe.registry import reward
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.parity import ParityError
@@ -333,3 +334,33 @@ def test_a_step_is_refilled_until_enough_groups_vary_or_the_rounds_are_over(run)
     assert len({prompt for seen in nothing.seen for prompt in seen}) == 6
     (row,) = run(VariedReward(set(range(8))), steps=1, refill_rounds=2)
     assert row["group/refilled"] == 0
+
+
+class OfItsSet(VariedReward):
+    """Says which prompts it scores."""
+
+    def __init__(self, name):
+        super().__init__(set(range(9)))
+        self.name = name
+
+    def __call__(self, images, prompts):
+        return dataclasses.replace(super().__call__(images, prompts), metrics={})
+
+
+@pytest.mark.parametrize("combine", ["sum", "per_reward"])
+def test_a_stage_trains_on_prompt_sets_with_their_own_rewards(mixed, base_folder, combine):
+    """All samples have advantages, though each has one of the two scores alone; and no row is called a failure."""
+    advantages = {"combine": combine, "std": "group"}
+    ctx, prompts = mixed(group_size=2, micro_batch=8, updates_per_step=1, refill_rounds=1, advantages=advantages)
+    rewards, recorder = [OfItsSet("a"), OfItsSet("b")], MetricsRecorder()
+    of_sets = {name: reward("ocr", prompts=[f"{name}.txt"]) for name in "ab"}
+    scorer = Scorer(((rewards[0], 1.0), (rewards[1], 2.0)), of_sets=of_sets)
+    updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
+    run_online_stage(ctx, local_workers(ctx, updater, scorer), prompts, recorder)
+    assert [[prompt % 3 == 0 for prompt in seen] for seen in rewards[0].seen] == [[False] * 3] * 2
+    assert [[prompt % 3 == 0 for prompt in seen] for seen in rewards[1].seen] == [[True]] * 2
+    for step in recorder.metrics:
+        assert step["reward/scored_share"] == 1
+        assert step["group/dropped_samples"] == 0
+        assert step["group/refilled"] == 0
+        assert step["reward/mean"] == pytest.approx((6 * step["score/a"] + 2 * 2 * step["score/b"]) / 8)

@@ -111,3 +111,19 @@ def test_what_cannot_be_a_branch_is_refused(case: str) -> None:
     stages, branches, message = WRONG[case]
     with pytest.raises(RecipeError, match=message):
         Recipe.model_validate(branched(stages, branches))
+
+
+def test_a_branch_has_the_rewards_and_guardrails_of_its_sets() -> None:
+    sets = ("words", "signs")
+    own_sets = {name: {"prompts": [name]} for name in sets}
+    rewards = [{"name": "similarity", "label": f"like_{name}", "prompts": [name]} for name in sets]
+    guardrails = [{"name": "ocr", "label": f"reads_{name}", "prompts": [name]} for name in sets]
+    recipe = Recipe.model_validate(branched(STAGES, own_sets, rewards=rewards, guardrails=guardrails))
+    for name in sets:
+        own = recipe.of_branch(name)
+        assert [config.column for config in (*own.rewards, *own.guardrails)] == [f"like_{name}", f"reads_{name}"]
+    other = own_sets | {"signs": {"prompts": ["signs"], "rewards": [{"name": "pickscore", "prompts": ["words"]}]}}
+    with pytest.raises(
+        RecipeError, match=r"branches.signs.rewards: pickscore.prompts names the prompt set 'words', .* are signs"
+    ):
+        Recipe.model_validate(branched(STAGES, other))

@@ -417,3 +417,53 @@ def test_a_stage_of_pairs_takes_no_share_of_a_mixture():
         Recipe.model_validate({"prompts": mixture, "stages": [stage]})
     recipe = Recipe.model_validate({"prompts": mixture, "stages": [stage | {"pairs": "pairs.jsonl"}]})
     assert recipe.prompts.counts(64) == {"a.txt": 64, "b.txt": 0}
+
+
+def rewarded(rewards, *sets, **rest):
+    return {"prompts": {"mixture": [{"name": name, "source": f"{name}.txt"} for name in sets]}, "rewards": rewards} | rest
+
+
+def test_prompt_sets_may_have_their_own_rewards():
+    rewards = [{"name": "ocr", "prompts": ["words"]}, {"name": "jpeg_compressibility", "prompts": ["signs"], "weight": 2}]
+    recipe = Recipe.model_validate(rewarded(rewards, "words", "signs"))
+    assert [config.applies_to("signs") for config in recipe.rewards] == [False, True]
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+    assert '"prompts":[' not in Recipe().canonical, "the digest of a recipe without such rewards stays what it was"
+
+
+JUDGE = {"name": "pairwise_judge", "url": "http://localhost", "model": "m"}
+
+
+def test_held_out_prompts_of_a_file_of_their_own_have_a_reward():
+    prompts = {"mixture": [{"name": "words", "source": "a.txt"}], "held_out_source": "b.txt", "held_out": 4}
+    with pytest.raises(RecipeError, match="rewards: each names prompt sets, and prompts.held_out_source is none"):
+        Recipe.model_validate({"prompts": prompts, "rewards": [{"name": "ocr", "prompts": ["words"]}]})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "sets", "message"),
+    [
+        (
+            [{"name": "ocr", "prompts": ["wrods"]}],
+            ("words",),
+            "rewards: ocr.prompts names the prompt set 'wrods', and there are words",
+        ),
+        ([{"name": "ocr", "prompts": ["words"]}], (), "ocr.prompts names the prompt set 'words', and there are none"),
+        (
+            [{"name": "ocr", "prompts": ["words"]}],
+            ("words", "signs"),
+            "rewards: none of them scores the prompt set signs; add it to",
+        ),
+        ([{"name": "ocr", "prompts": ["words"]}, JUDGE], ("words", "signs"), "or all of a prompt set, compare the images"),
+    ],
+)
+def test_every_prompt_set_has_a_reward(rewards, sets, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe.model_validate(rewarded(rewards, *sets))
+
+
+def test_a_guardrail_need_not_watch_all_sets():
+    guardrails = [{"name": "tesseract", "prompts": ["words"]}]
+    assert Recipe.model_validate(rewarded(["ocr"], "words", "signs", guardrails=guardrails))
+    with pytest.raises(RecipeError, match=r"guardrails: tesseract.prompts names the prompt set 'words', and there are signs"):
+        Recipe.model_validate(rewarded(["ocr"], "signs", guardrails=guardrails))

@@ -1,8 +1,10 @@
+import dataclasses
 import warnings
 from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -287,3 +289,77 @@ def test_tables_of_parts_are_the_table_of_all():
     for name, values in expected.metrics.items():
         assert np.array_equal(together.metrics[name], values, equal_nan=True)
     assert together.failures == expected.failures
+
+
+class OfTheirImages:
+    """Scores images by their first pixel, and says which prompts it was asked about; a pixel of 0 is a failure."""
+
+    def __init__(self, name):
+        self.name, self.asked = name, []
+
+    def unavailable(self):
+        return None
+
+    def __call__(self, images, prompts):
+        self.asked.append([prompt.prompt_id for prompt in prompts])
+        values = images[:, 0, 0, 0].astype(float)
+        lost = np.flatnonzero(values == 0)
+        values[lost] = np.nan
+        return RewardResult(values, {f"{self.name}_half": values / 2}, {int(index): "black" for index in lost})
+
+    def with_gradient(self, images, prompts):
+        self.asked.append([prompt.prompt_id for prompt in prompts])
+        return images[:, 0, 0, 0]
+
+
+def of_two_sets(*sources):
+    """(a scorer with a reward for words, one for signs and one for all, those rewards, prompts of these sets)."""
+    rewards = [OfTheirImages(name) for name in ("spells", "pleases", "always")]
+    of_sets = {"spells": reward("ocr", prompts=["words"]), "pleases": reward("ocr", prompts=["signs"])}
+    prompts = [dataclasses.replace(as_prompt(index, None), source=source) for index, source in enumerate(sources)]
+    return Scorer(tuple(zip(rewards, (2.0, 3.0, 1.0), strict=True)), of_sets=of_sets), rewards, prompts
+
+
+def test_a_prompt_set_has_rewards_of_its_own():
+    """The second image of each set cannot be scored by the reward of its set; that is no more than its own failure."""
+    scorer, rewards, prompts = of_two_sets("words", "signs", "words", "signs")
+    scorer = dataclasses.replace(scorer, rewards=scorer.rewards[:2])
+    images = np.array([1, 2, 0, 0], np.uint8)[:, None, None, None] * np.ones((1, 2, 2, 3), np.uint8)
+    table = scorer(images, prompts)
+    assert [made.asked for made in rewards] == [[[0, 2]], [[1, 3]], []]
+    assert np.array_equal(table.reward, [2.0, 6.0, np.nan, np.nan], equal_nan=True)
+    assert table.scored.tolist() == [True, True, False, False]
+    assert np.array_equal(table.metrics["spells_half"], [0.5, np.nan, np.nan, np.nan], equal_nan=True)
+    assert np.array_equal(table.metrics["pleases"], [np.nan, 2.0, np.nan, np.nan], equal_nan=True)
+    assert table.failures == [None, None, "spells: black", "pleases: black"]
+
+
+def test_a_reward_without_prompts_here_is_not_asked():
+    scorer, rewards, prompts = of_two_sets("signs", "signs")
+    table = scorer(np.ones((2, 2, 2, 3), np.uint8), prompts)
+    assert [len(made.asked) for made in rewards] == [0, 1, 1]
+    assert table.reward.tolist() == [4.0, 4.0]
+    assert "spells" in table.metrics
+    assert "spells_half" not in table.metrics
+
+
+def test_a_sample_that_nothing_scores_has_no_reward():
+    scorer, _, prompts = of_two_sets("words", "letters")
+    table = dataclasses.replace(scorer, rewards=scorer.rewards[:2])(np.ones((2, 2, 2, 3), np.uint8), prompts)
+    assert np.array_equal(table.reward, [2.0, np.nan], equal_nan=True)
+    assert table.failures == [None, "no trained reward scores the prompt set 'letters'"]
+
+
+def test_the_gradient_of_a_sample_is_of_the_rewards_of_its_set():
+    scorer, rewards, prompts = of_two_sets("words", "signs", "words")
+    images = torch.tensor([1.0, 2.0, 4.0])[:, None, None, None].expand(3, 3, 2, 2).clone().requires_grad_()
+    total = scorer.with_gradient(images, prompts)
+    assert total.tolist() == [3.0, 8.0, 12.0]
+    assert [made.asked for made in rewards] == [[[0, 2]], [[1]], [[0, 1, 2]]]
+    (gradient,) = torch.autograd.grad(total.sum(), images)
+    assert gradient[:, 0, 0, 0].tolist() == [3.0, 4.0, 3.0]
+
+
+def test_the_sets_of_a_scorer_are_those_of_the_recipe():
+    scorer = load_scorer([reward("similarity"), reward("ocr", prompts=["words"])], [])
+    assert list(scorer.of_sets) == ["ocr"]

@@ -168,10 +168,10 @@ def test_it_is_no_guardrail():
 
 
 def test_an_evaluation_needs_another_reward():
-    with pytest.raises(RecipeError, match="rewards: all of them compare the images of a prompt with each other, and an eval"):
+    with pytest.raises(RecipeError, match="rewards: all of them, or all of a prompt set, compare the images"):
         Recipe.model_validate({"rewards": [PAIRWISE]})
     branch = {"prompts": ["words"], "rewards": [PAIRWISE]}
-    with pytest.raises(RecipeError, match="branches.a.rewards: all of them compare the images of a prompt with each other"):
+    with pytest.raises(RecipeError, match="branches.a.rewards: all of them, or all of a prompt set, compare the images"):
         Recipe.model_validate({"rewards": ["jpeg_compressibility"], "branches": {"a": branch}})
     own = {"rewards": [f"{__name__}:Brighter", PAIRWISE]}
     with pytest.raises(RecipeError, match="add a reward that does, so that policies can be compared"):

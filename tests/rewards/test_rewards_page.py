@@ -33,7 +33,7 @@ def test_every_reward_has_an_example():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_example_is_a_recipe(recipe):
-    assert recipe.keys() <= {"rewards", "guardrails", "max_failed_share"}
+    assert recipe.keys() <= {"rewards", "guardrails", "max_failed_share", "prompts", "model"}
     resolved = Recipe.model_validate(recipe)
     assert [config.name for config in resolved.rewards] == [reward["name"] for reward in recipe["rewards"]]
 

@@ -69,19 +69,25 @@ def prompts(make_prompts: Callable[..., list[Prompt]]) -> list[Prompt]:
 def make_version(gated_recipe: Recipe, name: str, prompts: list[Prompt], tmp_path: Path) -> Callable[..., Version]:
     """``make_version(gain=0.2, promoted=True)``: registered with evidence, and promoted where the gate lets it through.
 
-    ``repeated``: how many prompts have several samples.
+    ``repeated``: how many prompts have several samples. ``shown``: the prompts of the run.
     """
 
-    def make(gain: float = 0.2, promoted: bool = True, repeated: int = 0, recipe: Recipe = gated_recipe) -> Version:
+    def make(
+        gain: float = 0.2,
+        promoted: bool = True,
+        repeated: int = 0,
+        recipe: Recipe = gated_recipe,
+        shown: list[Prompt] = prompts,
+    ) -> Version:
         folder = tmp_path / uuid.uuid4().hex
         base = committed(folder / "base", {"model_index.json": "{}", "weights.safetensors": "w" * 64})
         metadata = PolicyMetadata(base_digest=verify(base), recipe_digest=recipe.digest, config=recipe.policy, version=7)
         policy = committed(folder / "policy", {"policy.json": metadata.model_dump_json(), "weights.safetensors": "p" * 64})
         sides = {
-            "candidate": evaluated(folder / "candidate.parquet", prompts, gain, "1.1 online", repeated),
-            "champion": evaluated(folder / "champion.parquet", prompts, 0.0, "before", repeated),
+            "candidate": evaluated(folder / "candidate.parquet", shown, gain, "1.1 online", repeated),
+            "champion": evaluated(folder / "champion.parquet", shown, 0.0, "before", repeated),
         }
-        return registered(recipe, name, base, policy, sides, prompt_table(folder / "prompts.parquet", prompts), promoted)
+        return registered(recipe, name, base, policy, sides, prompt_table(folder / "prompts.parquet", shown), promoted)
 
     return make
 

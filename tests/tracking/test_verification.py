@@ -6,6 +6,7 @@ import json
 import sys
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pytest
 from verification_cases import Version, flip, invoke
 
+from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import GateDecision
 from ebbflow.recipe import Recipe
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit, verify
@@ -264,3 +266,24 @@ def test_a_base_that_is_only_referenced_is_not_stored(
     checks = make_version().checks()
     assert checks.pop("base model").status == "not stored"
     assert {check.status for check in checks.values()} == {"ok"}
+
+
+def test_one_whose_prompt_sets_have_their_own_rewards_verifies(
+    make_version: Callable[..., Version], gated_recipe: Recipe, prompts: list[Prompt]
+) -> None:
+    """And one that says that a prompt is of another set does not: that would change which reward counts."""
+    sets = {"mixture": [{"name": name, "source": f"{name}.txt"} for name in ("words", "signs")]}
+    keys = {
+        "prompts": gated_recipe.prompts.model_dump(exclude={"source", "mixture"}) | sets,
+        "rewards": [{"name": name, "weight": 2, "prompts": [of]} for name, of in (("similarity", "words"), ("ocr", "signs"))],
+        "guardrails": [],
+    }
+    mixed = [replace(prompt, source=("words", "signs")[prompt.prompt_id % 2]) for prompt in prompts]
+    version = make_version(recipe=Recipe.model_validate(gated_recipe.model_dump() | keys), shown=mixed)
+    assert version.failed() == set()
+    path = version.folder / "evidence" / "candidate.parquet"
+    table = read_table(path)
+    swapped = ["words" if name == "signs" else "signs" for name in table["source"].to_pylist()]
+    table = table.set_column(table.column_names.index("source"), "source", pa.array(swapped))
+    write_table(path, table.schema, table.to_batches(), {})
+    assert {"rewards", "prompts"} <= version.failed()

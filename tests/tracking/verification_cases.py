@@ -81,10 +81,11 @@ def evaluated(path: Path, prompts: list[Prompt], gain: float, label: str, repeat
     shown = [*drawn, *drawn[:repeated], *drawn[:repeated]]
     scores = np.random.default_rng(len(label)).uniform(0.2, 0.4, len(shown)) + gain
     pictures = encode_png(np.arange(len(shown), dtype=np.uint8)[:, None, None, None].repeat(8, 1).repeat(8, 2).repeat(3, 3))
-    keys = ("prompt_id", "prompt", "target", "split")
+    keys = ("prompt_id", "prompt", "target", "split", "source")
     rows = [
         {key: vars(prompt)[key] for key in keys}
         | {"sample": number, "image": picture, "reward": 2 * score, "similarity": score, "ocr": 0.5, "failure": None}
+        | ({"similarity": None, "ocr": score} if prompt.source == "signs" else {})
         for prompt, number, picture, score in zip(shown, numbers, pictures, scores, strict=True)
     ]
     table = pa.Table.from_pylist(rows, evaluation_schema(METRICS))
