@@ -160,7 +160,7 @@ def test_a_held_out_file_is_read_and_a_reward_tried_on_it(tmp_path: Path) -> Non
     prompts = {"held_out_source": str(tmp_path / "judged.jsonl"), "held_out": 5}
     recipe = Recipe.model_validate({"output": str(tmp_path), "prompts": prompts})
     tried = preflight._check_prompts(recipe, on_cluster=False)
-    assert [prompt.split == "held_out" for prompt in tried] == [True, False]
+    assert [prompt.split == "held_out" for prompt in tried] == [False, False, True]
     check_recipe(recipe, SERVER, on_cluster=False)
     missing = Recipe.model_validate({"output": str(tmp_path), "prompts": prompts | {"held_out_source": "nowhere.csv"}})
     with pytest.raises(RecipeError, match=r"prompts\.held_out_source = 'nowhere\.csv': no such file; .* hold out prompts of the"):

@@ -358,6 +358,20 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
+    def _every_prompt_set_has_its_reward(self) -> Recipe:
+        require_prompt_sets("rewards", self.rewards, self.prompts.labels)
+        require_prompt_sets("guardrails", self.guardrails, self.prompts.labels)
+        for name in (None, *self.branches):
+            view, key = self.of_branch(name), f"branches.{name}.rewards" if name else "rewards"
+            if name:
+                require_prompt_sets(key, self.branches[name].rewards, view.prompts.labels)
+            if without := without_reward(view.rewards, view.prompts.labels):
+                raise ValueError(f"{key}: none of them scores the prompt set {without[0]}; add it to the 'prompts' of one")
+        if self.prompts.held_out_source and all(reward.prompts for reward in self.rewards):
+            raise ValueError("rewards: each names prompt sets, and prompts.held_out_source is none; leave 'prompts' of one out")
+        return self
+
+    @model_validator(mode="after")
     def _evaluations_have_a_reward(self) -> Recipe:
         """Of rewards that come with Ebbflow: whether a user's own compares is known once it is imported."""
         for name in (None, *self.branches):
@@ -399,20 +413,6 @@ class Recipe(Strict):
                     f"branches.{name}.prompts: prompts.mixture has no set {strange[0]!r}, only {', '.join(sets) or 'no sets'}"
                 )
         require_branches(self.branches, self.stages)
-        return self
-
-    @model_validator(mode="after")
-    def _every_prompt_set_has_its_reward(self) -> Recipe:
-        require_prompt_sets("rewards", self.rewards, self.prompts.labels)
-        require_prompt_sets("guardrails", self.guardrails, self.prompts.labels)
-        for name in (None, *self.branches):
-            view, key = self.of_branch(name), f"branches.{name}.rewards" if name else "rewards"
-            if name:
-                require_prompt_sets(key, self.branches[name].rewards, view.prompts.labels)
-            if without := without_reward(view.rewards, view.prompts.labels):
-                raise ValueError(f"{key}: none of them scores the prompt set {without[0]}; add it to the 'prompts' of one")
-        if self.prompts.held_out_source and all(reward.prompts for reward in self.rewards):
-            raise ValueError("rewards: each names prompt sets, and prompts.held_out_source is none; leave 'prompts' of one out")
         return self
 
     @model_validator(mode="after")
