@@ -47,6 +47,23 @@ def test_the_target_leads_to_the_score_even_where_image_and_noise_are_of_one_dra
     assert intercept == pytest.approx(-to * mean / variance / (1 - to), abs=0.02)
 
 
+@pytest.mark.parametrize("steps", [4, 8])
+def test_no_step_of_a_shifted_schedule_decides_the_fake_score_by_its_noise(steps):
+    """At the best velocity the gradient of the loss is noise alone, and the last step adds most of it."""
+    schedule = [3 * sigma / (1 + 2 * sigma) for sigma in torch.linspace(1, 0, steps + 1, dtype=torch.float64).tolist()]
+    clean, noise, fresh = (normal(20_000, 1, seed=seed) for seed in range(3))
+    uniform = torch.rand(len(clean), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    gradients = []
+    for start, end in zip(schedule, schedule[1:], strict=False):
+        low, high = max(end, 0.02), min(start, 0.98)
+        sigma, to = torch.full_like(uniform, end), low + (high - low) * uniform
+        latents = (1 - sigma)[:, None] * clean + sigma[:, None] * noise
+        noised, (beta, target) = renoise(latents, fresh, sigma, to), score_target(latents, fresh, sigma, to)
+        best = ((to / ((1 - to) ** 2 + to**2) - 1) / (1 - to))[:, None] * noised  # images of a standard normal distribution
+        gradients.append((beta[:, None] * (beta[:, None] * best - target)).square().mean().item())
+    assert max(gradients[:-1]) < gradients[-1] < 2, gradients
+
+
 def test_the_cps_sampler_with_eta_one_noises_its_clean_prediction_again():
     """Multistep sampling of consistency models, and of DMD2."""
     latents, velocity, fresh = (normal(3, 2, 3, seed=seed) for seed in range(3))

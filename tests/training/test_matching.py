@@ -68,8 +68,10 @@ def test_a_sample_is_noised_again_from_where_its_step_leads(model, name):
         reached = latents + (end - steps.sigmas[step]) * velocity
         kept = (1 - level) / (1 - end)
         fresh = (batch.noised.latents[row] - kept * reached) / (level**2 - (kept * end) ** 2).sqrt()
-        expected = (fresh - batch.scale[row] * batch.noised.latents[row]) / (1 - level)
-        torch.testing.assert_close(batch.target[row], expected, rtol=1e-3, atol=1e-4)
+        beta = (level**2 - (kept * end) ** 2).sqrt() / level
+        expected = (fresh - beta * batch.noised.latents[row]) / (1 - level)
+        torch.testing.assert_close(batch.scale[row], (1 - end) * beta, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(batch.target[row], (1 - end) * expected, rtol=1e-3, atol=1e-4)
         assert 0.8 < fresh.std() < 1.2
 
 

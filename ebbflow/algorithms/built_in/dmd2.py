@@ -10,7 +10,7 @@ next sigma.
 
 Deviations: no GAN loss, which needs real images, and so no discriminator. The fake score trains on the samples of the student's
 own update, with other draws of step, noise level and noise, where the published code generates new ones, and at the noise levels
-of ``sigma``, where it has all.
+of ``sigma``, where it has all. Its error is that of the velocity; the published one, of the noise, is (1 - t)^2 of it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,13 @@ class DMD2Config(MatchingConfig):
         "optimizer.max_grad_norm": Published(10.0, SCRIPT),
         "updates_per_step": Published(1, SCRIPT),
         "group_size": Published(1, SCRIPT, deviation=GROUP_SIZE),
+        "error of the fake score": Published(
+            "of the noise",
+            GUIDANCE,
+            "compute_loss_fake, of networks that predict noise",
+            deviation="these networks predict a velocity, and are trained on its error",
+            ours="of the velocity",
+        ),
         "GAN loss": Published("5e-3 of it", SCRIPT, deviation="it needs real images, and a run has none", ours="none"),
     }
 

@@ -5,8 +5,10 @@ up to a noise level t between sigma' and the sigma where the step begins. So eac
 score can tell the distributions of all steps apart. The last step has sigma' = 0, as DMD2 has at all of them.
 
 Deviations: the fake score learns from the fresh noise (``ebbflow.flow.renoising``). The published code regresses it to x0_hat,
-which is not independent of the noise that a deterministic step leaves in x', and corrects that by importance weights. The loss is
-squared, as in the published code without ``--use_huber``. No number of steps as an input (TDM-unify).
+which is not independent of the noise that a deterministic step leaves in x', and corrects that by importance weights. Rows weigh
+(1 - sigma')^2 here, since that noise makes the target of the first steps noisier; the published weight, min(SNR, 5) of the error
+of x0, is (1 - t)^2 of the velocity's where SNR = ((1 - t) / t)^2 is below 5. The loss is squared, as in the published code
+without ``--use_huber``. No number of steps as an input (TDM-unify).
 """
 
 from __future__ import annotations
@@ -54,6 +56,12 @@ class TDMConfig(MatchingConfig):
             SCRIPT,
             deviation="denoising score matching has no bias that would need weights",
             ours="the fresh noise",
+        ),
+        "weight in the fake score": Published(
+            "min(((1 - t) / t)^2, 5) of the error of x0",
+            SCRIPT,
+            deviation="the noise of a step's end is in the target, and would make the first steps outweigh the others",
+            ours="(1 - sigma')^2 of the velocity's, of a step that ends at sigma'",
         ),
     }
 
