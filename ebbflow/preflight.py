@@ -131,7 +131,7 @@ def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> None:
     for config in (*recipe.rewards, *recipe.guardrails, *of_branches):
         if isinstance(config, CustomRewardConfig):
             tried = [prompt for prompt in prompts if config.applies_to(prompt.source)][:TRIED_PROMPTS]
-            try_reward(config, tried, height, width)
+            try_reward(config, tried, height, width, model.frames)
 
 
 def _check_shared(output: str, tracking_uri: str) -> None:

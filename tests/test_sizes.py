@@ -342,6 +342,15 @@ def test_hpsv3_is_a_qwen2_vl_with_one_more_token_and_a_head():
     assert REWARD_PARAMETERS["hpsv3"] == numel(network) + numel(head)
 
 
+def test_videoalign_is_a_qwen2_vl_with_three_more_tokens_and_a_head():
+    published = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+    scaling, vision = {"type": "mrope", "mrope_section": [16, 24, 24]}, {"hidden_size": 1536}
+    sizes = {"num_key_value_heads": 2, "vocab_size": 151657 + 3, "rope_scaling": scaling, "vision_config": vision}
+    with torch.device("meta"):
+        network = Qwen2VLModel(Qwen2VLConfig(**published, **sizes))
+    assert REWARD_PARAMETERS["videoalign"] == numel(network) + 1536
+
+
 def test_a_published_lora_has_382_matrices_of_rank_32():
     """As a run of Flow-GRPO's script on SD3.5-medium counted: 18,776,064 parameters, 382 tensors of 32 x 1536."""
     recipe = load_recipe(RECIPES / "sd35_medium_ocr_512.yaml")

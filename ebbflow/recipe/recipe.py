@@ -386,10 +386,13 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _the_recognizer_reads_capitals(self) -> Recipe:
-        given = [*self.rewards, *self.guardrails, *(config for rewards in self._rewards_of_branches for config in rewards)]
-        if "lower_case" in self.model.training.alphabets and any(config.name == "recognizer" for config in given):
+    def _the_model_draws_what_rewards_score(self) -> Recipe:
+        if "lower_case" in self.model.training.alphabets and any(config.name == "recognizer" for config in self._all_rewards):
             raise ValueError("recognizer reads capitals alone, and model.training.alphabets has lower_case; take ocr, case: kept")
+        if self.model.frames == 1 and (strange := [config.column for config in self._all_rewards if config.needs_videos]):
+            raise ValueError(
+                f"{strange[0]} scores videos, and model.frames = 1 draws images; raise it, or leave {strange[0]} out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -592,8 +595,7 @@ class Recipe(Strict):
     @property
     def own_paths(self) -> list[str]:
         """Paths to a user's own code that nothing imports while the recipe is read: rewards, the family, engines, stage kinds."""
-        configs = [*self.rewards, *self.guardrails, *(config for rewards in self._rewards_of_branches for config in rewards)]
-        rewards = [config.path for config in configs if isinstance(config, CustomRewardConfig)]
+        rewards = [config.path for config in self._all_rewards if isinstance(config, CustomRewardConfig)]
         kinds = [stage.path for stage in self.stages if isinstance(stage, CustomStageConfig)]
         engines = [stage.engine for stage in self.stages]
         return [path for path in (*rewards, self.model.family, *engines, *kinds, self.evaluation.sampler) if ":" in path]
@@ -654,6 +656,11 @@ class Recipe(Strict):
             "guardrails": applying(self.guardrails, prompts.labels),
         }
         return self.model_copy(update={"prompts": prompts, **scored})
+
+    @property
+    def _all_rewards(self) -> list[AnyRewardConfig]:
+        """Those of branches, too, and guardrails."""
+        return [*self.rewards, *self.guardrails, *(config for rewards in self._rewards_of_branches for config in rewards)]
 
     @property
     def _rewards_of_branches(self) -> list[list[AnyRewardConfig]]:

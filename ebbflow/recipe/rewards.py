@@ -59,6 +59,11 @@ class RewardConfig(Strict):
         """
         return False
 
+    @property
+    def needs_videos(self) -> bool:
+        """Whether it scores whole videos; of a user's own it is known when it gets images."""
+        return False
+
     @abstractmethod
     def build(self) -> Any:
         """The ``ebbflow.rewards.base.Reward``, or ``GroupReward``, with these options."""

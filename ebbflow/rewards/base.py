@@ -1,4 +1,4 @@
-"""What a reward is: a deterministic function from images and their prompts, or from a prompt's group, to one number per image."""
+"""What a reward is: a deterministic function from images, a prompt's group or videos, and their prompts, to a number for each."""
 
 from __future__ import annotations
 
@@ -62,7 +62,20 @@ class GroupReward(Protocol):
         """Scores of the group of a prompt: at least two images, uint8 RGB [N, height, width, 3]."""
 
 
-AnyReward: TypeAlias = Reward | GroupReward
+@runtime_checkable
+class VideoReward(Protocol):
+    """Scores whole videos, their motion too; larger is better. It cannot score images."""
+
+    name: str
+
+    def unavailable(self) -> str | None:
+        """As of ``Reward``."""
+
+    def score_videos(self, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        """Scores of videos, uint8 RGB [N, frames, height, width, 3], all frames in their order."""
+
+
+AnyReward: TypeAlias = Reward | GroupReward | VideoReward
 
 
 @runtime_checkable

@@ -12,7 +12,15 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, MAX_SCORE, CustomRewardConfig, RewardConfig
-from ebbflow.rewards.base import AnyReward, DifferentiableReward, FeatureReward, GroupReward, RewardError, RewardResult
+from ebbflow.rewards.base import (
+    AnyReward,
+    DifferentiableReward,
+    FeatureReward,
+    GroupReward,
+    RewardError,
+    RewardResult,
+    VideoReward,
+)
 from ebbflow.rewards.groups import give_scores
 
 if TYPE_CHECKING:
@@ -152,9 +160,10 @@ class Scorer:
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreTable:
         """Score images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3], each against its prompt.
 
-        Rewards score images: a video's reward and metrics are means over ``FRAMES_SCORED`` frames, each scored against the
-        video's prompt. A failed frame fails its video. Where a reward compares, the images of a prompt are its whole group; of
-        videos, frames of the same time are compared. A reward of some prompt sets sees the images of their prompts alone.
+        Most rewards score images: a video's reward and metrics are means over ``FRAMES_SCORED`` frames, each scored against the
+        video's prompt, and a failed frame fails its video. Those that score whole videos get all frames. Where a reward compares,
+        the images of a prompt are its whole group; of videos, frames of the same time are compared. A reward of some prompt sets
+        sees the images of their prompts alone.
 
         Raises:
             RewardError: images and prompts do not match, or a reward breaks its contract.
@@ -210,6 +219,8 @@ def _score(reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]) -> 
 
 
 def _score_videos(reward: AnyReward, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+    if isinstance(reward, VideoReward):
+        return _score(reward, videos, prompts)
     shown = scored_frames(videos.shape[1])
     if isinstance(reward, GroupReward):
         result = _interleaved([_score(reward, videos[:, frame], prompts) for frame in shown])
@@ -274,7 +285,8 @@ def _custom(config: CustomRewardConfig) -> AnyReward:
     except TypeError as error:
         raise RewardError(f"{config.path} rejects the options {', '.join(config.options)}: {error}") from error
     compares = hasattr(made, "compare")
-    if missing := [part for part in ("unavailable", "compare" if compares else "__call__") if not hasattr(made, part)]:
+    scores = "compare" if compares else "score_videos" if hasattr(made, "score_videos") else "__call__"
+    if missing := [part for part in ("unavailable", scores) if not hasattr(made, part)]:
         raise RewardError(f"{config.path} is not a reward: it lacks {missing[0]!r} (ebbflow.rewards.base.Reward)")
     if compares and not config.compares:
         raise RewardError(f"{config.path} leads to what makes a reward that compares; name the class with 'compare' itself")

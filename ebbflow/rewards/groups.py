@@ -7,18 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.rewards.base import AnyReward, GroupReward, RewardError, RewardResult
+from ebbflow.rewards.base import AnyReward, GroupReward, RewardError, RewardResult, VideoReward
 
 ALONE = "the only image of its prompt here, and this reward compares images"
 
 
 def give_scores(reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-    """The scores of images [N, ...], each against its prompt, or against all others of its prompt.
+    """The scores of images [N, height, width, 3], each against its prompt, or against all others of its prompt.
 
     Raises:
-        RewardError: a reward that compares breaks its contract.
+        RewardError: a reward that compares breaks its contract, or one that scores videos, [N, frames, ...], gets images.
     """
-    return score_groups(reward, images, prompts) if isinstance(reward, GroupReward) else reward(images, prompts)
+    if isinstance(reward, GroupReward):
+        return score_groups(reward, images, prompts)
+    if not isinstance(reward, VideoReward):
+        return reward(images, prompts)
+    if images.ndim == 4:
+        raise RewardError(f"the reward {reward.name!r} scores videos and got images; set model.frames, or leave it out")
+    return reward.score_videos(images, prompts)
 
 
 def score_groups(reward: GroupReward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:

@@ -79,8 +79,8 @@ class Files:
         return f"{folder} holds no {' and no '.join(absent)}; copy the published files into it" if absent else None
 
 
-class NetworkReward(ABC):
-    """A reward whose network is loaded at the first image: frozen, kept for the life of the process."""
+class LazyNetwork(ABC):
+    """What has a network that is loaded when it is first used: frozen, kept for the life of the process."""
 
     def __init__(self, config: PretrainedRewardConfig) -> None:
         self.config = config
@@ -97,8 +97,8 @@ class NetworkReward(ABC):
     def unavailable(self) -> str | None:
         return next((reason for files in self.files() if (reason := files.missing())), None)
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        """Score images in batches.
+    def _scores(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
+        """What the network makes of images or videos, in batches: float64 [N, ...].
 
         Raises:
             HubError: the network cannot be fetched.
@@ -111,14 +111,7 @@ class NetworkReward(ABC):
         parts = [slice(start, start + self.config.batch) for start in range(0, len(images), self.config.batch)]
         with torch.no_grad():
             scores = [self._score(images[part], texts[part]).double().cpu() for part in parts]
-        values = torch.cat(scores).numpy() if scores else np.empty(0)
-        failures = {int(index): f"the network gave {values[index]}" for index in np.flatnonzero(~np.isfinite(values))}
-        values[list(failures)] = np.nan
-        return RewardResult(values, failures=failures)
-
-    def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """As of ``ebbflow.rewards.base.DifferentiableReward``; all images in one forward pass."""
-        return self._score(images, [prompt.prompt for prompt in prompts])
+        return torch.cat(scores).numpy() if scores else np.empty(0)
 
     @cached_property
     def _score(self) -> Score:
@@ -134,6 +127,28 @@ class NetworkReward(ABC):
         except Exception as error:  # transformers, tokenizers and torch share no base class of errors
             reason = sanitize(f"{type(error).__name__}: {error}")
             raise RewardError(f"the reward {self.name!r} cannot be loaded: {reason}") from error
+
+
+class NetworkReward(LazyNetwork):
+    """A reward of images with a network of its own."""
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        """Score images in batches.
+
+        Raises:
+            HubError: the network cannot be fetched.
+            RewardError: its files are not the published ones.
+        """
+        import numpy as np
+
+        values = self._scores(images, prompts)
+        failures = {int(index): f"the network gave {values[index]}" for index in np.flatnonzero(~np.isfinite(values))}
+        values[list(failures)] = np.nan
+        return RewardResult(values, failures=failures)
+
+    def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """As of ``ebbflow.rewards.base.DifferentiableReward``; all images in one forward pass."""
+        return self._score(images, [prompt.prompt for prompt in prompts])
 
 
 class ClipReward(NetworkReward):

@@ -9,15 +9,18 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.base import sanitize
 from ebbflow.recipe.rewards import CustomRewardConfig
-from ebbflow.rewards.base import GroupReward, RewardError, RewardResult
+from ebbflow.rewards.base import GroupReward, RewardError, RewardResult, VideoReward
 from ebbflow.rewards.combine import checked, load_reward
 from ebbflow.rewards.groups import give_scores
 
+TRIED_FRAMES = 8
+"""Of a video that a reward is tried on, at most."""
 
-def try_reward(config: CustomRewardConfig, prompts: Sequence[Prompt], height: int, width: int) -> None:
+
+def try_reward(config: CustomRewardConfig, prompts: Sequence[Prompt], height: int, width: int, frames: int = 1) -> None:
     """Call a reward twice on noise, an image for each prompt, and check what it returns. One that cannot run here is left alone.
 
-    One that compares gets two images of each prompt.
+    One that compares gets two images of each prompt, and one of whole videos such where there are ``frames``.
 
     Raises:
         RewardError: it fails, returns anything but a ``RewardResult`` with a number or NaN for each image, or scores the same
@@ -30,7 +33,9 @@ def try_reward(config: CustomRewardConfig, prompts: Sequence[Prompt], height: in
     name = f"the reward {reward.name!r}, {config.path},"
     if isinstance(reward, GroupReward):
         prompts = [prompt for prompt in prompts for _ in range(2)]
-    images = np.random.default_rng(0).integers(0, 256, (len(prompts), height, width, 3), np.uint8)
+    of_videos = isinstance(reward, VideoReward) and frames > 1
+    shape = (len(prompts), *([min(frames, TRIED_FRAMES)] if of_videos else []), height, width, 3)
+    images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     try:
         results = [give_scores(reward, images.copy(), prompts) for _ in range(2)]
     except Exception as error:  # a user's own code can raise anything

@@ -64,6 +64,24 @@ def pick(weights: Mapping[str, Tensor], names: Sequence[str], source: Path) -> l
     return [weights[name] for name in names]
 
 
+def merge_lora(weights: Mapping[str, Tensor], scale: float, source: Path) -> dict[str, Tensor]:
+    """The weights of a network that peft wrapped, under their own names, with its adapter ``default`` merged, in float32.
+
+    Args:
+        scale: of the product B A.
+
+    Raises:
+        RewardError: an adapter lacks a part.
+    """
+    own = {name.replace(".base_layer.", "."): tensor for name, tensor in under(weights, "base_model.model.").items()}
+    merged = {name: tensor for name, tensor in own.items() if ".lora_" not in name}
+    for name in [name for name in own if name.endswith(".lora_A.default.weight")]:
+        layer = name.removesuffix(".lora_A.default.weight")
+        weight, first, second = pick(own, (f"{layer}.weight", name, f"{layer}.lora_B.default.weight"), source)
+        merged[f"{layer}.weight"] = weight.float() + scale * second.float() @ first.float()
+    return merged
+
+
 def load_network(kind: Any, folder: Path) -> Any:
     """A network of transformers from a folder in its layout, frozen, in float32, on the device.
 
@@ -109,6 +127,13 @@ def load_head(weights: Mapping[str, Tensor], width: int, source: Path) -> nn.Mod
         )
     head = nn.Sequential(*(_linear(weight, bias) for weight, bias in pairs))
     return head.requires_grad_(False).to(default_device())
+
+
+def plain_head(weight: Tensor, device: torch.device) -> nn.Module:
+    """A linear layer without bias, float32, frozen: [n, width] -> [n, outputs]."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.load_state_dict({"weight": weight.float()})
+    return layer.requires_grad_(False).to(device)
 
 
 def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:

@@ -467,3 +467,12 @@ def test_a_guardrail_need_not_watch_all_sets():
     assert Recipe.model_validate(rewarded(["ocr"], "words", "signs", guardrails=guardrails))
     with pytest.raises(RecipeError, match=r"guardrails: tesseract.prompts names the prompt set 'words', and there are signs"):
         Recipe.model_validate(rewarded(["ocr"], "signs", guardrails=guardrails))
+
+
+def test_a_reward_of_videos_needs_a_model_that_draws_them():
+    judge = {"name": "videoalign", "path": "p", "processor": {"path": "q"}, "frame_rate": 16}
+    model = {"family": "wan", "path": "w", "frames": 17}
+    assert Recipe.model_validate({"model": model, "rewards": ["jpeg_compressibility"], "guardrails": [judge]}).guardrails
+    for part in ({"rewards": [judge]}, {"guardrails": [judge]}):
+        with pytest.raises(RecipeError, match=r"videoalign scores videos, and model.frames = 1 draws images; raise it, or leave"):
+            Recipe.model_validate({"model": model | {"frames": 1}} | part)

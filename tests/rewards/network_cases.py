@@ -62,6 +62,11 @@ def make_reward(name: str, folder: Path, **keys) -> RewardConfig:
         return reward(
             name, path=str(folder), **{"processor": {"path": str(folder / "processor")}, "precision": "float32", **keys}
         )
+    if name == "videoalign":
+        write_qwen_processor(folder / "processor")
+        write_video_reward(folder)
+        given = {"processor": {"path": str(folder / "processor")}, "precision": "float32", "frame_rate": 8}
+        return reward(name, path=str(folder), **given | keys)
     write_bert_tokenizer(folder / "tokenizer")
     torch.save(blip_weights(), folder / "ImageReward.pt")
     (folder / "med_config.json").write_text(json.dumps(MED_CONFIG))
@@ -180,6 +185,56 @@ def qwen_weights(tokens: tuple[str, ...], head: dict[int, tuple[int, int]]) -> d
     for number, size in head.items():
         shapes |= {f"rm_head.{number}.weight": size, f"rm_head.{number}.bias": size[:1]}
     return {name: weight.bfloat16().float() for name, weight in _drawn(shapes).items()}  # as published: nothing to round
+
+
+VIDEO_TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
+VIDEO_SETTINGS = {
+    "data_config": {
+        "max_frame_pixels": 6 * 28 * 28,
+        "num_frames": None,
+        "fps": 2.0,
+        "eval_dim": ["VQ", "MQ", "TA"],
+        "prompt_template_type": "detailed_special",
+        "sample_type": "uniform",
+    },
+    "model_config": {"output_dim": 1, "use_special_tokens": True, "reward_token": "special"},
+    "peft_lora_config": {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "use_rslora": False},
+    "inference_config": {
+        "VQ_mean": 3.6757,
+        "VQ_std": 2.2476,
+        "MQ_mean": 1.1646,
+        "MQ_std": 1.3811,
+        "TA_mean": 2.8105,
+        "TA_std": 2.5121,
+    },
+}
+"""Of ``model_config.json``, what is read, as published but for the pixels and the rank, which is 64 of 128."""
+
+
+def lora_weights(base: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """An adapter of every linear layer of the language model, by the names of the layers."""
+    layers = [name.removesuffix(".weight") for name in base if name.startswith("model.layers") and "_proj.weight" in name]
+    shapes = {f"{layer}.lora_A.default.weight": (rank, base[f"{layer}.weight"].shape[1]) for layer in layers}
+    return _drawn(shapes | {f"{layer}.lora_B.default.weight": (base[f"{layer}.weight"].shape[0], rank) for layer in layers})
+
+
+def video_reward_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+    """(a Qwen2-VL with three more tokens, an adapter of it, a head with one output)."""
+    base = qwen_weights(VIDEO_TOKENS, {})
+    return base, lora_weights(base, 4), torch.linspace(-1, 1, QWEN_WIDTH)[None]
+
+
+def write_video_reward(folder: Path) -> None:
+    """A VideoReward as published: the state of a network that peft wrapped, and what it was trained with."""
+    base, adapter, head = video_reward_weights()
+    adapted = {name.partition(".lora_")[0] for name in adapter}
+    state = {}
+    for name, tensor in (base | adapter | {"rm_head.weight": head}).items():
+        layer, _, part = name.rpartition(".")
+        state[f"base_model.model.{f'{layer}.base_layer.{part}' if layer in adapted else name}"] = tensor
+    (folder / "checkpoint-7").mkdir(parents=True)
+    torch.save(state, folder / "checkpoint-7" / "model.pth")
+    (folder / "model_config.json").write_text(json.dumps(VIDEO_SETTINGS))
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"

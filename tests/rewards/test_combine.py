@@ -124,11 +124,11 @@ def test_a_trained_term_that_cannot_run_is_an_error(monkeypatch):
 
 def test_every_reward_of_the_recipe_has_its_code():
     part = {"path": "somewhere"}
-    given = {"url": "http://localhost", "model": "judge", "head": part, "tokenizer": part, "processor": part}
+    given = {"url": "http://localhost", "model": "judge", "head": part, "tokenizer": part, "processor": part, "frame_rate": 16}
     for name, config in REWARDS.items():
         required = {key: given[key] for key, field in config.model_fields.items() if field.is_required()}
         made = load_reward(reward(name, **required))
-        assert callable(getattr(made, "compare", made))
+        assert callable(getattr(made, "compare", getattr(made, "score_videos", made)))
         assert made.name == name
     with pytest.raises(ValidationError, match="Take aesthetic, .* or give package.module:name of your own"):
         reward("beauty")
@@ -363,3 +363,31 @@ def test_the_gradient_of_a_sample_is_of_the_rewards_of_its_set():
 def test_the_sets_of_a_scorer_are_those_of_the_recipe():
     scorer = load_scorer([reward("similarity"), reward("ocr", prompts=["words"])], [])
     assert list(scorer.of_sets) == ["ocr"]
+
+
+class Motion:
+    """Mean change from frame to frame; a still video is a failure."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def unavailable(self):
+        return None
+
+    def score_videos(self, videos, prompts):
+        self.shapes.append(videos.shape)
+        values = np.abs(np.diff(videos.astype(float), axis=1)).mean((1, 2, 3, 4))
+        still = np.flatnonzero(values == 0)
+        values[still] = np.nan
+        return RewardResult(values, {"fastest": values * 2}, {int(index): "nothing moves" for index in still})
+
+
+def test_a_reward_of_videos_gets_all_frames_beside_one_of_frames():
+    made, greys = load_reward(reward(f"{__name__}:Motion", label="motion")), 1 + np.arange(20) * np.array([[1], [3], [0]])
+    table = Scorer(((made, 1.0), (Watched(), 2.0)))(as_videos(greys), PROMPTS)
+    assert made.shapes == [(3, 20, 4, 6, 3)]
+    assert table.metrics["fastest"][:2].tolist() == [2.0, 6.0]
+    assert table.reward[:2] == pytest.approx([1, 3] + 2 * table.metrics["grey"][:2])
+    assert table.failures == [None, None, "motion: nothing moves"]
+    with pytest.raises(RewardError, match="'motion' scores videos and got images; set model.frames, or leave it out"):
+        Scorer(((made, 1.0),))(IMAGES, PROMPTS)

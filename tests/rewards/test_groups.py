@@ -181,8 +181,10 @@ def test_an_evaluation_needs_another_reward():
 
 
 def test_requests_to_a_server_hold_single_images():
-    with pytest.raises(RewardError, match="'Brighter' compares images, and requests hold single ones; name it in the recipe"):
+    with pytest.raises(RewardError, match="'Brighter' compares images, and requests hold single images; name it in the recipe"):
         server.serve(reward(f"{__name__}:Brighter"), "127.0.0.1", 0)
+    with pytest.raises(RewardError, match="'Motion' scores videos, and requests hold single images"):
+        server.serve(reward("test_combine:Motion"), "127.0.0.1", 0)
 
 
 LEVELS = (40, 200, 120, 10)

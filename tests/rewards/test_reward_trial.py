@@ -72,3 +72,22 @@ def test_one_that_cannot_run_here_is_not_called() -> None:
 def test_a_broken_contract_is_named(answer: str, says: str) -> None:
     with pytest.raises(RewardError, match=says):
         tried(answer=answer)
+
+
+class Motion(Brightness):
+    """A reward of whole videos."""
+
+    __call__ = None  # type: ignore[assignment]
+
+    def score_videos(self, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        CALLS.append(videos.shape)
+        return RewardResult(videos.mean((1, 2, 3, 4)))
+
+
+def test_one_of_videos_is_tried_on_videos_where_the_model_draws_such() -> None:
+    CALLS.clear()
+    for frames in (4, 81):
+        try_reward(reward(f"{__name__}:Motion"), PROMPTS, 16, 32, frames)
+    assert CALLS == [(2, 4, 16, 32, 3)] * 2 + [(2, 8, 16, 32, 3)] * 2
+    with pytest.raises(RewardError, match="fails on 2 images of 16 x 32 pixels: RewardError: .*scores videos and got images"):
+        try_reward(reward(f"{__name__}:Motion"), PROMPTS, 16, 32)
