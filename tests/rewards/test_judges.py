@@ -195,6 +195,7 @@ PUBLISHED = {
     "unified_reward_edit_quality": "ddb40baa511dbf2f",
     "unified_reward_pair": "0fd2f5c43a065165",
     "unified_reward_point": "f56f919ce3bc6aab",
+    "videoalign": "fd7862ecb43bbe39",
     "viescore_consistency": "a2c59043a584fe35",
     "viescore_quality": "2473ff2c7406e065",
 }
