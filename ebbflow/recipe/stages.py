@@ -257,6 +257,11 @@ class StageConfig(Strict):
             raise ValueError(
                 f"{name} matches the ends of deterministic steps, and sampler.name = {sampler!r}; take ode, or the algorithm dmd2"
             )
+        if hyper.along_trajectory and hyper.sigma.kind == "schedule":
+            raise ValueError(
+                f"{name} noises samples to the levels of a step, and algorithm.sigma.kind = 'schedule' has none but the ends of "
+                "it, which say nothing; take uniform or logit_normal, or leave algorithm.sigma out"
+            )
         if sampler in ("dpm_solver", "unipc"):
             raise ValueError(
                 f"{name} trains a student in single steps, and {sampler!r} needs the step before; set sampler.name to cps or ode"

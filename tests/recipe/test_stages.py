@@ -618,6 +618,10 @@ def test_a_student_takes_its_own_steps_and_no_log_probs():
             online("tdm", sampler={"name": "cps"}),
             "tdm matches the ends of deterministic steps, and sampler.name = 'cps'; take ode",
         ),
+        (
+            online("tdm", algorithm={"name": "tdm", "sigma": {"kind": "schedule"}}),
+            "algorithm.sigma.kind = 'schedule' has none but the ends of it, which say nothing; take uniform or logit_normal",
+        ),
         (online("dmd2", sampler={"name": "unipc"}), "'unipc' needs the step before; set sampler.name to cps or ode"),
         (online("dmd2", window={"kind": "all"}), "dmd2 takes the student's steps itself; leave 'window' and 'correction' out"),
         (online("dmd2", correction=BYPASS), "leave 'window' and 'correction' out"),
