@@ -28,7 +28,7 @@ from ebbflow.recipe.base import (
     require_plain,
     short,
 )
-from ebbflow.recipe.branches import BranchConfig, require_branches
+from ebbflow.recipe.branches import BranchConfig, require_branches, taught_by
 from ebbflow.recipe.choices import SAMPLERS, SamplerConfig, listed
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig, resized
@@ -451,17 +451,31 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _students_have_a_teacher(self) -> Recipe:
-        """What starts a stage is no teacher any more once it is a student of few steps."""
-        matching = [index for index, stage in enumerate(self.stages) if isinstance(stage.hyper, MatchingConfig)]
-        for index in matching:
-            again = self.rounds > 1 or index > matching[0]
-            if again and self.stages[index].hyper.teacher is None:  # type: ignore[attr-defined]
-                since = "in round 2" if self.rounds > 1 else f"since stages.{matching[0]}"
-                raise ValueError(
-                    f"stages.{index}.algorithm has no teacher, so that it learns from the policy before it, and that is a "
-                    f"student of few steps {since}; give teacher a policy folder"
-                )
+        """The velocity of a student of few steps is no score, so it cannot be the teacher of another."""
+        for index, stage in enumerate(self.stages):
+            key, named = f"stages.{index}.algorithm", taught_by(stage)
+            if not isinstance(stage.hyper, MatchingConfig) or (stage.hyper.teacher and not named):
+                continue
+            branch, end = stage.branch, index
+            policy = f"{key} has no teacher, so that it learns from the policy before it, and that is"
+            if named:
+                branch = named[0]
+                end = 1 + max(number for number in range(index) if self.stages[number].branch == branch)
+                policy = f"{key}.teacher = {stage.hyper.teacher!r} is"
+            if students := self._students_before(end, branch):
+                since = f"since stages.{students[0]}" if students[0] < end else "in round 2"
+                raise ValueError(f"{policy} a student of few steps {since}; give teacher a policy folder")
         return self
+
+    def _students_before(self, end: int, branch: str | None) -> list[int]:
+        """The stages that make a student of few steps of the policy that a branch, or none, has before a stage."""
+        return [
+            index
+            for index, stage in enumerate(self.stages)
+            if isinstance(stage.hyper, MatchingConfig)
+            and stage.branch in (None, branch)
+            and (index < end or (self.rounds > 1 and stage.branch is None))
+        ]
 
     @model_validator(mode="after")
     def _students_can_be_trained(self) -> Recipe:

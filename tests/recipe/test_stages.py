@@ -649,6 +649,53 @@ def test_a_student_that_cannot_be_trained_is_explained(rest, stages, says):
         Recipe.model_validate({"stages": stages, **rest})
 
 
+BRANCHES = {"branches": {"letters": {}, "digits": {}}}
+LETTERS, DIGITS = {"branch": "letters"}, {"branch": "digits"}
+MERGE = online("distillation", algorithm={"name": "distillation", "teacher": "branch:letters"})
+OTHER_MERGE = online("distillation", algorithm={"name": "distillation", "teacher": "branch:digits"})
+
+
+def taught_by(branch):
+    return online("tdm", algorithm={"name": "tdm", "teacher": f"branch:{branch}"})
+
+
+@pytest.mark.parametrize(
+    ("rest", "stages"),
+    [
+        ({}, [online("dmd2", **LETTERS), online("dmd2", **DIGITS), MERGE, OTHER_MERGE]),
+        ({"rounds": 2}, [online("dmd2", **LETTERS), online("dmd2", **DIGITS), MERGE, OTHER_MERGE]),
+        ({}, [online("dmd2", **LETTERS), online("mix_grpo", **DIGITS), MERGE, taught_by("digits")]),
+        ({}, [online("mix_grpo", **LETTERS), online("mix_grpo", **DIGITS), online("dmd2"), taught_by("letters"), OTHER_MERGE]),
+    ],
+    ids=["branches", "rounds", "a branch of many steps", "branches before a student"],
+)
+def test_a_student_in_one_branch_leaves_the_others_as_they_are(rest, stages):
+    recipe = Recipe.model_validate({"stages": stages, **BRANCHES, **rest})
+    assert len(recipe.stages) == len(stages)
+
+
+@pytest.mark.parametrize(
+    ("rest", "stages", "says"),
+    [
+        ({}, [online("dmd2", **LETTERS), online("mix_grpo", **DIGITS), OTHER_MERGE, taught_by("letters")],
+         "stages.3.algorithm.teacher = 'branch:letters' is a student of few steps since stages.0; give teacher a policy folder"),
+        ({}, [online("dmd2", **LETTERS), online(**LETTERS), online("mix_grpo", **DIGITS), OTHER_MERGE, taught_by("letters")],
+         "stages.4.algorithm.teacher = 'branch:letters' is a student of few steps since stages.0"),
+        ({}, [online("dmd2"), online("mix_grpo", **LETTERS), online("mix_grpo", **DIGITS), OTHER_MERGE, taught_by("letters")],
+         "stages.4.algorithm.teacher = 'branch:letters' is a student of few steps since stages.0"),
+        ({"rounds": 2}, [online("mix_grpo", **LETTERS), online("mix_grpo", **DIGITS), OTHER_MERGE, taught_by("letters")],
+         "stages.3.algorithm.teacher = 'branch:letters' is a student of few steps in round 2"),
+        ({}, [online("dmd2", **LETTERS), online("tdm", **LETTERS), online("mix_grpo", **DIGITS), MERGE, OTHER_MERGE],
+         "stages.1.algorithm has no teacher.*since stages.0"),
+        ({}, [online("dmd2"), online("mix_grpo", **LETTERS), online("tdm", **DIGITS), MERGE, OTHER_MERGE],
+         "stages.2.algorithm has no teacher.*since stages.0"),
+    ],
+)  # fmt: skip
+def test_a_student_of_few_steps_is_no_teacher_through_a_branch(rest, stages, says):
+    with pytest.raises(RecipeError, match=says):
+        Recipe.model_validate({"stages": stages, **BRANCHES, **rest})
+
+
 def test_a_student_learns_with_guidance_from_a_named_teacher():
     stage = online("dmd2", algorithm={"name": "dmd2", "teacher": "elsewhere", "guidance": 4.5})
     recipe = Recipe.model_validate({"model": GUIDED, "rounds": 2, "stages": [stage]})
