@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ebbflow.data.pairs import check_pairs
 from ebbflow.data.prepare import prepare
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.algorithms import CustomAlgorithmConfig, GradientConfig
+from ebbflow.recipe.algorithms import CustomAlgorithmConfig, GradientConfig, MatchingConfig
 from ebbflow.recipe.branches import BRANCH
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig, resized
@@ -82,6 +83,7 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool, context_pa
                 scorer.require_gradients(stage.algorithm_name)
                 _check_pixels(recipe.model.family, stage.algorithm_name)
     require_sinks(recipe)
+    _warn_of_other_steps(recipe)
     if prompts and not on_cluster:
         _try_rewards(recipe, prompts)
 
@@ -196,6 +198,18 @@ def _check_further_sizes(recipe: Recipe) -> None:
                 check_drawn_size(drawn)
             except ModelError as error:
                 raise ModelError(str(error).replace("model.", f"{key}.", 1)) from None
+
+
+def _warn_of_other_steps(recipe: Recipe) -> None:
+    """A student of few steps has learnt the states of its own sampler alone."""
+    students = [index for index, stage in enumerate(recipe.stages) if isinstance(stage.hyper, MatchingConfig)]
+    if students and (own := recipe.stages[students[-1]].sampler) != (evaluated := recipe.evaluation.solver):
+        eta = "" if own.eta is None else f"eta: {own.eta:g}, "
+        warnings.warn(
+            f"stages.{students[-1]} trains a student for its own sampler, and it would be evaluated and served with another, "
+            f"{evaluated.name} in {evaluated.steps} steps; set evaluation: {{sampler: {own.name}, {eta}steps: {own.steps}}}",
+            stacklevel=3,
+        )
 
 
 def _check_start(path: str, on_cluster: bool) -> None:

@@ -1,3 +1,4 @@
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -311,3 +312,21 @@ def test_a_reward_of_a_prompt_set_is_tried_on_its_prompts(tmp_path: Path) -> Non
         "guardrails": [],
     }
     check_recipe(Recipe.model_validate(settings), SERVER, on_cluster=False)
+
+
+STUDENT = {"kind": "online", "algorithm": {"name": "dmd2"}}
+LEARNING_ON = {"kind": "online", "algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 4}}
+
+
+@pytest.mark.parametrize("stages", [[STUDENT], [{"kind": "online"}, STUDENT, LEARNING_ON]])
+def test_a_student_that_is_evaluated_with_another_sampler_is_warned_of(tmp_path: Path, stages: list[dict[str, object]]) -> None:
+    of_student = {"sampler": "cps", "eta": 1.0, "steps": 4}
+    for other in ({}, {"steps": 4}, of_student | {"eta": 0.8}, of_student | {"steps": 8}):
+        recipe = Recipe.model_validate({"output": str(tmp_path), "stages": stages, "evaluation": other})
+        says = rf"stages\.{len(stages) // 2} .*set evaluation: \{{sampler: cps, eta: 1, steps: 4\}}"
+        with pytest.warns(UserWarning, match=says):
+            check_recipe(recipe, SERVER, on_cluster=False)
+    recipe = Recipe.model_validate({"output": str(tmp_path), "stages": stages, "evaluation": of_student})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_recipe(recipe, SERVER, on_cluster=False)
