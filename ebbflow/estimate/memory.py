@@ -241,15 +241,19 @@ class ProcessMemory:
         )
 
     def evaluation(self) -> Memory:
-        """All samples at once; the drift takes two velocities for each of its noise levels, of one sample of every prompt."""
+        """All samples at once; the drift takes two velocities for each of its noise levels, of one sample of every prompt.
+
+        The policies of a branch are scored with its rewards: the largest count.
+        """
         prompts, samples = self.recipe.prompts.validation + self.recipe.prompts.held_out, self.recipe.num_evaluated
         precision = self.recipe.model.precision
+        rewards = [self.recipe.of_branch(branch).rewards for branch in (None, *self.recipe.branches)]
         return Memory(
             weights=self.weights(precision),
             copies=2 * 4 * self.trained,
             activations=self._generating(samples, self.recipe.evaluation.micro_batch, precision) + self.merged(precision),
             samples=prompts * (self.prompt_bytes + self.latents * 2 * len(DRIFT_SIGMAS)) + samples * self.latents * 2,
-            others=_reward_bytes([*self.recipe.rewards, *self.recipe.guardrails]),
+            others=max(map(_reward_bytes, rewards)) + _reward_bytes(self.recipe.guardrails),
         )
 
     def rollout(self, ctx: StageContext) -> Memory:

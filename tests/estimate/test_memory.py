@@ -161,6 +161,21 @@ def test_an_evaluation_in_a_larger_size_takes_more(tiny_recipe):
     assert "a sample of an evaluation: latents" not in describe(small)
 
 
+def test_an_evaluation_of_a_branch_scores_with_the_rewards_of_the_branch(tiny_recipe):
+    def evaluation(**branches):
+        stages = [{"kind": "online", "branch": name} for name in branches]
+        if branches:
+            teachers = {name: f"branch:{name}" for name in branches}
+            stages.append({"kind": "online", "algorithm": {"name": "distillation", "teachers": teachers}})
+        prompts = {"mixture": [{"name": name, "source": f"{name}.txt"} for name in "ab"]}
+        keys = {"prompts": prompts, "branches": branches, "rewards": ["clipscore"], "guardrails": ["jpeg_compressibility"]}
+        return estimate(tiny_recipe("sd3", stages=stages or [{"kind": "online"}], **keys)).memory["evaluation"].others / 4
+
+    assert evaluation() == REWARD_PARAMETERS["clipscore"]
+    assert evaluation(a={"rewards": ["pickscore"]}, b={"rewards": ["ocr"]}) == REWARD_PARAMETERS["pickscore"]
+    assert evaluation(a={"rewards": ["ocr"]}, b={}) == REWARD_PARAMETERS["clipscore"]
+
+
 def test_a_stage_of_several_sizes_is_counted_at_the_largest(tiny_recipe):
     def made(sizes=(), **model):
         stages = [{"kind": "online", "sizes": [{"height": h, "width": w} for h, w in sizes]}]
