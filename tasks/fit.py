@@ -32,12 +32,16 @@ class Machine:
         name: for messages.
         bytes: of its GPU, or of main memory without one; None where a GPU's is not known.
         gpu: whether these are a GPU's.
+        main_memory: bytes beside a GPU.
+        sharing: processes that share the pod.
     """
 
     key: str
     name: str
     bytes: float | None
     gpu: bool
+    main_memory: float
+    sharing: int = 1
 
     @property
     def usable(self) -> float:
@@ -61,6 +65,12 @@ def compare(made: Estimate, deployment: DeploymentConfig) -> tuple[list[str], li
                 f"{name} needs {need / GIB:.1f} GiB, and {machine.key} gives it {machine.usable / GIB:.1f} GiB of {machine.name}"
             )
             misfits.append(f"{task}: {', or '.join(_fixes(made, name, machine, need))}")
+        if (kept := _kept(made, name, machine)) > machine.main_memory:
+            more = math.ceil((kept - machine.main_memory) * machine.sharing / GIB)
+            misfits.append(
+                f"{name} keeps {kept / GIB:.1f} GiB in {MAIN_MEMORY}, and {machine.key} gives it "
+                f"{machine.main_memory / GIB:.1f} GiB: raise {machine.key}.mem by {more}Gi, or leave model.cpu_offload out"
+            )
     return lines, misfits
 
 
@@ -68,6 +78,12 @@ def _need(made: Estimate, name: str, machine: Machine) -> int:
     """Bytes of a process: of its GPU, or without one, of all that is in main memory."""
     memory = made.memory[name]
     return memory.total if machine.gpu else memory.total + memory.offloaded + made.main_memory
+
+
+def _kept(made: Estimate, name: str, machine: Machine) -> int:
+    """Bytes in main memory of a process with a GPU that offloads: those, and the parts that wait there; else 0."""
+    offloaded = made.memory[name].offloaded if machine.gpu else 0
+    return offloaded + made.main_memory if offloaded else 0
 
 
 def machine_of(made: Estimate, name: str, deployment: DeploymentConfig) -> Machine:
@@ -92,19 +108,21 @@ def _stage_and_role(recipe: Recipe, name: str) -> tuple[int | None, str]:
 
 
 def _machine(key: str, pod: PodConfig, processes: int) -> Machine:
+    main_memory = _bytes(pod.mem) / processes
     if not pod.gpus:
-        return Machine(key, MAIN_MEMORY, _bytes(pod.mem) / processes, gpu=False)
+        return Machine(key, MAIN_MEMORY, main_memory, False, main_memory, processes)
     kind = pod.accelerator or "a GPU of unknown kind"
-    return Machine(key, kind, _gpu_bytes(pod), gpu=True)
+    return Machine(key, kind, _gpu_bytes(pod), True, main_memory, processes)
 
 
 def _ray_machine(index: int, group: RayWorkersConfig, workers: WorkersConfig, deployment: DeploymentConfig) -> Machine:
-    key, cluster = f"ray_cluster.workers.{index}", deployment.ray_cluster
+    key, cluster, main_memory = f"ray_cluster.workers.{index}", deployment.ray_cluster, _bytes(group.mem)
     if not (group.gpus and workers.gpus):
-        return Machine(key, MAIN_MEMORY, _bytes(group.mem), gpu=False)
+        return Machine(key, MAIN_MEMORY, main_memory, False, main_memory)
     whole, share = _gpu_bytes(cluster), min(1.0, workers.gpus)
     name = f"{cluster.accelerator or 'a GPU of unknown kind'}" + (f" ({share:g} of it)" if share < 1 else "")
-    return Machine(key, name, None if whole is None else whole * share, gpu=True)
+    sharing = max(1, min(workers.count, int(group.gpus / workers.gpus)))
+    return Machine(key, name, None if whole is None else whole * share, True, main_memory / sharing, sharing)
 
 
 def _gpu_bytes(pod: PodConfig) -> int | None:
@@ -122,8 +140,8 @@ def _fixes(made: Estimate, name: str, machine: Machine, need: float) -> list[str
     """A change of the recipe or the deployment with which it fits, and a machine on which it does."""
     found = []
     for changed, change in _changes(made, name):
-        less = _need(changed, name, machine)
-        if less <= machine.usable:
+        less, kept = _need(changed, name, machine), _kept(changed, name, machine)
+        if less <= machine.usable and kept <= max(machine.main_memory, _kept(made, name, machine)):
             found.append(f"set {change} ({less / GIB:.1f} GiB)")
             break
     if not machine.gpu:

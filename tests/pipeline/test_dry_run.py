@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 import pytest
 
-from ebbflow.estimate.run import estimate
+from ebbflow.estimate.run import Estimate, estimate
 from ebbflow.models.base import ModelError
-from ebbflow.recipe import load_recipe
+from ebbflow.recipe import Recipe, load_recipe
 from tasks import plan_run as plan
 from tasks import start_run as start
 from tasks.deployment import AcceleratedConfig, DeploymentConfig, DeploymentError, TrainingGroupConfig
@@ -79,6 +80,56 @@ def test_what_is_proposed_fits() -> None:
     (stage,) = made.recipe.stages
     changed = made.recipe.model_copy(update={"stages": [stage.model_copy(update={"micro_batch": int(size)})]})
     assert not any(line.startswith("1.1 online training") for line in compare(estimate(changed), small)[1])
+
+
+def offline_wan(**model: object) -> Estimate:
+    """All 5 billion parameters in an offline stage, whose rollouts hold three copies of them beside the weights."""
+    recipe = load_recipe(WAN)
+    data = {"model": recipe.model.model_dump() | model, "stages": [{"kind": "offline", "algorithm": {"name": "diffusion_nft"}}]}
+    return estimate(Recipe.model_validate(data), processes=8)
+
+
+def misfit(made: Estimate, role: str, **keys: object) -> list[str]:
+    group = TrainingGroupConfig(gpus=1, accelerator="nvidia-h200", **keys)
+    small = DeploymentConfig(
+        train_processes=8, accelerated=AcceleratedConfig(gpus=1, gpu_memory="70Gi", **keys), training_group=group
+    )
+    return [line for line in compare(made, small)[1] if line.startswith(f"1.1 offline {role}")]
+
+
+def test_offloading_is_proposed_where_main_memory_holds_what_it_offloads() -> None:
+    made = offline_wan()
+    (holds,), (lacks,) = (misfit(made, "rollout", mem=mem) for mem in ("128Gi", "64Gi"))
+    assert "set model.cpu_offload: true (" in holds
+    assert "cpu_offload" not in lacks
+    assert "set policy.train: lora (" in lacks
+
+
+def test_what_is_offloaded_must_fit_into_the_main_memory_of_the_pod() -> None:
+    made = offline_wan(cpu_offload=True)
+    waiting = made.memory["1.1 offline training"].offloaded + made.main_memory
+    (line,) = misfit(made, "training", mem="64Gi")
+    short = math.ceil(8 * waiting / 2**30 - 64)
+    assert line.startswith(
+        f"1.1 offline training keeps {waiting / 2**30:.1f} GiB in main memory, and training_group gives it 8.0 GiB: "
+    )
+    assert f"raise training_group.mem by {short}Gi" in line
+    assert not misfit(made, "training", mem=f"{64 + short}Gi")
+
+
+def test_actors_share_the_main_memory_of_a_pod_by_their_gpus() -> None:
+    recipe = load_recipe(WAN)
+    training = {"training": {"count": 4, "gpus": 1}}
+    stages = [{"kind": "online", "placement": "ray", "resources": training}]
+    data = {"model": recipe.model.model_dump() | {"cpu_offload": True}, "stages": stages}
+    made = estimate(Recipe.model_validate(data))
+
+    def shares(gpus: int) -> float:
+        workers = [{"gpus": gpus, "mem": "64Gi"}]
+        deployment = DeploymentConfig.model_validate({"ray_cluster": {"accelerator": "nvidia-h100", "workers": workers}})
+        return machine_of(made, "1.1 online training", deployment).main_memory / 2**30
+
+    assert (shares(1), shares(2), shares(8)) == (64, 32, 16)
 
 
 def test_a_gpu_of_unknown_kind_is_not_judged_and_one_of_a_given_size_is() -> None:
