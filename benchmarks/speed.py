@@ -2,8 +2,8 @@
 
 A rollout is compared with its forward passes alone: the same network on as many rows as often, with all inputs ready. An update
 without reference and copies is compared with forward, squared error, backward and the same AdamW, without clipping, metrics and
-checks. A step of our best settings is compared with the same step without them. Both sides take turns in one process, and each is
-first in every other turn; the ratio is the median over the turns, so that other work on the machine cancels out.
+checks. A step with our best settings is compared with the same step without them. Both sides take turns in one process, and each
+is first in every other turn; the ratio is the median over the turns, so that other work on the machine cancels out.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from ebbflow.stage import WATCHED_EVERY, WATCHED_FIRST
 from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, forward_batch, parts, trajectory_batch
 from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.policy import Policy
+from ebbflow.training.rollout_forward import reuse_rollout_forward
 from ebbflow.training.update import PolicyUpdater
 
 RESULTS = Path(__file__).parent / "results" / "speed.md"
@@ -49,7 +50,7 @@ FORWARD_STAGE = OnlineStageConfig.model_validate(
         "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
     }
 )
-TRAINED = (1, 2, 3)
+TRAINED, EVERY = (1, 2, 3), tuple(range(STEPS - 1))
 GUIDANCE = 4.5
 STAGE = OnlineStageConfig.model_validate(
     {
@@ -104,12 +105,17 @@ def cases(compiled: bool) -> Iterator[Case]:
         yield Case(f"rollouts ÷ bare forwards: {name}", "≤ 1.05", *rollout_sides(bench))
         policy = Policy(bench.model, PolicyConfig(train="full"), 0)
         yield Case(f"update ÷ bare forward, backward and AdamW: {name}", "≤ 1.10", *update_sides(bench, policy))
+    for trained in (TRAINED, EVERY):
+        name = f"a step of flow_grpo on {len(trained)} of {STEPS} steps ÷ with reused passes: glyph"
+        yield Case(name, "", policy_gradient_step(glyph(), trained), policy_gradient_step(glyph(), trained, reuse=True))
     plain = step(glyph())
-    yield Case("a step ÷ the same with merged LoRA in rollouts: glyph", "", plain, step(glyph(), merged=True))
+    yield Case("a step of rwr ÷ with merged LoRA in rollouts: glyph", "", plain, step(glyph(), merged=True))
     if compiled:
-        best = glyph()
-        compile_blocks(best.model)
-        yield Case("a step ÷ the same with merged LoRA and compiled blocks: glyph", "≥ 1.5", plain, step(best, merged=True))
+        best = step(compiled_glyph(), merged=True)
+        yield Case("a step of rwr ÷ with merged LoRA and compiled blocks: glyph", "≥ 1.5", plain, best)
+        plain, best = policy_gradient_step(glyph(), EVERY), policy_gradient_step(compiled_glyph(), EVERY, reuse=True)
+        name = f"a step of flow_grpo on {len(EVERY)} of {STEPS} steps ÷ with reused passes and compiled blocks: glyph"
+        yield Case(name, "≥ 1.5", plain, best)
 
 
 def benches() -> dict[str, Bench]:
@@ -127,6 +133,12 @@ def glyph() -> Bench:
     model.transformer.requires_grad_(False).eval()
     with torch.no_grad():
         return Bench(model, model.encode_texts(["ABCD", "EFGH", "IJKL", "MNOP"] * 6), 24)
+
+
+def compiled_glyph() -> Bench:
+    bench = glyph()
+    compile_blocks(bench.model)
+    return bench
 
 
 def _random(size: Size, count: int, rows: int, guidance: float) -> Bench:
@@ -211,6 +223,22 @@ def step(bench: Bench, merged: bool = False, passes: int = 4) -> Call:
             clean = generate(bench.model, bench.prompts, bench.keys, sampler, micro_batch=bench.rows).latents
         rows = forward_batch(clean, bench.prompts, advantage, bench.keys, alone, updater.hyper, updater.schedule, visit=0)
         updater.update(rows, passes)
+
+    return take
+
+
+def policy_gradient_step(bench: Bench, trained: tuple[int, ...], reuse: bool = False) -> Call:
+    """A recorded rollout and an update of adapters on its steps (Flow-GRPO), in passes of as many rows, rewards left out."""
+    policy = Policy(bench.model, PolicyConfig(train="lora", rank=8), 0)
+    updater, advantage, plan = PolicyUpdater(policy, STAGE), torch.randn(len(bench.keys)), Plan(trained, trained)
+
+    def take() -> None:
+        made = generate(bench.model, bench.prompts, bench.keys, STAGE.sampler, plan, bench.rows, with_graph=reuse)
+        assert made.trajectory
+        rows = trajectory_batch(CorrectedRollout.nothing(made.trajectory), bench.prompts, advantage, bench.keys, STAGE.sampler)
+        if reuse:
+            rows = reuse_rollout_forward(rows, np.arange(len(rows.inputs)), made.velocities)
+        updater.update(rows, len(rows.inputs) // bench.rows)
 
     return take
 

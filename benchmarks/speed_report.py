@@ -22,9 +22,10 @@ RESULTS = Path(__file__).parent / "results"
 NOTES = (
     "An update is the mean of four, of which one measures the drift. Where a ratio is above what is wanted: noise, "
     "guidance, the sampler's step, log-probs and metrics take less than a millisecond a step, which only a network of "
-    "milliseconds feels; the wide one does not. The last row is the product of merged adapters, the row above it, and of "
-    "compiled blocks; keeping a rollout's graph for the first update of a policy gradient would add to it and is not "
-    "built. The loops of other libraries are not compared, because none is installed here."
+    "milliseconds feels; the wide one does not. Steps of RWR have rollouts without a ratio, whose adapters may be merged; "
+    "steps of flow_grpo have one, and their updates may reuse the rollout's forward passes: no step can have both. What "
+    "reused passes save is a share of the training, so it grows with the trained steps. The loops of other libraries are "
+    "not compared, because none is installed here."
 )
 QUICK, ALL_STEPS = "diffusion_nft_quick", "flow_grpo_longer"
 """Entries of ``benchmarks.algorithms``: the best recipe, and Flow-GRPO on all steps, given as long as it needs."""

@@ -303,7 +303,8 @@ def _update(
 ) -> dict[str, float]:
     """One optimiser step of all ranks on some sample groups; ``rows`` are this rank's share of them."""
     world = Ranks.current().world
-    metrics = updater.update(rows, len(rows.inputs.predicted) or _passes(ctx, groups), prompt_sets)
+    passes = int(rows.group_index[-1]) + 1 if rows.inputs.predicted else _passes(ctx, groups)  # the rollout's, each a group
+    metrics = updater.update(rows, passes, prompt_sets)
     if len(groups) < world and "grad_variance" in metrics:  # every rank had all of them, and each counted as another row
         metrics["grad_variance"] /= world
     return metrics

@@ -358,8 +358,8 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
     """Optimiser steps per rollout batch: its samples are split into that many parts."""
     reuse_rollout_forward: bool = Field(False, exclude_if=operator.not_)
     """Of algorithms on trajectories with ``updates_per_step: 1``: the update goes back through the rollout's own forward passes
-    and repeats none, so that it takes a third less, and the activations of all trained steps of all samples are in memory until
-    then (docs/online.md)."""
+    and predicts nothing again: faster, and the activations of all trained steps of all samples of a step are in memory together
+    (docs/online.md)."""
     tree: TreeConfig | None = None
     """Of algorithms on trajectories: the samples of a group branch off each other, and every denoising step has an advantage of
     its own (docs/algorithms.md)."""

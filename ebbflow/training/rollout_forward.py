@@ -24,6 +24,8 @@ RolloutVelocities = Sequence[Sequence[Tensor]]
 def reuse_rollout_forward(batch: TrajectoryBatch, numbers: np.ndarray, velocities: RolloutVelocities) -> TrajectoryBatch:
     """The rows of a batch, ordered by the rollout's forward passes: each pass is a group, and its velocities are known.
 
+    They are not known where a row that is left out is not finite: zero times its activations would be no zero in the gradient.
+
     Args:
         batch: M rows.
         numbers: integer [M], ascending: what number each row is of all [N, W] rows of the rollout.
@@ -34,11 +36,13 @@ def reuse_rollout_forward(batch: TrajectoryBatch, numbers: np.ndarray, velocitie
     order = np.lexsort((sample, column, part))
     row = (sample - (sizes.cumsum() - sizes)[part])[order]  # in its pass
     passes, first, group = np.unique((part * steps + column)[order], return_index=True, return_inverse=True)
-    rows_of_passes = np.split(row, first[1:])
-    predicted = {
-        int(start): _rows(velocities[number // steps][number % steps], rows)
-        for number, start, rows in zip(passes.tolist(), first, rows_of_passes, strict=True)
-    }
+    predicted = {}
+    for number, start, kept in zip(passes.tolist(), first.tolist(), np.split(row, first[1:]), strict=True):
+        velocity = velocities[number // steps][number % steps]
+        if len(kept) == len(velocity):
+            predicted[start] = velocity
+        elif bool(velocity.isfinite().all()):
+            predicted[start] = velocity[torch.from_numpy(kept).to(velocity.device)]
     rows = torch.from_numpy(order).to(batch.weight.device)
     inputs = batch.inputs
     return replace(
@@ -59,8 +63,3 @@ def reuse_rollout_forward(batch: TrajectoryBatch, numbers: np.ndarray, velocitie
         advantage=batch.advantage[rows],
         keys=batch.keys.take(order),
     )
-
-
-def _rows(velocity: Tensor, rows: np.ndarray) -> Tensor:
-    """Some rows of a pass; the others have no gradient."""
-    return velocity if len(rows) == len(velocity) else velocity[torch.from_numpy(rows).to(velocity.device)]

@@ -18,6 +18,10 @@ from ebbflow.training.policy import Policy
 
 @pytest.fixture
 def bench() -> speed.Bench:
+    return new_bench()
+
+
+def new_bench() -> speed.Bench:
     torch.manual_seed(0)
     device = torch.device("cpu")
     prompts = random_prompts(SIZES["tiny"], 4, speed.GUIDANCE, device, torch.float32)
@@ -46,6 +50,13 @@ def test_an_update_evaluates_what_a_bare_one_does_and_the_rows_that_are_watched(
     rows = 4 * len(speed.TRAINED)
     assert bare == speed.WATCHED_EVERY * 2 * rows
     assert ours == bare + 2 * math.ceil(rows / WATCHED_ROWS)
+
+
+def test_a_step_that_reuses_passes_has_none_in_its_update():
+    benches = {reuse: new_bench() for reuse in (False, True)}
+    plain, reused = (rows_of(it, speed.policy_gradient_step(it, speed.TRAINED, reuse)) for reuse, it in benches.items())
+    assert plain - reused == 2 * 4 * len(speed.TRAINED)
+    assert reused == 2 * 4 * speed.STEPS + 2 * math.ceil(4 * len(speed.TRAINED) / WATCHED_ROWS)
 
 
 def test_the_ratio_is_that_of_the_turns(monkeypatch):

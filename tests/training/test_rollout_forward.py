@@ -22,11 +22,16 @@ PASSES = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 @pytest.fixture
 def make(model):
-    """``make(keep)``: (updater, rows [6, 3] that are kept as a usual batch, the same in the order of the rollout)."""
+    """``make(keep)``: (updater, rows [6, 3] that are kept as a usual batch, the same in the order of the rollout).
 
-    def build(keep):
+    The prompt with the number ``broken`` is not finite.
+    """
+
+    def build(keep, broken=None):
         updater = updater_of(model, {"name": "flow_grpo", "clip_range": 1e-3}, window={"kind": "all"}, sampler={"steps": 4})
         conditioning, keys, sampler = model.encode_texts(TEXTS), SampleKeys(2, list(range(6)), [7] * 6), updater.stage.sampler
+        if broken is not None:
+            conditioning["embeds"][broken] = torch.nan
         made = generate(model, conditioning, keys, sampler, Plan((0, 1, 2), (0, 1, 2)), 4, with_graph=True)
         rollout = replace(CorrectedRollout.nothing(made.trajectory), keep=torch.from_numpy(keep))
         batch = trajectory_batch(rollout, conditioning, samples(model)[2], keys, sampler)
@@ -78,6 +83,17 @@ def test_its_gradient_is_that_of_the_rows_in_any_other_order(make, keep):
     assert batch.inputs.predicted == {}
     for name, gradient in gradients[1].items():
         assert torch.allclose(gradients[0][name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=1e-3), name
+
+
+def test_a_sample_that_is_not_finite_does_not_spoil_the_others(make):
+    """Its row has no loss, and zero times what it has become is no zero: its passes are predicted again without it."""
+    updater, plain, batch = make(some(1), broken=1)
+    assert len(batch.inputs.predicted) == 3
+    assert batch.group_index.unique().tolist() == list(range(6))
+    updater.update(batch, 6)
+    gradients = [value.grad.clone() for value in updater.policy.parameters.values()]
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert any(gradient.any() for gradient in gradients)
 
 
 def test_passes_that_are_repeated_after_an_overflow_predict_again(make):
