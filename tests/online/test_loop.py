@@ -397,6 +397,20 @@ def test_whole_groups_are_dealt_out_to_the_updates(run, monkeypatch):
     assert not set(members[0]) & set(members[1])
 
 
+def test_direct_align_knows_the_noise_that_each_sample_came_from(run, monkeypatch):
+    batches, sampler = watch_updates(monkeypatch), {"name": "ode", "steps": 3}
+    policy, *_ = run(algorithm={"name": "srpo"}, sampler=sampler, steps=1, updates_per_step=2)
+    assert len(batches) == 2
+    for batch, _ in batches:
+        latents, sigmas = batch.noise, policy.model.sigmas(3)
+        with torch.no_grad():
+            for step in range(3):
+                conditioning = batch.inputs.conditioning.rows(batch.inputs.sample_index)
+                velocity = policy.model.velocity(latents, sigmas[step].expand(len(latents)), conditioning)
+                latents = latents + (sigmas[step + 1] - sigmas[step]) * velocity
+        torch.testing.assert_close(latents, batch.clean, rtol=1e-4, atol=1e-5)
+
+
 def test_noise_levels_of_a_schedule_are_the_samplers(run, monkeypatch):
     batches = watch_updates(monkeypatch)
     run(**NFT, steps=1)
