@@ -23,10 +23,13 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
+    Mask2FormerConfig,
+    Mask2FormerForUniversalSegmentation,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLModel,
+    SwinConfig,
     T5Config,
     T5EncoderModel,
     UMT5Config,
@@ -330,6 +333,14 @@ def test_the_networks_of_rewards_are_as_large_as_their_classes_build_them():
         huge, large = clip(1280, 32, 1024, 24), clip(1024, 24, 768, 12)
     assert REWARD_PARAMETERS["pickscore"] == REWARD_PARAMETERS["hps"] == numel(huge)
     assert REWARD_PARAMETERS["clipscore"] == REWARD_PARAMETERS["aesthetic"] == numel(large)
+
+
+def test_geneval_has_a_mask2former_and_a_large_clip():
+    stages = {"depths": [2, 2, 18, 2], "embed_dim": 96, "num_heads": [3, 6, 12, 24], "window_size": 7}
+    backbone = SwinConfig(**stages, out_features=["stage1", "stage2", "stage3", "stage4"])
+    with torch.device("meta"):
+        detector = Mask2FormerForUniversalSegmentation(Mask2FormerConfig(backbone_config=backbone, num_labels=80))
+    assert REWARD_PARAMETERS["geneval"] == numel(detector) + REWARD_PARAMETERS["clipscore"]
 
 
 def test_hpsv3_is_a_qwen2_vl_with_one_more_token_and_a_head():

@@ -68,9 +68,10 @@ REWARD_PARAMETERS = {
     "imagereward": 445_278_720,
     "hpsv3": 7_748_610_610,
     "videoalign": 2_208_563_200,
+    "geneval": 496_357_596,
 }
-"""Of networks that rewards load: CLIP-H, CLIP-L, BLIP, and Qwen2-VL-7B and -2B without their heads for words, as transformers
-builds them."""
+"""Of networks that rewards load: CLIP-H, CLIP-L, BLIP, Qwen2-VL-7B and -2B without their heads for words, Mask2Former (Swin-S)
+and CLIP-L, as transformers builds them."""
 
 REWARD_BLOCKS = {
     "pickscore": ((32, 1280, 257),),

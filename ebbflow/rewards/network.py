@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -79,8 +79,8 @@ class Files:
         return f"{folder} holds no {' and no '.join(absent)}; copy the published files into it" if absent else None
 
 
-class LazyNetwork(ABC):
-    """What has a network that is loaded when it is first used: frozen, kept for the life of the process."""
+class PretrainedReward(ABC):
+    """A reward with a network that is loaded when it is first used: frozen, kept for the life of the process."""
 
     def __init__(self, config: PretrainedRewardConfig) -> None:
         self.config = config
@@ -91,14 +91,14 @@ class LazyNetwork(ABC):
         """The files that must exist."""
 
     @abstractmethod
-    def load(self) -> Score:
-        """Load the network onto this process's device."""
+    def load(self) -> Any:
+        """Load the network onto this process's device, and give the function that scores with it."""
 
     def unavailable(self) -> str | None:
         return next((reason for files in self.files() if (reason := files.missing())), None)
 
     def _scores(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
-        """What the network makes of images or videos, in batches: float64 [N, ...].
+        """What the network makes of images or videos and the texts of their prompts, in batches: float64 [N, ...].
 
         Raises:
             HubError: the network cannot be fetched.
@@ -114,7 +114,7 @@ class LazyNetwork(ABC):
         return torch.cat(scores).numpy() if scores else np.empty(0)
 
     @cached_property
-    def _score(self) -> Score:
+    def _score(self) -> Any:
         from transformers.utils.logging import disable_progress_bar
 
         from ebbflow.models.hub import HubError
@@ -129,8 +129,11 @@ class LazyNetwork(ABC):
             raise RewardError(f"the reward {self.name!r} cannot be loaded: {reason}") from error
 
 
-class NetworkReward(LazyNetwork):
-    """A reward of images with a network of its own."""
+class NetworkReward(PretrainedReward):
+    """A network that scores an image and the text of its prompt, with a gradient."""
+
+    @abstractmethod
+    def load(self) -> Score: ...
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         """Score images in batches.
@@ -148,7 +151,8 @@ class NetworkReward(LazyNetwork):
 
     def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """As of ``ebbflow.rewards.base.DifferentiableReward``; all images in one forward pass."""
-        return self._score(images, [prompt.prompt for prompt in prompts])
+        scores: Tensor = self._score(images, [prompt.prompt for prompt in prompts])
+        return scores
 
 
 class ClipReward(NetworkReward):

@@ -82,13 +82,16 @@ def merge_lora(weights: Mapping[str, Tensor], scale: float, source: Path) -> dic
     return merged
 
 
-def load_network(kind: Any, folder: Path) -> Any:
+def load_network(kind: Any, folder: Path, unused: str = "$^") -> Any:
     """A network of transformers from a folder in its layout, frozen, in float32, on the device.
+
+    Args:
+        unused: pattern of names of weights without an effect, which may be missing or left over.
 
     Raises:
         RewardError: weights are missing, left over, or of another shape.
     """
-    return _frozen(kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, **LOADING), kind, folder)
+    return _frozen(kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, **LOADING), kind, folder, unused)
 
 
 def build_network(kind: Any, config: Any, weights: dict[str, Tensor], source: Path, **keys: Any) -> Any:
@@ -103,9 +106,10 @@ def build_network(kind: Any, config: Any, weights: dict[str, Tensor], source: Pa
     return _frozen(kind.from_pretrained(None, config=config, state_dict=weights, **LOADING | keys), kind, source)
 
 
-def _frozen(loaded: tuple[Any, dict[str, Any]], kind: Any, source: Path) -> Any:
+def _frozen(loaded: tuple[Any, dict[str, Any]], kind: Any, source: Path, unused: str = "$^") -> Any:
     network, report = loaded
-    misfits = sorted(str(name) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[key])
+    names = sorted(str(name) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[key])
+    misfits = [name for name in names if not re.search(unused, name)]
     if misfits:
         raise RewardError(
             f"{source} does not fit this {kind.__name__}: {len(misfits)} weights differ, first {misfits[0]}; "

@@ -7,14 +7,23 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import BertTokenizer, CLIPConfig, CLIPModel, CLIPTokenizer
+from transformers import (
+    BertTokenizer,
+    CLIPConfig,
+    CLIPModel,
+    CLIPTokenizer,
+    Mask2FormerConfig,
+    Mask2FormerForUniversalSegmentation,
+    SwinConfig,
+)
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.tiny.tokenizers import qwen_tokenizer
 from ebbflow.recipe.registry import reward
 from ebbflow.recipe.rewards import RewardConfig
+from ebbflow.rewards.built_in.geneval import CLASSES
 
 TEXTS = ["a red cat", "A dog, 3 birds & a SIGN", "", "ocean waves at night", "a red cat"]
 PREPROCESSOR = {
@@ -67,6 +76,10 @@ def make_reward(name: str, folder: Path, **keys) -> RewardConfig:
         write_video_reward(folder)
         given = {"processor": {"path": str(folder / "processor")}, "precision": "float32", "frame_rate": 8}
         return reward(name, path=str(folder), **given | keys)
+    if name == "geneval":
+        write_clip(folder / "clip")
+        write_detector(folder)
+        return reward(name, path=str(folder), clip={"path": str(folder / "clip")}, **keys)
     write_bert_tokenizer(folder / "tokenizer")
     torch.save(blip_weights(), folder / "ImageReward.pt")
     (folder / "med_config.json").write_text(json.dumps(MED_CONFIG))
@@ -97,6 +110,45 @@ def write_clip(folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+
+
+def write_detector(folder: Path, seen: str = "dog", labels: int = len(CLASSES)) -> None:
+    """A Mask2Former that takes everything for one class, with the names of weights that are published."""
+    stages = {"embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "window_size": 4}
+    backbone = SwinConfig(**stages, out_features=["stage1", "stage2", "stage3", "stage4"])
+    sizes = {"feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "dim_feedforward": 16, "encoder_feedforward_dim": 16}
+    layers = {"encoder_layers": 1, "decoder_layers": 2, "num_attention_heads": 2, "num_queries": 4}
+    config = Mask2FormerConfig(backbone_config=backbone, **sizes, **layers, num_labels=labels)
+    with torch.random.fork_rng(devices=[]):
+        model = Mask2FormerForUniversalSegmentation(config)
+    _draw({name: weight for name, weight in model.state_dict().items() if name.startswith("model.")})
+    with torch.no_grad():
+        model.class_predictor.weight.zero_()
+        model.class_predictor.bias.zero_()[CLASSES.index(seen)] = 12
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    older = {_as_published(name): weight for name, weight in weights.items() if ".swin.layernorm." not in name}
+    index = "model.pixel_level_module.encoder.encoder.layers.0.blocks.0.attention.self.relative_position_index"
+    save_file(older | {index: torch.zeros(16, 16, dtype=torch.long)}, folder / "model.safetensors", {"format": "pt"})
+
+
+SWIN_NAMES = {
+    "encoder.swin.": "encoder.",
+    "attention.q_proj": "attention.self.query",
+    "attention.k_proj": "attention.self.key",
+    "attention.v_proj": "attention.self.value",
+    "attention.relative_position_bias.": "attention.self.",
+    "attention.o_proj": "attention.output.dense",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+}
+
+
+def _as_published(name: str) -> str:
+    if name.startswith("model.pixel_level_module.encoder."):
+        for new, old in SWIN_NAMES.items():
+            name = name.replace(new, old)
+    return name
 
 
 def write_hps_processor(folder: Path) -> None:

@@ -123,8 +123,8 @@ def test_a_trained_term_that_cannot_run_is_an_error(monkeypatch):
 
 
 def test_every_reward_of_the_recipe_has_its_code():
-    part = {"path": "somewhere"}
-    given = {"url": "http://localhost", "model": "judge", "head": part, "tokenizer": part, "processor": part, "frame_rate": 16}
+    parts = {key: {"path": "somewhere"} for key in ("head", "tokenizer", "processor", "clip")}
+    given = {"url": "http://localhost", "model": "judge", "frame_rate": 16, **parts}
     for name, config in REWARDS.items():
         required = {key: given[key] for key, field in config.model_fields.items() if field.is_required()}
         made = load_reward(reward(name, **required))

@@ -13,7 +13,7 @@ from pydantic import Field
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.rewards.base import RewardError, RewardResult
-from ebbflow.rewards.network import QWEN_FILES, Files, LazyNetwork, PretrainedRewardConfig
+from ebbflow.rewards.network import QWEN_FILES, Files, PretrainedReward, PretrainedRewardConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,7 +59,7 @@ class VideoAlignConfig(PretrainedRewardConfig):
         return VideoAlign(self)
 
 
-class VideoAlign(LazyNetwork):
+class VideoAlign(PretrainedReward):
     """The sum over the dimensions of (rating - mean) / deviation, with the published means and deviations (``use_norm``).
 
     Special tokens that a prompt spells out are left out of it; the published code reads them as such.
