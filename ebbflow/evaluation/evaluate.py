@@ -223,7 +223,7 @@ def _generate_and_score(
             images = model.decode(latents)
         finite = finite_rows(latents)
         with clock.phase("scoring"):
-            scores = scorer(images.copy(), batch).where(finite)  # a reward may write into its images
+            scores = scorer(images.copy(), batch, latents.cpu().numpy()).where(finite)  # a reward may write into its images
             features = scorer.features(images) if recipe.evaluation.samples > 1 else None
         statistics = {name: np.where(finite, values, np.nan) for name, values in image_statistics(images).items()}
         pngs = encode_png(images)

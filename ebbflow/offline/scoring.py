@@ -10,7 +10,7 @@ import pyarrow as pa
 from ebbflow.data.images import decode_png
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.schema import score_schema
-from ebbflow.offline.shards import require_shard
+from ebbflow.offline.shards import latent_values, read_layout, require_shard
 from ebbflow.progress import progress
 from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
 from ebbflow.stage import StageContext
@@ -32,10 +32,13 @@ def score_shard(ctx: StageContext, scorer: Scorer, prompts: list[Prompt], rollou
     clock = Clock()
     with progress(f"{ctx.label} scoring", "image", total=row_count(rollouts)) as shown:
         parts = []
-        for batch in read_batches(rollouts, _rows_at_once(ctx, scorer), ["prompt_id", "sample", "finite", "image"]):
+        columns = ["prompt_id", "sample", "finite", "image", *(["latent"] if scorer.reads_latents else [])]
+        for batch in read_batches(rollouts, _rows_at_once(ctx, scorer), columns):
             with clock.phase("scoring"):
                 finite = batch["finite"].to_numpy(zero_copy_only=False)
-                scores = scorer(_images(rollouts, batch), [by_id[i] for i in batch["prompt_id"].to_pylist()]).where(finite)
+                its_prompts = [by_id[i] for i in batch["prompt_id"].to_pylist()]
+                latents = _latents(rollouts, batch) if scorer.reads_latents else None
+                scores = scorer(_images(rollouts, batch), its_prompts, latents).where(finite)
             parts.append((batch.select(["prompt_id", "sample"]), scores))  # the images of a whole shard would fill memory
             shown.update(len(batch))
     scored = ScoreTable.cat([table for _, table in parts])
@@ -57,6 +60,12 @@ def _images(path: Path, batch: pa.RecordBatch) -> np.ndarray:
     except Exception as error:  # of many kinds: every decoder of Pillow has its own
         prompt = batch["prompt_id"][0].as_py()
         raise TableError(f"{path}: images from prompt_id = {prompt} on cannot be read ({error}); generate it again") from None
+
+
+def _latents(path: Path, batch: pa.RecordBatch) -> np.ndarray:
+    """As the shard has them: of ``latent_precision``."""
+    layout = read_layout(path)
+    return np.stack([latent_values(layout, value) for value in batch["latent"].to_pylist()])
 
 
 def _scored(schema: pa.Schema, batch: pa.RecordBatch, table: ScoreTable) -> pa.RecordBatch:

@@ -29,7 +29,7 @@ class LocalWorkers:
         self.trainer, self.shares_weights = trainer, rollout_worker is None
         engine = Diffusers(ctx, policy, trainer.updater.algorithm.generates, ctx.online.reuse_rollout_forward)
         self.rollout_worker = rollout_worker or RolloutWorker(engine)
-        self.reward_weights = scorer.reward_weights
+        self.reward_weights, self.reads_latents = scorer.reward_weights, scorer.reads_latents
         self.steps_before = trainer.updater.before.steps
 
         async def start_rollout(index: int) -> Worker:

@@ -150,7 +150,9 @@ class RayWorkers:
 
     def __init__(self, ctx: StageContext, folders: Folders) -> None:
         self.ctx, self.folders = ctx, folders
-        self.reward_weights = {row.column: row.weight for row in ctx.own_recipe.rewards}
+        own = ctx.own_recipe
+        self.reward_weights = {row.column: row.weight for row in own.rewards}
+        self.reads_latents = any(row.reads_latents for row in (*own.rewards, *own.guardrails))
         self.all: list[RayWorker] = []
         self.step = 0
         ship_tensors()

@@ -12,6 +12,7 @@ from ebbflow.evaluation.image_statistics import image_statistics
 from ebbflow.online.messages import RewardReport
 from ebbflow.online.tracing import TaskTimer
 from ebbflow.rewards.combine import Scorer
+from ebbflow.rollouts.generate import Rollouts
 
 
 class RewardWorker:
@@ -22,16 +23,23 @@ class RewardWorker:
         self.timer = TaskTimer("reward", index)
 
     def score(
-        self, images: np.ndarray, prompts: Sequence[Prompt], step: int, with_guards: bool = False, profiled: bool = False
+        self,
+        images: np.ndarray,
+        prompts: Sequence[Prompt],
+        step: int,
+        with_guards: bool = False,
+        profiled: bool = False,
+        rollouts: Rollouts | None = None,
     ) -> RewardReport:
         """Score images [N, ...], each against its prompt.
 
         Args:
             with_guards: score as a validation does, which has an image of each prompt: with the guardrail metrics, and without
                 rewards that compare.
+            rollouts: of the images, for rewards that score latents.
         """
         with self.timer.task("validation" if with_guards else "scoring", step, profiled):
             scorer = self.scorer.of_single_images() if with_guards else replace(self.scorer, guardrails=())
             statistics = image_statistics(images)  # first: a reward may write into its images
-            scores = scorer(images, prompts)
+            scores = scorer(images, prompts, rollouts.latents.numpy() if rollouts else None)
         return RewardReport(scores, self.timer.drain(), statistics)

@@ -210,8 +210,9 @@ class RolloutQueue:
         rollouts, images, report = await self.generate(request, weights)
         profiled = self.ctx.online.traces("reward", request.step) and not with_guards
         try:
+            latents = [rollouts] if self.workers.reads_latents else []
             scored: RewardReport = await self.workers.reward.call(
-                "score", lambda: (images, request.prompts, request.step, with_guards, profiled)
+                "score", lambda: (images, request.prompts, request.step, with_guards, profiled, *latents)
             )
         except ResultLost as lost:
             _say_lost(request, lost)

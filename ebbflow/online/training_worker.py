@@ -244,7 +244,7 @@ def _gradient_rows(
         sigmas=updater.schedule,
         first_step=hyper.first_step(ctx.config.sampler.steps, draw),
         steps_with_gradient=hyper.steps_with_gradient,
-        score=scorer.with_gradient,
+        score=scorer.of_latents_with_gradient,
         passes=passes,
     )
 

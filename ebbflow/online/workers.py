@@ -243,6 +243,7 @@ class StageWorkers(Protocol):
     Attributes:
         steps_before: rollout steps that the algorithm made with this policy in earlier stages.
         reward_weights: weight of each trained reward in the sum, by column.
+        reads_latents: whether a reward or guardrail scores latents.
     """
 
     training: TrainingGroup
@@ -250,6 +251,7 @@ class StageWorkers(Protocol):
     reward: WorkerPool
     steps_before: int
     reward_weights: dict[str, float]
+    reads_latents: bool
 
     async def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         """The weights that generate from now on: of a copy of the policy; left out, of the one that the algorithm rolls out."""

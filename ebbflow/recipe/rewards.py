@@ -64,6 +64,15 @@ class RewardConfig(Strict):
         """Whether it scores whole videos; of a user's own it is known when it gets images."""
         return False
 
+    @property
+    def reads_latents(self) -> bool:
+        """Whether it scores latents, so that it gets them besides the images.
+
+        Raises:
+            RecipeError: nothing can be imported from the path of a user's own.
+        """
+        return False
+
     @abstractmethod
     def build(self) -> Any:
         """The ``ebbflow.rewards.base.Reward``, or ``GroupReward``, with these options."""
@@ -107,6 +116,10 @@ class CustomRewardConfig(RewardConfig):
     @property
     def compares(self) -> bool:
         return hasattr(import_path(self.path), "compare")
+
+    @property
+    def reads_latents(self) -> bool:
+        return hasattr(import_path(self.path), "score_latents")
 
     def build(self) -> Any:
         """As of every reward.

@@ -1,4 +1,4 @@
-"""What a reward is: a deterministic function from images, a prompt's group or videos, and their prompts, to a number for each."""
+"""What a reward is: a deterministic function of images, groups, videos or latents, and their prompts, to a number for each."""
 
 from __future__ import annotations
 
@@ -75,7 +75,20 @@ class VideoReward(Protocol):
         """Scores of videos, uint8 RGB [N, frames, height, width, 3], all frames in their order."""
 
 
-AnyReward: TypeAlias = Reward | GroupReward | VideoReward
+@runtime_checkable
+class LatentReward(Protocol):
+    """Scores final latents, before they are decoded; larger is better. It is for one model family, whose latents it knows."""
+
+    name: str
+
+    def unavailable(self) -> str | None:
+        """As of ``Reward``."""
+
+    def score_latents(self, latents: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        """Scores of latents at sigma = 0, float32 [N, ...] as the family's network has them (``Model.latent_shape``)."""
+
+
+AnyReward: TypeAlias = Reward | GroupReward | VideoReward | LatentReward
 
 
 @runtime_checkable
@@ -84,6 +97,14 @@ class DifferentiableReward(Reward, Protocol):
 
     def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [N] with gradient of images, float32 RGB in [0, 1], [N, 3, height, width]; those of a call but for rounding."""
+
+
+@runtime_checkable
+class DifferentiableLatentReward(LatentReward, Protocol):
+    """A reward of latents that also gives its gradient: nothing is decoded for it, with or without gradient."""
+
+    def latents_with_gradient(self, latents: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [N] with gradient of latents, float32 [N, ...]; those of ``score_latents`` but for rounding."""
 
 
 @runtime_checkable

@@ -14,9 +14,11 @@ from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, MAX_SCORE, CustomRewardConfig, RewardConfig
 from ebbflow.rewards.base import (
     AnyReward,
+    DifferentiableLatentReward,
     DifferentiableReward,
     FeatureReward,
     GroupReward,
+    LatentReward,
     RewardError,
     RewardResult,
     VideoReward,
@@ -108,6 +110,15 @@ class Scorer:
         """Whether it can score whole groups only."""
         return any(isinstance(reward, GroupReward) for reward, _ in self.rewards)
 
+    @property
+    def reads_latents(self) -> bool:
+        """Whether it needs the latents besides the images."""
+        return any(isinstance(reward, LatentReward) for reward in self._all)
+
+    @property
+    def _all(self) -> list[AnyReward]:
+        return [*(reward for reward, _ in self.rewards), *self.guardrails]
+
     def of_single_images(self) -> Scorer:
         """The same without rewards that compare the images of a prompt with each other."""
         return replace(self, rewards=tuple(row for row in self.rewards if not isinstance(row[0], GroupReward)))
@@ -118,8 +129,7 @@ class Scorer:
         Those of a video are of its middle frame.
         """
         shown = images if images.ndim == 4 else images[:, images.shape[1] // 2]
-        rewards = [*(reward for reward, _ in self.rewards), *self.guardrails]
-        networks = (reward for reward in rewards if isinstance(reward, FeatureReward))
+        networks = (reward for reward in self._all if isinstance(reward, FeatureReward))
         return next((network.features(shown) for network in networks), None)
 
     def require_gradients(self, algorithm: str) -> None:
@@ -128,12 +138,28 @@ class Scorer:
         Raises:
             RewardError: one is not; names it and the algorithm.
         """
-        if lacking := [reward.name for reward, _ in self.rewards if not isinstance(reward, DifferentiableReward)]:
+        known = (DifferentiableReward, DifferentiableLatentReward)
+        if lacking := [reward.name for reward, _ in self.rewards if not isinstance(reward, known)]:
             raise RewardError(
                 f"{algorithm} learns from the gradient of the rewards, and {lacking[0]!r} has none; train on hpsv3, imagereward, "
                 "pickscore, hps, clipscore, aesthetic, recognizer (glyph) or one of your own with 'with_gradient', or set "
                 "algorithm.name to mix_grpo"
             )
+
+    def of_latents_with_gradient(self, latents: Tensor, prompts: Sequence[Prompt], decode: Callable[[Tensor], Tensor]) -> Tensor:
+        """``with_gradient`` of final latents, [N, ...], which are decoded only where a trained reward looks at images.
+
+        Args:
+            decode: from latents to images or videos as ``with_gradient`` takes them, with gradient.
+        """
+        of_images = [row for row in self.rewards if not isinstance(row[0], DifferentiableLatentReward)]
+        total = latents.new_zeros(len(latents))
+        if of_images:
+            total = replace(self, rewards=tuple(of_images)).with_gradient(decode(latents), prompts)
+        for reward, weight in self.rewards:
+            if isinstance(reward, DifferentiableLatentReward):
+                total = self._added(total, reward, weight, reward.latents_with_gradient, latents, prompts)
+        return total
 
     def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """The weighted sum of the trained rewards with gradient, [N], where all are differentiable.
@@ -148,31 +174,47 @@ class Scorer:
         total = images.new_zeros(len(images))
         for reward, weight in self.rewards:
             assert isinstance(reward, DifferentiableReward)
-            rows = np.flatnonzero(self._asked(reward, prompts)).tolist()
-            if len(rows) == len(images):
-                total = total + weight * reward.with_gradient(images, prompts)
-            elif len(rows):
-                index = images.new_tensor(rows).long()
-                scores = reward.with_gradient(images[index], [prompts[row] for row in rows])
-                total = total.index_add(0, index, weight * scores.to(total.dtype))
+            total = self._added(total, reward, weight, reward.with_gradient, images, prompts)
         return total
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreTable:
+    def _added(
+        self,
+        total: Tensor,
+        reward: AnyReward,
+        weight: float,
+        score: Callable[[Tensor, Sequence[Prompt]], Tensor],
+        images: Tensor,
+        prompts: Sequence[Prompt],
+    ) -> Tensor:
+        """``total``, [N], with the weighted scores of a reward added where it scores the prompts."""
+        rows = np.flatnonzero(self._asked(reward, prompts)).tolist()
+        if len(rows) == len(images):
+            return total + weight * score(images, prompts)
+        if not rows:
+            return total
+        index = images.new_tensor(rows).long()
+        return total.index_add(0, index, weight * score(images[index], [prompts[row] for row in rows]).to(total.dtype))
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt], latents: np.ndarray | None = None) -> ScoreTable:
         """Score images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3], each against its prompt.
 
         Most rewards score images: a video's reward and metrics are means over ``FRAMES_SCORED`` frames, each scored against the
         video's prompt, and a failed frame fails its video. Those that score whole videos get all frames. Where a reward compares,
         the images of a prompt are its whole group; of videos, frames of the same time are compared. A reward of some prompt sets
-        sees the images of their prompts alone.
+        sees the images of their prompts alone. ``latents``, float32 [N, ...], are for those that score latents; they see zeros in
+        place of what is not finite.
 
         Raises:
-            RewardError: images and prompts do not match, or a reward breaks its contract.
+            RewardError: images, prompts and latents do not match, or a reward breaks its contract.
         """
         _check_images(images, prompts)
-        score = _score if images.ndim == 4 else _score_videos
-        rewards = [*(reward for reward, _ in self.rewards), *self.guardrails]
-        asked = {reward.name: self._asked(reward, prompts) for reward in rewards}
-        results = {reward.name: _score_rows(score, reward, images, prompts, asked[reward.name]) for reward in rewards}
+        asked = {reward.name: self._asked(reward, prompts) for reward in self._all}
+        results = {}
+        for reward in self._all:
+            of_latents = isinstance(reward, LatentReward)
+            shown = _finite_latents(reward, latents, len(images)) if of_latents else images
+            score = _score if of_latents or images.ndim == 4 else _score_videos
+            results[reward.name] = _score_rows(score, reward, shown, prompts, asked[reward.name])
         trained = [np.where(asked[reward.name], weight * results[reward.name].values, 0.0) for reward, weight in self.rewards]
         without = ~np.any([asked[reward.name] for reward, _ in self.rewards], axis=0)
         reasons = _reasons(results, asked, len(images))
@@ -212,6 +254,13 @@ def _at(rows: Sequence[int], values: np.ndarray, count: int) -> np.ndarray:
     column = np.full(count, np.nan)
     column[rows] = values
     return column
+
+
+def _finite_latents(reward: AnyReward, latents: np.ndarray | None, count: int) -> np.ndarray:
+    if latents is None or len(latents) != count:
+        found = "none" if latents is None else len(latents)
+        raise RewardError(f"the reward {reward.name!r} scores latents, and there are {found} of {count} samples")
+    return np.nan_to_num(latents.astype(np.float32), posinf=0.0, neginf=0.0)
 
 
 def _score(reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
@@ -285,11 +334,14 @@ def _custom(config: CustomRewardConfig) -> AnyReward:
     except TypeError as error:
         raise RewardError(f"{config.path} rejects the options {', '.join(config.options)}: {error}") from error
     compares = hasattr(made, "compare")
-    scores = "compare" if compares else "score_videos" if hasattr(made, "score_videos") else "__call__"
+    others = [part for part in ("score_videos", "score_latents") if hasattr(made, part)]
+    scores = "compare" if compares else others[0] if others else "__call__"
     if missing := [part for part in ("unavailable", scores) if not hasattr(made, part)]:
         raise RewardError(f"{config.path} is not a reward: it lacks {missing[0]!r} (ebbflow.rewards.base.Reward)")
     if compares and not config.compares:
         raise RewardError(f"{config.path} leads to what makes a reward that compares; name the class with 'compare' itself")
+    if "score_latents" in others and not config.reads_latents:
+        raise RewardError(f"{config.path} leads to what makes a reward of latents; name the class with 'score_latents' itself")
     return made
 
 

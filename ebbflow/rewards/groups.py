@@ -7,19 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.rewards.base import AnyReward, GroupReward, RewardError, RewardResult, VideoReward
+from ebbflow.rewards.base import AnyReward, GroupReward, LatentReward, RewardError, RewardResult, VideoReward
 
 ALONE = "the only image of its prompt here, and this reward compares images"
 
 
 def give_scores(reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-    """The scores of images [N, height, width, 3], each against its prompt, or against all others of its prompt.
+    """The scores of images [N, height, width, 3], each against its prompt, or against all others of its prompt; or of latents.
 
     Raises:
         RewardError: a reward that compares breaks its contract, or one that scores videos, [N, frames, ...], gets images.
     """
     if isinstance(reward, GroupReward):
         return score_groups(reward, images, prompts)
+    if isinstance(reward, LatentReward):
+        return reward.score_latents(images, prompts)
     if not isinstance(reward, VideoReward):
         return reward(images, prompts)
     if images.ndim == 4:

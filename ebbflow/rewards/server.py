@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from ebbflow.data.images import PNG_SIGNATURE, png_chunks
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.rewards.base import GroupReward, Reward, RewardError, RewardResult, VideoReward
+from ebbflow.rewards.base import GroupReward, LatentReward, Reward, RewardError, RewardResult, VideoReward
 from ebbflow.rewards.combine import checked, load_reward
 from ebbflow.rewards.http import is_loopback
 from ebbflow.rewards.protocol import HEALTH, SCORE, Health, PromptMessage, ScoreAnswer, ScoreRequest, first_problem
@@ -53,8 +53,9 @@ def serve(config: RewardConfig, host: str, port: int, token: str | None = None) 
     reward = load_reward(config)
     if reason := reward.unavailable():
         raise RewardError(f"the reward {reward.name!r} cannot run here: {reason}")
-    if isinstance(reward, (GroupReward, VideoReward)):
-        what = "compares images" if isinstance(reward, GroupReward) else "scores videos"
+    if isinstance(reward, (GroupReward, VideoReward, LatentReward)):
+        of_whole = "scores videos" if isinstance(reward, VideoReward) else "scores latents"
+        what = "compares images" if isinstance(reward, GroupReward) else of_whole
         raise RewardError(f"the reward {reward.name!r} {what}, and requests hold single images; name it in the recipe itself")
     uvicorn.run(make_app(reward, token), host=host, port=port, **server_options())
 

@@ -9,7 +9,7 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.base import sanitize
 from ebbflow.recipe.rewards import CustomRewardConfig
-from ebbflow.rewards.base import GroupReward, RewardError, RewardResult, VideoReward
+from ebbflow.rewards.base import GroupReward, LatentReward, RewardError, RewardResult, VideoReward
 from ebbflow.rewards.combine import checked, load_reward
 from ebbflow.rewards.groups import give_scores
 
@@ -18,7 +18,8 @@ TRIED_FRAMES = 8
 
 
 def try_reward(config: CustomRewardConfig, prompts: Sequence[Prompt], height: int, width: int, frames: int = 1) -> None:
-    """Call a reward twice on noise, an image for each prompt, and check what it returns. One that cannot run here is left alone.
+    """Call a reward twice on noise, an image for each prompt, and check what it returns. One that cannot run here is left alone,
+    and so is one of latents, whose shape the model knows.
 
     One that compares gets two images of each prompt, and one of whole videos such where there are ``frames``.
 
@@ -28,7 +29,7 @@ def try_reward(config: CustomRewardConfig, prompts: Sequence[Prompt], height: in
         RecipeError: nothing can be imported from its path.
     """
     reward = load_reward(config)
-    if reward.unavailable():
+    if reward.unavailable() or isinstance(reward, LatentReward):
         return
     name = f"the reward {reward.name!r}, {config.path},"
     if isinstance(reward, GroupReward):

@@ -1,4 +1,4 @@
-"""Rows of losses on the gradient of the reward: the last steps of the sampler once more, with gradient, decoded and scored.
+"""Rows of losses on the gradient of the reward: the last steps of the sampler once more, with gradient, and scored.
 
 The steps before are repeated without gradient under the policy as it is, so every update is on samples of its own policy,
 whatever engine and version generated those that were scored. That costs as many passes as there are such steps.
@@ -20,8 +20,8 @@ from ebbflow.flow.transition import transition
 from ebbflow.models.base import Conditioning, Model, predict, predict_checkpointed
 from ebbflow.training.batches import ForwardInputs, parts
 
-Score = Callable[[Tensor, Sequence[Prompt]], Tensor]
-"""From decoded images (``Model.pixels``) and their prompts to the reward of each with gradient, [M]."""
+Score = Callable[[Tensor, Sequence[Prompt], Callable[[Tensor], Tensor]], Tensor]
+"""From final latents, their prompts and what decodes them (``Model.pixels``) to the reward of each with gradient, [M]."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class GradientBatch:
         return latents
 
     def _reward(self, part: slice, latents: Tensor) -> Tensor:
-        return self.score(self.model.pixels(latents), self.prompts[part])
+        return self.score(latents, self.prompts[part], self.model.pixels)
 
 
 def gradient_batch(

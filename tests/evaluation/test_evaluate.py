@@ -313,3 +313,22 @@ def test_a_reward_of_a_prompt_set_counts_its_own_prompts_alone(run, prompts, tmp
         assert found.held_out[name] == pytest.approx(np.mean([row[name] for row in held_out if row[name] is not None]))
     assert found.held_out["reward"] == pytest.approx(np.mean([row["darkness"] or row["of_signs"] for row in held_out]))
     assert found.coverage == 1.0
+
+
+class LatentDarkness:
+    """``Darkness``, from the latents."""
+
+    name = "of_latents"
+
+    def unavailable(self):
+        return None
+
+    def score_latents(self, latents, prompts):
+        grey = GlyphModel.pixels(None, torch.from_numpy(latents)).mean((1, 2, 3))
+        return RewardResult(1 - grey.numpy().astype(float))
+
+
+def test_a_reward_of_latents_scores_those_that_were_decoded(run):
+    found = run(0.01, judge=Scorer(((Darkness(), 1.0),), (LatentDarkness(),)), micro_batch=4).held_out
+    assert found["of_latents"] == pytest.approx(found["darkness"], abs=2e-3)
+    assert found["of_latents"] != found["darkness"]

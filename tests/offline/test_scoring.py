@@ -66,6 +66,34 @@ def test_groups_are_scored_whole(make_recipe, make_prompts, tmp_path, micro_batc
     assert found["rank"].to_numpy()[finite].tolist() == expected[finite].tolist()
 
 
+class Level:
+    """Mean of the latents."""
+
+    name = "level"
+
+    def unavailable(self):
+        return None
+
+    def score_latents(self, latents, prompts):
+        return RewardResult(latents.mean((1, 2, 3)).astype(float))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_reward_of_latents_reads_those_of_the_shard(make_recipe, make_prompts, tmp_path, precision):
+    ctx = StageContext(
+        make_recipe(offline={"micro_batch": 4, "group_size": 4, "latent_precision": precision}, max_failed_share=0.2), 0, 1
+    )
+    latents = torch.arange(8.0)[:, None, None, None] * torch.ones(8, *LATENT)
+    latents[5, 0, 0, 0] = torch.nan
+    images = encode_png(np.zeros((8, 8, 8, 3), np.uint8))
+    rows = rollout_batch(np.repeat([0, 1], 4).tolist(), [0, 1, 2, 3] * 2, 0, latents, images, precision)
+    shard, scores = tmp_path / "rollouts.parquet", tmp_path / "scores.parquet"
+    about = shard_identity(ctx) | layout_metadata(LATENT, precision) | {"shard": 0, "seconds": {"rollout": 1.0}}
+    write_table(shard, rollout_schema(LATENT, precision), [rows], about)
+    score_shard(ctx, Scorer(((Level(), 1.0),)), make_prompts(2), shard, scores)
+    assert read_table(scores)["level"].to_pylist() == [0, 1, 2, 3, 4, None, 6, 7]
+
+
 class Halved:
     """A reward with a metric of its own."""
 

@@ -53,6 +53,17 @@ class Darkness:
         return RewardResult(images.mean((1, 2, 3)) / 255, {})
 
 
+class Level:
+    """The mean of the latents, which it may write into."""
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def score_latents(self, latents: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        latents += 1.0
+        return RewardResult(latents.mean((1, 2, 3)).astype(float))
+
+
 def noted(folder: Path, notes: Path) -> Path:
     """``folder``; the process that asks writes down which it is, and on which cores and GPUs it may run."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -12,6 +12,7 @@ from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, flow_matching_error
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
+from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.online import loop
 from ebbflow.online.local_workers import local_workers
 from ebbflow.online.loop import run_online_stage
@@ -532,3 +533,40 @@ def test_statistics_of_the_prompts_run_over_the_steps_of_a_stage(run, monkeypatc
     run(steps=3, prompts_per_step=6, advantages={"running": True})
     assert seen[0] is seen[1] is seen[2]
     assert {count for _, count, *_ in seen[0].state()["darkness"]} == {12}
+
+
+class LatentDarkness:
+    """The stub reward of the images, from the latents."""
+
+    name = "darkness"
+
+    def unavailable(self):
+        return None
+
+    def score_latents(self, latents, prompts):
+        return RewardResult(self.latents_with_gradient(torch.from_numpy(latents), prompts).numpy().astype(float))
+
+    def latents_with_gradient(self, latents, prompts):
+        return 1 - PIXELS(None, latents).mean((1, 2, 3))
+
+
+PIXELS = GlyphModel.pixels
+
+
+@pytest.mark.parametrize("name", ["mix_grpo", "draft"])
+def test_a_stage_trains_on_a_reward_of_latents(run, scorer, name, monkeypatch):
+    """It moves the policy as the reward of the images does, and nothing is decoded with gradient."""
+    config = {"steps": 1, "updates_per_step": 1, "algorithm": {"name": name}, "reference": {"weight": 0}, "sgd": 0.01}
+    policy, before, _, _ = run(judge=scorer, **config)
+    wanted = torch.cat([(policy.parameters[n] - before[n]).flatten() for n in before])
+
+    def decode(self, latents):
+        assert not latents.requires_grad
+        return PIXELS(self, latents)
+
+    monkeypatch.setattr(GlyphModel, "pixels", decode)
+    policy, before, (logged,), record = run(judge=Scorer(((LatentDarkness(), 1.0),)), **config)
+    found = torch.cat([(policy.parameters[n] - before[n]).flatten() for n in before])
+    assert torch.cosine_similarity(found, wanted, dim=0) > 0.98
+    assert logged["reward/scored_share"] == 1
+    assert logged["score/darkness"] == pytest.approx(logged["reward/mean"])

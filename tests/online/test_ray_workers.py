@@ -34,6 +34,7 @@ from ebbflow.online.loop import OnlineLoop, train_online_folder
 from ebbflow.online.ray_actor import Folders, stay_on
 from ebbflow.online.ray_workers import NoReplacement, RayWorker, RayWorkers, RecoverableStageError, ResultGone, TrainingDied
 from ebbflow.online.workers import StageError, WorkerDied
+from ebbflow.recipe.registry import reward
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import TransferError, WeightsVersion
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -177,6 +178,15 @@ def test_three_rollout_workers_generate_what_one_does(context_of, train, prompts
     assert sum(note["cores"] == [0] for note in noted.values()) >= 3
     assert all(note["gpus"] == "" for note in noted.values()), "they asked for no GPU"
     wait_until_gone(list(noted))
+
+
+@pytest.mark.exhaustive
+def test_a_reward_of_latents_gets_them_from_the_rollout_worker(context_of, train, prompts):
+    contexts = [context_of(workers) for workers in (None, {})]
+    rewards = {"rewards": [reward("ray_cases:Level")]}
+    one, other = (train(replace(ctx, recipe=ctx.recipe.model_copy(update=rewards)), prompts) for ctx in contexts)
+    assert_same(one, other)
+    assert len({row["score/Level"] for row in one.metrics}) > 1
 
 
 def test_dead_workers_are_replaced_and_their_work_is_repeated(context_of, train, prompts, base_folder, tmp_path, caplog):

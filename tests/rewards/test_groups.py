@@ -185,6 +185,8 @@ def test_requests_to_a_server_hold_single_images():
         server.serve(reward(f"{__name__}:Brighter"), "127.0.0.1", 0)
     with pytest.raises(RewardError, match="'Motion' scores videos, and requests hold single images"):
         server.serve(reward("test_combine:Motion"), "127.0.0.1", 0)
+    with pytest.raises(RewardError, match="'Level' scores latents, and requests hold single images"):
+        server.serve(reward("test_combine:Level"), "127.0.0.1", 0)
 
 
 LEVELS = (40, 200, 120, 10)

@@ -42,7 +42,8 @@ def make(base_folder, name, first_step, passes=1, **hyper):
     policy = Policy(model, PolicyConfig(), 0)
     updater = PolicyUpdater(policy, config, optimizer=torch.optim.SGD(policy.parameters.values(), 1.0))
     samples = (model.encode_texts(TEXTS), torch.zeros(COUNT), KEYS, PROMPTS)
-    batch = gradient_batch(model, *samples, updater.schedule, first_step, config.hyper.steps_with_gradient, waves, passes)
+    score = lambda latents, prompts, decode: waves(decode(latents), prompts)  # noqa: E731
+    batch = gradient_batch(model, *samples, updater.schedule, first_step, config.hyper.steps_with_gradient, score, passes)
     return updater, batch
 
 
