@@ -270,7 +270,7 @@ def _direct_align_rows(
         prompts=[batch.prompts[sample] for sample in samples],
         config=hyper,
         update=updater.progress.updates,
-        score=scorer.with_gradient,
+        score=scorer.of_latents_with_gradient,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -61,9 +61,10 @@ class DirectAlignBatch:
         return f"{sample}, step from sigma {start:.4f} to {end:.4f} and the reward of the recovered image"
 
     def _rewards(self, part: slice, latents: Tensor) -> tuple[Tensor, Tensor]:
-        images, positive, negative = self.model.pixels(latents), self.positive[part], self.negative[part]
-        reward = self.score(images, positive)
-        return reward, reward if positive == negative else self.score(images, negative)
+        positive, negative = self.positive[part], self.negative[part]
+        decode = cache(self.model.pixels)  # both rewards look at the same images
+        reward = self.score(latents, positive, decode)
+        return reward, reward if positive == negative else self.score(latents, negative, decode)
 
 
 def direct_align_batch(

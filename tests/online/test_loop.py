@@ -525,9 +525,9 @@ def test_statistics_of_the_prompts_run_over_the_steps_of_a_stage(run, monkeypatc
     seen = []
     compute = loop.compute_advantages
 
-    def watch(scores, weights, prompt_ids, config, history):
+    def watch(scores, weights, prompt_ids, config, history, scored):
         seen.append(history)
-        return compute(scores, weights, prompt_ids, config, history)
+        return compute(scores, weights, prompt_ids, config, history, scored)
 
     monkeypatch.setattr(loop, "compute_advantages", watch)
     run(steps=3, prompts_per_step=6, advantages={"running": True})

@@ -51,7 +51,8 @@ def make(base_folder, score=waves, update=0, keys=KEYS, lr=1.0, **hyper):
     clean = initial_noise(model.latent_shape, SampleKeys(5, keys.prompt_ids, keys.samples)) / 2
     samples = (clean, model.encode_texts(TEXTS).rows(torch.tensor(keys.prompt_ids)), torch.zeros(len(keys)), keys)
     prompts = [PROMPTS[index] for index in keys.prompt_ids]
-    return updater, direct_align_batch(model, *samples, prompts, config.hyper, update, score)
+    scored = lambda latents, prompts, decode: score(decode(latents), prompts)  # noqa: E731
+    return updater, direct_align_batch(model, *samples, prompts, config.hyper, update, scored)
 
 
 def by_hand(base_folder, batch, config, words):
