@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+from torch import Tensor
 
 from ebbflow.algorithms.base import expand_like, per_row
 from ebbflow.models.base import predict
@@ -41,20 +44,30 @@ class FakeScore:
         """
         policy, slices = self.policy, parts(batch.group_index, passes)
         total = int(sum_over_processes(torch.tensor(len(batch.inputs), device=batch.weight.device)))
-        error = torch.zeros((), dtype=torch.float64, device=batch.weight.device)
+        error, of_rows = torch.zeros((), dtype=torch.float64, device=batch.weight.device), []
         with policy.training(FAKE):
             for part in slices:
                 velocity = predict(policy.model, *batch.noised.at(part))
                 errors = per_row((expand_like(batch.scale[part], velocity) * velocity - batch.target[part]) ** 2)
                 policy.reduce_gradients(part == slices[-1])
                 (errors.sum() * (world_size() / total)).backward()
-                error += errors.detach().double().sum()
+                of_rows.append(errors.detach())
+                error += of_rows[-1].double().sum()
             mean, norm = (sum_over_processes(error) / total).item(), gradient_norm(policy)
-            if not torch.isfinite(norm) or mean != mean:
-                raise TrainingError(
-                    f"not finite: the fake score's loss {mean} or its gradient norm {norm.item()}; the step was not taken. "
-                    "Lower algorithm.fake_lr_factor or optimizer.lr"
-                )
+            if not (torch.isfinite(norm) and math.isfinite(mean)):  # both are the same on every process
+                raise _non_finite_error(batch, torch.cat(of_rows), mean, norm)
             torch.nn.utils.clip_grads_with_norm_(policy.parameters.values(), self.max_grad_norm, norm)
             self.optimizer.step()
         return {"fake/loss": mean, "fake/grad_norm": norm.item()}
+
+
+def _non_finite_error(batch: MatchingBatch, errors: Tensor, mean: float, norm: Tensor) -> TrainingError:
+    """The error that names the first row that is not finite, of the errors [M] of this process's rows."""
+    wrong = (~errors.isfinite()).nonzero()
+    what = "gradient" if math.isfinite(mean) else "error of a row of another process"
+    if len(wrong):
+        what = f"error of {batch.describe(int(wrong[0]))}"
+    return TrainingError(
+        f"not finite: the fake score's {what} (gradient norm {norm.item()}); the step was not taken. "
+        "Lower algorithm.fake_lr_factor or optimizer.lr"
+    )

@@ -142,8 +142,17 @@ def test_copies_in_main_memory_train_alike(base_folder):
 def test_a_fake_score_that_is_not_finite_stops_the_stage(base_folder):
     updater = updater_of(load_model(base_folder), "dmd2")
     batch = batch_of(updater.policy.model, "dmd2")
-    batch.target[0] = float("nan")
+    batch.target[4] = float("nan")
     before = {key: value.clone() for key, value in updater.policy.copies["fake"].items()}
-    with pytest.raises(TrainingError, match="not finite: the fake score's loss nan .*Lower algorithm.fake_lr_factor"):
+    where = rf"prompt 4, sample 3, denoising step {batch.steps[4]}, noised to sigma {batch.noised.sigma[4]:.4f}"
+    with pytest.raises(TrainingError, match=f"not finite: the fake score's error of {where} .*Lower algorithm.fake_lr_factor"):
         updater.update_fake(batch, 2)
     assert farthest(updater.policy.copies["fake"], before) == 0
+
+
+def test_a_gradient_of_the_fake_score_that_is_not_finite_stops_the_stage(base_folder, monkeypatch):
+    updater = updater_of(load_model(base_folder), "dmd2")
+    batch = batch_of(updater.policy.model, "dmd2")
+    monkeypatch.setattr("ebbflow.training.fake_score.gradient_norm", lambda policy: torch.tensor(float("inf")))
+    with pytest.raises(TrainingError, match="not finite: the fake score's gradient .gradient norm inf.; the step was not taken"):
+        updater.update_fake(batch, 1)
