@@ -283,7 +283,7 @@ def _matching_rows(
     conditioning = conditioning.rows(torch.from_numpy(batch.sample_index[samples]))
     advantage = torch.from_numpy(batch.advantages[samples]).to(conditioning.device)
     keys = batch.keys.take(samples)
-    steps = student_steps(updater.policy.model, conditioning, keys, ctx.config.sampler, updater.schedule, passes)
+    steps = student_steps(updater.policy, conditioning, keys, ctx.config.sampler, updater.schedule, passes)
     fake = [updater.update_fake(matching_batch(steps, advantage, hyper, draw), passes) for draw in range(hyper.fake_updates)]
     return matching_batch(steps, advantage, hyper, hyper.fake_updates), _means(fake)
 

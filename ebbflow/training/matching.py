@@ -23,6 +23,7 @@ from ebbflow.recipe.algorithms import MatchingConfig, SigmaConfig
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.seeding import Stream, generators
 from ebbflow.training.batches import ForwardInputs, parts
+from ebbflow.training.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class MatchingBatch:
 
 @torch.no_grad()
 def student_steps(
-    model: Model, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, sigmas: Tensor, passes: int
+    policy: Policy, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, sigmas: Tensor, passes: int
 ) -> StudentSteps:
     """The steps of N samples under the policy as it is, with the noise of their rollouts.
 
@@ -101,7 +102,8 @@ def student_steps(
     """
     sigmas, unguided = sigmas.to(conditioning.device), conditioning.unguided()
     slices = parts(torch.arange(len(keys)), passes)
-    found = [_steps(model, unguided.rows(part), keys.rows(part), sampler, sigmas) for part in slices]
+    with policy.kept_gathered():
+        found = [_steps(policy.model, unguided.rows(part), keys.rows(part), sampler, sigmas) for part in slices]
     latents, velocity = (torch.cat(column) for column in zip(*found, strict=True))
     return StudentSteps(latents, velocity, sigmas, conditioning, keys)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ from ebbflow.models.base import predict
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate
+from ebbflow.training import matching
 from ebbflow.training.gradients import TrainingError
 from ebbflow.training.matching import matching_batch, student_steps
 from ebbflow.training.policy import Policy
@@ -25,8 +29,8 @@ CONFIGS = {"dmd2": DMD2Config(), "tdm": TDMConfig()}
 
 
 def steps_of(model, name, passes=2):
-    sampler = SAMPLERS[name]
-    return student_steps(model, model.encode_texts(TEXTS), KEYS, sampler, model.sigmas(sampler.steps), passes)
+    policy, sampler = SimpleNamespace(model=model, kept_gathered=nullcontext), SAMPLERS[name]
+    return student_steps(policy, model.encode_texts(TEXTS), KEYS, sampler, model.sigmas(sampler.steps), passes)
 
 
 def batch_of(model, name, draw=0):
@@ -51,6 +55,23 @@ def test_the_steps_are_those_of_a_rollout(model, name):
     end = steps.latents[:, -1] - steps.sigmas[-2] * steps.velocity[:, -1]
     latents = generate(model, model.encode_texts(TEXTS), KEYS, sampler, micro_batch=3).latents
     torch.testing.assert_close(end, latents, rtol=1e-5, atol=1e-6)
+
+
+def test_the_steps_are_taken_while_sharded_weights_stay_gathered(model, monkeypatch):
+    policy, states, gathered = SimpleNamespace(model=model), [], []
+
+    @contextmanager
+    def kept_gathered():
+        gathered.append(True)
+        yield
+        gathered.pop()
+
+    policy.kept_gathered = kept_gathered
+    monkeypatch.setattr(matching, "predict", lambda *inputs: states.append(bool(gathered)) or predict(*inputs))
+    sampler = SAMPLERS["tdm"]
+    student_steps(policy, model.encode_texts(TEXTS), KEYS, sampler, model.sigmas(sampler.steps), 2)
+    assert states == [True] * 6
+    assert not gathered
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
