@@ -11,14 +11,14 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ebbflow.recipe.base import sanitize
 from ebbflow.storage.disk import atomic_write, private_folder, remove, sha256_of, sync
-from ebbflow.storage.locks import wait_for_lock
+from ebbflow.storage.locks import try_lock, wait_for_lock
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 MAX_LISTED = 5
@@ -26,6 +26,9 @@ CLOCK_TICK = 2 * 10**9
 """Nanoseconds within which two changes of a file may get the same time: so young a folder is read each time."""
 LARGE = 4 * 2**30
 """Bytes of a folder that one process of a machine reads for all: reading it takes longer than waiting until it is not young."""
+
+RECORDS_KEPT = 24 * 3600
+"""Seconds for which a machine keeps the record that a folder was read, after the last process that asked."""
 
 
 class ArtifactError(Exception):
@@ -171,7 +174,19 @@ def _verified_on_this_machine(folder: Path, state: tuple[FileState, ...]) -> str
     with wait_for_lock(record.with_suffix(".lock")):
         if not record.exists() or record.read_text() != (folder / COMMIT).read_text(errors="replace"):
             record.write_text(_verified(folder))
+            _remove_old_records(record.parent)
         return record.read_text()
+
+
+def _remove_old_records(folder: Path) -> None:
+    """The records that no process asked for in ``RECORDS_KEPT``, with their locks: of folders that changed or are gone."""
+    for lock in folder.glob("verified-*.lock"):
+        with suppress(OSError):  # another process removed it first
+            if lock.stat().st_mtime < time.time() - RECORDS_KEPT:  # who takes it opens it for writing
+                with try_lock(lock) as unused:
+                    if unused:
+                        lock.with_suffix("").unlink(missing_ok=True)
+                        lock.unlink()
 
 
 def _verified(folder: Path) -> str:

@@ -43,10 +43,16 @@ def exclusive_lock(folder: Path, fix: str = "wait until it ends, or stop it") ->
 
 @contextmanager
 def wait_for_lock(file: Path) -> Iterator[None]:
-    """Wait for the lock on ``file``, which is made if need be, and keep it until the block ends."""
-    with file.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    """Wait for the lock on ``file``, which is made if need be, and keep it until the block ends.
+
+    Who has the lock may remove the file; who waited for it then takes the lock on the next one.
+    """
+    while True:
+        with file.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _is_at(file, lock.fileno()):
+                yield
+                return
 
 
 @contextmanager
@@ -54,7 +60,7 @@ def try_lock(path: Path) -> Iterator[bool]:
     """Lock an existing file or folder until the block ends; yields whether that succeeded."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        yield _locked(descriptor)
+        yield _locked(descriptor) and _is_at(path, descriptor)
     finally:
         os.close(descriptor)
 
@@ -65,3 +71,11 @@ def _locked(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is still the one at its path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from ebbflow.storage import artifacts
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, require_replaceable, verify
 from ebbflow.storage.disk import sha256_of
+from ebbflow.storage.locks import try_lock
 
 FILES = {"a.txt": b"first", "deep/b.bin": bytes(range(256)), "deep/er/c": b"", "manifest.json.txt": b"not the manifest"}
 in_place = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -286,6 +288,26 @@ def test_one_process_of_a_machine_reads_a_large_folder(folder, another_process, 
         another_process()
         assert verify(folder) == digest
         assert record.read_text() == digest
+
+
+def test_records_of_yesterday_are_removed_when_one_is_written(folder, another_process, tmp_path):
+    records = tmp_path / "temporary" / f"ebbflow-{os.getuid()}"
+    records.mkdir(mode=0o700)
+    yesterday = time.time() - 25 * 3600
+    for name in ("old", "failed", "held", "used", "young"):
+        lock, record = records / f"verified-{name}.lock", records / f"verified-{name}"
+        lock.touch()
+        if name != "failed":
+            record.touch()
+        for path, young in ((lock, name in ("used", "young")), (record, name == "young")):
+            if path.exists() and not young:
+                os.utime(path, (yesterday, yesterday))
+    with try_lock(records / "verified-held.lock"):
+        verify(folder)
+    left = {path.name.removeprefix("verified-") for path in records.iterdir()}
+    others = {"held", "held.lock", "used", "used.lock", "young", "young.lock"}
+    assert others < left
+    assert len(left - others) == 2  # the new one and its lock
 
 
 def test_a_large_folder_that_changed_is_read_again_by_all(folder, another_process):

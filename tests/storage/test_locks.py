@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import threading
 from pathlib import Path
 
@@ -55,3 +56,40 @@ def test_a_lock_that_is_waited_for_comes_when_it_is_free(tmp_path: Path) -> None
         order.append("first")
     waiting.join(10)
     assert order == ["first", "second"]
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_on_the_next_one(tmp_path: Path) -> None:
+    """Else two processes would have it: one on the file that was removed, one on its successor."""
+    path, locked, seen = tmp_path / "lock", threading.Event(), threading.Event()
+
+    def second() -> None:
+        with wait_for_lock(path):
+            locked.set()
+            seen.wait(10)
+
+    waiting = threading.Thread(target=second)
+    with wait_for_lock(path):
+        waiting.start()
+        waiting.join(0.2)
+        path.unlink()
+    assert locked.wait(10)
+    try:
+        with try_lock(path) as mine:
+            assert not mine
+    finally:
+        seen.set()
+        waiting.join(10)
+
+
+def test_a_file_that_was_removed_meanwhile_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, flock = tmp_path / "lock", fcntl.flock
+
+    def replaced_first(descriptor: int, operation: int) -> None:
+        path.unlink()
+        path.touch()
+        flock(descriptor, operation)
+
+    path.touch()
+    monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", replaced_first)
+    with try_lock(path) as mine:
+        assert not mine
