@@ -15,7 +15,7 @@ from ebbflow.flow.windows import plan
 from ebbflow.models.base import DTYPES, Conditioning
 from ebbflow.models.families.sd3 import SD3Model
 from ebbflow.recipe.model import ModelConfig, Precision
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, trajectory_batch

@@ -27,7 +27,7 @@ from ebbflow.models.base import DTYPES, predict
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig, Precision
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.training.policy import Policy
 

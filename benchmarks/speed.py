@@ -30,7 +30,7 @@ from ebbflow.models.compile import compile_blocks
 from ebbflow.models.families.glyph import new_glyph
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import GlyphTrainingConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.stage import WATCHED_EVERY, WATCHED_FIRST

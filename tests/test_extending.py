@@ -37,7 +37,7 @@ from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.registry import reward
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rewards.combine import RewardError, load_scorer

@@ -15,7 +15,7 @@ from ebbflow.models.tiny import build_tiny
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import TrajectoryConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rewards.base import RewardError, RewardResult
 from ebbflow.storage.artifacts import new_folder
 from ebbflow.training.policy_metadata import write_base_policy

@@ -48,8 +48,8 @@ from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE, Sample, Si
 from ebbflow.estimate.work import BYTES, compared_copies, passes_of, trained_steps, units_of
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.algorithms import GradientConfig, MatchingConfig
+from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.model import Precision
-from ebbflow.recipe.recipe import DRIFT_SIGMAS
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.combine import scored_frames
 from ebbflow.stage import StageContext

@@ -10,8 +10,8 @@ from ebbflow.data.model_sizes import Sample, Shape, Sizes, adapted_layers, lora_
 from ebbflow.estimate.memory import Memory, ProcessMemory, stage_memory
 from ebbflow.estimate.work import BYTES, PNG_BYTES_PER_PIXEL, Work, work_of
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import DRIFT_SIGMAS
 from ebbflow.stage import StageContext
 
 Measure = Callable[[ModelConfig], tuple[Sizes, Sample]]

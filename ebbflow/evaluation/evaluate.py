@@ -24,8 +24,8 @@ from ebbflow.models import Model, load_model, predict
 from ebbflow.models.encoding import Encode, encode_once
 from ebbflow.progress import progress
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import DRIFT_SIGMAS
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
 from ebbflow.rollouts.generate import finite_rows, generate
 from ebbflow.seeding import Stream, derive_seed

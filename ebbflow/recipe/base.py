@@ -22,6 +22,8 @@ from pydantic_core import CoreSchema
 
 from ebbflow.recipe.secrets import is_secret_option, redact
 
+NAME, MAX_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", 128
+"""Of names that become names of folders and in MLflow."""
 MAX_VALUES, MAX_DEPTH = 100_000, 50
 """Of a recipe: far more than any has. A few lines of YAML whose aliases repeat each other would fill memory."""
 MAX_PROBLEMS = 20

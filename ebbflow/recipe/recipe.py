@@ -5,20 +5,19 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
 import operator
 import os
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, ValidationInfo, field_validator, model_validator
 
-from ebbflow.recipe.algorithms import EmaScheduleConfig, MatchingConfig
+from ebbflow.recipe.algorithms import MatchingConfig
 from ebbflow.recipe.base import (
+    MAX_LENGTH,
+    NAME,
     RecipeError,
     Strict,
-    apportion,
     dotted,
     explain,
     iter_leaves,
@@ -26,15 +25,15 @@ from ebbflow.recipe.base import (
     nowhere,
     require_no_secrets,
     require_plain,
-    short,
 )
 from ebbflow.recipe.branches import BranchConfig, require_branches, taught_by
-from ebbflow.recipe.choices import SAMPLERS, SamplerConfig, listed
+from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig, resized
-from ebbflow.recipe.paths import OutputText, PathText, StoreText, resolve_paths
-from ebbflow.recipe.plugins import name_or_path
-from ebbflow.recipe.pretrained import PretrainedSourceConfig
+from ebbflow.recipe.paths import OutputText, StoreText, resolve_paths
+from ebbflow.recipe.policy import PolicyConfig
+from ebbflow.recipe.promotion import PromotionConfig
+from ebbflow.recipe.prompts import PromptsConfig
 from ebbflow.recipe.registry import AnyRewardConfig, reward
 from ebbflow.recipe.rewards import (
     GUARDRAIL_COMPARES,
@@ -48,179 +47,10 @@ from ebbflow.recipe.rewards import (
 from ebbflow.recipe.stages import AnyStageConfig, CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.recipe.yaml_text import describe_yaml_error, read_yaml
 
-NAME, MAX_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", 128
-"""Of names that become names of folders and in MLflow."""
 MAX_BYTES = 2**16
 """Of a recipe file; real ones have some thousand."""
 SHIPPED = "workflows/recipes"
 """The folder of our recipes, in a clone."""
-Tolerance = Annotated[float, Field(ge=0)]
-
-
-class PromptSetConfig(Strict):
-    """One file of a mixture."""
-
-    source: PathText
-    """As ``prompts.source``."""
-    name: str | None = Field(None, pattern=NAME, max_length=MAX_LENGTH)
-    """In the prompt table, in its column ``source``; left out, the name of the file."""
-    weight: float = Field(1.0, gt=0)
-    """Its share of the prompts of every step, in proportion to the others'."""
-
-    @property
-    def label(self) -> str:
-        """What the prompt table calls it."""
-        return self.name or Path(self.source).name
-
-
-class PromptsConfig(Strict):
-    """Where prompts come from and how they are split by id."""
-
-    source: PathText | None = None
-    """A .txt, .jsonl, .json, .csv, .tsv or .parquet file; left out: random strings for the glyph model. A relative path, here as
-    for every input, is looked for next to the recipe, then in the working directory. ``ebbflow:datasets/signs/prompts.txt`` is
-    installed with Ebbflow, so that every pod has it."""
-    mixture: list[PromptSetConfig] = []
-    """Several files instead of ``source``: every step takes prompts of all of them, in proportion to their weights."""
-    count: int = Field(2048, ge=3)
-    """How many strings to make up when there is no source."""
-    validation: int = Field(64, ge=1)
-    """Prompts that choose the best round."""
-    held_out: int = Field(128, ge=2)
-    """Prompts that only the report and the promotion gate see."""
-    held_out_source: PathText | None = Field(None, exclude_if=partial(operator.is_, None))
-    """A file of its own for the held-out prompts, such as those of a benchmark: ``held_out`` of them, all or a choice that is the
-    same in every run. Its prompts are not trained on. Validation prompts are still of the training set."""
-
-    @property
-    def sources(self) -> list[str]:
-        """The files that prompts come from; none where they are made up."""
-        return [self.source] if self.source else [part.source for part in self.mixture]
-
-    @property
-    def labels(self) -> list[str]:
-        """The names of the sets of the mixture."""
-        return [part.label for part in self.mixture]
-
-    def counts(self, prompts: int) -> dict[str, int]:
-        """How many of so many prompts each set of the mixture has, by name: whole numbers by the largest remainders."""
-        counts = apportion([part.weight for part in self.mixture], prompts)
-        return {part.label: count for part, count in zip(self.mixture, counts, strict=True)}
-
-    @model_validator(mode="after")
-    def _one_or_several_files(self) -> PromptsConfig:
-        if self.source and self.mixture:
-            raise ValueError("source and mixture both name files; add the first to the second, or leave one out")
-        names = self.labels
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"mixture has {twice[0]} twice; give one of them another name")
-        return self
-
-    @model_validator(mode="after")
-    def _some_left_to_train(self) -> PromptsConfig:
-        taken = self.validation + (0 if self.held_out_source else self.held_out)
-        if not self.sources and taken >= self.count:
-            names = "validation" if self.held_out_source else "validation + held_out"
-            raise ValueError(f"{names} = {taken} leaves nothing of count = {self.count} to train on")
-        return self
-
-    @model_validator(mode="after")
-    def _a_held_out_file_has_a_number(self) -> PromptsConfig:
-        """A default would evaluate a part of a benchmark, whose numbers then compare with nothing."""
-        if self.held_out_source and "held_out" not in self.model_fields_set:
-            raise ValueError("held_out_source needs held_out, the number of its prompts to evaluate: all of them for a benchmark")
-        return self
-
-
-class PolicyConfig(Strict):
-    """Which parameters are trained, and which are evaluated and served."""
-
-    train: Literal["full", "lora"] = "full"
-    rank: int = Field(16, ge=1)
-    alpha: int = Field(16, ge=1)
-    targets: list[str] | None = Field(None, min_length=1)
-    """Names of the linear layers that LoRA adapts, or their ends; left out, those of the model's family."""
-    layers: list[str] | None = Field(None, min_length=1)
-    """Patterns (``*`` for anything) of the layers to train, such as ``"transformer_blocks.1?.*"``; left out, all. Under LoRA, of
-    its ``targets`` those that fit a pattern."""
-    init: Literal["gaussian", "kaiming"] = "gaussian"
-    """Of the first factors of LoRA: normal with a standard deviation of 1 / rank; or uniform, as its authors' code has it. The
-    second ones are 0, so that the policy starts at the base model, which PiSSA and OLoRA would change."""
-    rslora: bool = False
-    """Scale adapters by alpha / sqrt(rank), not alpha / rank: their effect does not shrink with the rank (2312.03732)."""
-    dora: bool = False
-    """Train the length of each row of an adapted weight apart from its direction (2402.09353): nearer to full training at low
-    ranks, and slower."""
-    start: PretrainedSourceConfig | None = None
-    """What training starts from instead of the base model: the policy folder of an earlier run, or a published LoRA (a file, a
-    folder or a repository) of this base, of at most this rank."""
-    ema: EmaScheduleConfig | None = None
-    """An exponential moving average of the trained parameters, updated after every optimiser step. Where there is one, it is what
-    gets evaluated, promoted and served; training goes on from the parameters themselves."""
-
-    @property
-    def scale(self) -> float:
-        """What the product of an adapter's factors is multiplied by."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-
-    @model_validator(mode="after")
-    def _variants_are_of_adapters(self) -> PolicyConfig:
-        variants = {"init": self.init != "gaussian", "rslora": self.rslora, "dora": self.dora}
-        if self.train == "full" and (used := [name for name, wanted in variants.items() if wanted]):
-            raise ValueError(f"{', '.join(used)}: is for adapters; set train to lora, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _a_start_is_somewhere(self) -> PolicyConfig:
-        if self.start and not self.start.path:
-            raise ValueError("start needs the 'path' of a policy folder or of a LoRA; leave start out to begin at the base model")
-        return self
-
-
-class EvaluationConfig(Strict):
-    """Fixed prompts and fixed noise; the policy is served with the same sampler and size."""
-
-    steps: int = Field(10, ge=2, le=1000)
-    sampler: Annotated[str, name_or_path(*SAMPLERS)] = Field(
-        "ode",
-        exclude_if=partial(operator.eq, "ode"),
-        description=f"{listed(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md).",
-    )
-    eta: float | None = Field(None, gt=0, le=2, exclude_if=partial(operator.is_, None))
-    """Noise level of a stochastic sampler; left out: its published default."""
-    height: int | None = Field(None, ge=8, exclude_if=partial(operator.is_, None))
-    """Of the images, in pixels; left out, ``model.height``: train small, evaluate large."""
-    width: int | None = Field(None, ge=8, exclude_if=partial(operator.is_, None))
-    micro_batch: int = Field(64, ge=1)
-    """Samples per forward pass."""
-    samples: int = Field(4, ge=1, le=64)
-    """Samples of each of the ``repeated_prompts``; all other prompts have one."""
-    repeated_prompts: int = Field(16, ge=0)
-    """The first held-out prompts, as many as these: their samples say how diverse a prompt's images are, and what the best of
-    them scores."""
-    confidence: float = Field(0.95, gt=0.5, lt=1)
-    resamples: int = Field(10_000, ge=100)
-
-    @model_validator(mode="after")
-    def _the_sampler_can_be_used(self) -> EvaluationConfig:
-        try:
-            _ = self.solver
-        except ValidationError as error:
-            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-        return self
-
-    @property
-    def solver(self) -> SamplerConfig:
-        """The sampler with its steps."""
-        return SamplerConfig(name=self.sampler, steps=self.steps, eta=self.eta)
-
-    def drawn(self, model: ModelConfig) -> ModelConfig:
-        """A base model as it generates in an evaluation."""
-        return resized(model, self.height, self.width)
-
-
-DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
-"""The noise levels at which an evaluation compares the policy's velocity with the base model's."""
 
 
 class StopRuleConfig(Strict):
@@ -228,73 +58,6 @@ class StopRuleConfig(Strict):
 
     patience: int = Field(2, ge=1)
     min_delta: float = Field(0.0, ge=0)
-
-
-class MarginsConfig(Strict):
-    """How far an image statistic may move from the champion's: the candidate must prove that it moved less.
-
-    In standard deviations of the champion's prompts (Glass's delta, an effect size), but the diversity within a prompt as a share
-    of the champion's mean. ``null``: it is measured and not tested.
-    """
-
-    entropy: float | None = Field(2.5, gt=0)
-    """Of the grey levels; falls when images become flat or clear, rises with grain."""
-    edge_density: float | None = Field(1.5, gt=0)
-    """Share of the pixels that lie on an edge."""
-    brightness: float | None = Field(1.5, gt=0)
-    """Mean luma."""
-    saturation: float | None = Field(1.0, gt=0)
-    """Mean saturation."""
-    sharpness: float | None = Field(1.0, gt=0)
-    """Standard deviation of the Laplacian; only a fall is tested, as a policy that learns to draw clearly raises it."""
-    text_likeness: float | None = Field(1.0, gt=0)
-    """Share of the image that looks like lines of text; only a rise is tested, and only where no trained reward reads."""
-    diversity_across_prompts: float | None = Field(1.5, gt=0)
-    """Distance of an image to the nearest one of another prompt, 0 for duplicates. Of a diversity only a fall is tested."""
-    diversity_latents: float | None = Field(0.9, gt=0, lt=1)
-    """Distance between the latents of a prompt's samples, as a share: where one picture is right, it falls as a policy learns."""
-    diversity_pixels: float | None = Field(0.9, gt=0, lt=1)
-    """Distance between the thumbnails of a prompt's samples, as a share."""
-    diversity_features: float | None = Field(0.9, gt=0, lt=1)
-    """Distance between the features of a prompt's samples, as a share, where a reward or guardrail has a network."""
-
-
-class GuardrailToleranceConfig(Strict):
-    """How far the mean of a guardrail may fall below the champion's."""
-
-    default: float = Field(0.1, ge=0)
-    """Of every guardrail that is not named below, in standard deviations of the champion's prompts (Glass's delta)."""
-    standard_deviations: dict[str, Tolerance] = {}
-    """Of single guardrails by name, in the same unit."""
-    absolute: dict[str, Tolerance] = {}
-    """Of single guardrails by name, on the scale of their scores."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_number_fits_no_two_scales(cls, given: Any) -> Any:
-        if isinstance(given, (int, float)):
-            raise ValueError(
-                "one number does not fit the scales of all guardrails; give {default: ...} in standard deviations, or {absolute: "
-                f"{{tesseract: {short(given)}}}}}"
-            )
-        return given
-
-    @model_validator(mode="after")
-    def _one_tolerance_each(self) -> GuardrailToleranceConfig:
-        if twice := sorted(self.standard_deviations.keys() & self.absolute.keys()):
-            raise ValueError(f"{', '.join(twice)} has two tolerances; keep one of them")
-        return self
-
-
-class PromotionConfig(Strict):
-    """When the best policy of the run becomes champion."""
-
-    model_name: str = Field("ebbflow-glyph", pattern=NAME, max_length=MAX_LENGTH)
-    guardrail_tolerance: GuardrailToleranceConfig = GuardrailToleranceConfig()
-    margins: MarginsConfig = MarginsConfig()
-    approval: float | None = Field(None, gt=0, le=24 * 365)
-    """Hours that a policy which passed the gate waits for a person to approve it; left out, nobody is asked. Nobody in time is a
-    no."""
 
 
 class TrackingConfig(Strict):

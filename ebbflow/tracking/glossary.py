@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ebbflow.plots import charts
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import field_docs
-from ebbflow.recipe.recipe import MarginsConfig
+from ebbflow.recipe.promotion import MarginsConfig
 
 MEANINGS = {
     "reward": "The weighted sum of the trained rewards, with the weights of the recipe.",

@@ -29,7 +29,7 @@ from ebbflow.models.base import DTYPES, Model, is_trainable, trained_networks
 from ebbflow.models.context_parallel import require_shareable, share_tokens
 from ebbflow.recipe.base import sanitize
 from ebbflow.recipe.model import FsdpConfig, Precision
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import new_folder
 from ebbflow.training.distributed import replica_mesh, row_mesh
 from ebbflow.training.policy_metadata import (

@@ -12,10 +12,11 @@ from pydantic import Field, ValidationError
 
 from ebbflow.recipe.base import Strict, explain
 from ebbflow.recipe.choices import SAMPLERS
+from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig, resized
 from ebbflow.recipe.plugins import not_allowed
-from ebbflow.recipe.recipe import EvaluationConfig, PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import digest_of, new_folder, verify
 
 METADATA = "policy.json"

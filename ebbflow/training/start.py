@@ -12,7 +12,7 @@ from torch import Tensor
 from ebbflow.models import Model
 from ebbflow.models.base import is_trainable, trained_networks
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import digest_of
 from ebbflow.training.policy import ADAPTER, Policy
 from ebbflow.training.policy_io import open_model

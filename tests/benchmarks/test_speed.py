@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import speed, speed_report
 from benchmarks.gpu_sides import SIZES, random_model, random_prompts
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.stage import WATCHED_ROWS
 from ebbflow.training.policy import Policy
 

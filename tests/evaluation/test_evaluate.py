@@ -18,7 +18,7 @@ from ebbflow.models import load_model
 from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.registry import reward
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer

@@ -21,8 +21,9 @@ from ebbflow.online.loop import train_online_folder
 from ebbflow.online.monitor import validation_requests
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.model import resized
-from ebbflow.recipe.recipe import EvaluationConfig, PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import new_folder, verify

@@ -14,7 +14,8 @@ from ebbflow.evaluation import serve
 from ebbflow.evaluation.serve import Drawn, generate_images
 from ebbflow.flow.noise import initial_noise
 from ebbflow.models.families.glyph import GlyphModel
-from ebbflow.recipe.recipe import EvaluationConfig, PolicyConfig
+from ebbflow.recipe.evaluation import EvaluationConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import verify
 from ebbflow.training.policy_metadata import write_base_policy
 

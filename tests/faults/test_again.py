@@ -12,7 +12,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from ebbflow.recipe.recipe import MarginsConfig
+from ebbflow.recipe.promotion import MarginsConfig
 from ebbflow.storage.artifacts import verify
 from tests.faults.again_cases import run_pipeline_until
 from tests.glyph_stages import small_stage

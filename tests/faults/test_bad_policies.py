@@ -15,7 +15,7 @@ from plain_cases import anything, assert_readable, cases, damage, only_speaks_pl
 from safetensors.torch import load_file, save_file
 
 from ebbflow.models import ModelError, load_model
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, verify
 from ebbflow.training.policy import Policy

@@ -21,7 +21,7 @@ from ebbflow.models import ModelError, load_model
 from ebbflow.models.prepare import copy_base
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rollouts.engine import open_engine
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import ArtifactError, verify

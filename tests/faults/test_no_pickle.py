@@ -23,7 +23,8 @@ from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import PromptError
 from ebbflow.models import ModelError, load_model
 from ebbflow.models.prepare import copy_base, download_base
-from ebbflow.recipe.recipe import RecipeError, load_recipe
+from ebbflow.recipe.base import RecipeError
+from ebbflow.recipe.recipe import load_recipe
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rewards.weights import read_weights
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit, new_folder

@@ -21,7 +21,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from ebbflow.recipe import Recipe, load_recipe
-from ebbflow.recipe.recipe import MarginsConfig
+from ebbflow.recipe.promotion import MarginsConfig
 from ebbflow.storage.artifacts import verify
 from tests.glyph_stages import small_stage
 from tests.pipeline.conftest import ROOT

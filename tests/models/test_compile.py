@@ -12,7 +12,8 @@ from ebbflow.models.base import predict
 from ebbflow.models.compile import compile_blocks
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import PolicyConfig, parse_recipe
+from ebbflow.recipe.policy import PolicyConfig
+from ebbflow.recipe.recipe import parse_recipe
 from ebbflow.rollouts.generate import generate
 from ebbflow.training.policy import Policy
 from tests.parameters import move

@@ -11,7 +11,7 @@ from pipeline_cases import ALIKE_LATER, NEWER_LATER, SHORT, family, needs_torchv
 
 from ebbflow.models import pipeline as pipelines
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import digest_of
 from ebbflow.training import policy as policies
 from ebbflow.training.export import export_pipeline, how_to_load_pipeline

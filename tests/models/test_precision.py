@@ -10,7 +10,7 @@ from ebbflow.flow.transition import log_prob, transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import DTYPES, predict
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.training.policy import Policy
 

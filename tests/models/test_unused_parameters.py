@@ -11,7 +11,7 @@ from ebbflow.estimate.run import estimate_of, trained_parameters
 from ebbflow.models import predict
 from ebbflow.models.sizes import measure
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata
 from ebbflow.training.start import lora_parameters

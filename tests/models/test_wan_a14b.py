@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from ebbflow.models import ModelError, predict
 from ebbflow.models.families.wan_a14b import EXPERTS
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import digest_of
 from ebbflow.training.export import export_pipeline
 from ebbflow.training.policy import Policy

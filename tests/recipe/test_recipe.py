@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.base import Strict, field_docs
-from ebbflow.recipe.recipe import GuardrailToleranceConfig, PromptsConfig
+from ebbflow.recipe.promotion import GuardrailToleranceConfig
+from ebbflow.recipe.prompts import PromptsConfig
 from tests.nested import paths, replaced
 
 SHIPPED = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))

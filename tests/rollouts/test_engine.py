@@ -9,7 +9,7 @@ import torch
 
 from ebbflow.flow.windows import Plan
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.generate import generate

@@ -11,7 +11,7 @@ import torch
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
 from ebbflow.recipe.choices import ParityConfig, SamplerConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.rollouts.parity import ParityError, parity_bar

@@ -11,7 +11,7 @@ from verification_cases import Version, committed, evaluated, prompt_table, regi
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import new_folder, verify
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.training.policy_metadata import PolicyMetadata

@@ -22,7 +22,7 @@ from ebbflow.data.records import Comparison, GateDecision, TrackedRun
 from ebbflow.evaluation import serve
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import ArtifactError, verify
 from ebbflow.tracking import model_version
 from ebbflow.tracking.model_version import served_folder

@@ -23,7 +23,7 @@ from ebbflow.models.hub import HubError
 from ebbflow.online.loop import train_online_folder
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.tables import read_table, read_table_metadata

@@ -29,7 +29,7 @@ from ebbflow.formatting import signed, significant
 from ebbflow.plots import charts
 from ebbflow.plots.images import image_grid
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.recipe import MarginsConfig
+from ebbflow.recipe.promotion import MarginsConfig
 from ebbflow.tracking.glossary import OWN, glossary
 from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report, write_summary
 from ebbflow.tracking.run_facts import RunFacts

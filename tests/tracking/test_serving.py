@@ -32,8 +32,9 @@ from ebbflow.data.records import Comparison, GateDecision
 from ebbflow.evaluation import serve as evaluation
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import EvaluationConfig, PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import verify
 from ebbflow.tracking import registry
 from ebbflow.tracking.model_version import REQUIREMENTS, model_files_digest

@@ -13,7 +13,7 @@ from ebbflow.models import load_model
 from ebbflow.models.base import predict as velocity
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata
 from ebbflow.training.start import lora_parameters as published_parameters

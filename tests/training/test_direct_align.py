@@ -19,7 +19,7 @@ from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import DirectAlignConfig
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rewards.combine import load_reward
 from ebbflow.rollouts.generate import generate

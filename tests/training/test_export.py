@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from ebbflow.cli import main
 from ebbflow.models import load_model
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import verify
 from ebbflow.training.policy_metadata import write_base_policy
 

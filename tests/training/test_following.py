@@ -12,7 +12,7 @@ from ebbflow.data.records import StageRecord
 from ebbflow.models import load_model
 from ebbflow.recipe.algorithms import EmaScheduleConfig
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import verify
 from ebbflow.training.policy import Policy

@@ -7,7 +7,7 @@ import torch
 from training_cases import FULL, LORA, NFT, forward_rows, stage_of
 
 from ebbflow.models import load_model
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import new_folder
 from ebbflow.training.checkpoint import restore, write_part
 from ebbflow.training.optimizer import OffloadedOptimizer

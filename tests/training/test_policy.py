@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peft.tuners.lora import LoraLayer
 
 from ebbflow.models import load_model
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import ArtifactError, verify
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, read_policy_metadata, write_base_policy

@@ -33,7 +33,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models import load_model, predict
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.model import FsdpConfig, ModelConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.stage import teacher_copy
 from ebbflow.storage.artifacts import verify
 from ebbflow.training import policy as policy_module

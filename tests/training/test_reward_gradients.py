@@ -15,7 +15,7 @@ from ebbflow.flow.noise import SampleKeys, initial_noise
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.training.policy import Policy

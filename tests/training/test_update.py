@@ -29,7 +29,7 @@ from ebbflow.algorithms.built_in import awm, diffusion_nft
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import ForwardConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.stage import teacher_copy
 from ebbflow.training.batches import ForwardBatch, ForwardInputs, forward_batch
 from ebbflow.training.gradients import TrainingError

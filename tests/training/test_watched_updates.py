@@ -23,7 +23,7 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning
 from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import ForwardConfig
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.training.batches import ForwardBatch, ForwardInputs
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import move

@@ -10,7 +10,7 @@ import torch
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
-from ebbflow.recipe.recipe import PolicyConfig
+from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.training.batches import CorrectedRollout, forward_batch, trajectory_batch

@@ -1,0 +1,60 @@
+"""How policies are evaluated."""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from typing import Annotated
+
+from pydantic import Field, ValidationError, model_validator
+
+from ebbflow.recipe.base import Strict
+from ebbflow.recipe.choices import SAMPLERS, SamplerConfig, listed
+from ebbflow.recipe.model import ModelConfig, resized
+from ebbflow.recipe.plugins import name_or_path
+
+
+class EvaluationConfig(Strict):
+    """Fixed prompts and fixed noise; the policy is served with the same sampler and size."""
+
+    steps: int = Field(10, ge=2, le=1000)
+    sampler: Annotated[str, name_or_path(*SAMPLERS)] = Field(
+        "ode",
+        exclude_if=partial(operator.eq, "ode"),
+        description=f"{listed(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md).",
+    )
+    eta: float | None = Field(None, gt=0, le=2, exclude_if=partial(operator.is_, None))
+    """Noise level of a stochastic sampler; left out: its published default."""
+    height: int | None = Field(None, ge=8, exclude_if=partial(operator.is_, None))
+    """Of the images, in pixels; left out, ``model.height``: train small, evaluate large."""
+    width: int | None = Field(None, ge=8, exclude_if=partial(operator.is_, None))
+    micro_batch: int = Field(64, ge=1)
+    """Samples per forward pass."""
+    samples: int = Field(4, ge=1, le=64)
+    """Samples of each of the ``repeated_prompts``; all other prompts have one."""
+    repeated_prompts: int = Field(16, ge=0)
+    """The first held-out prompts, as many as these: their samples say how diverse a prompt's images are, and what the best of
+    them scores."""
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+    resamples: int = Field(10_000, ge=100)
+
+    @model_validator(mode="after")
+    def _the_sampler_can_be_used(self) -> EvaluationConfig:
+        try:
+            _ = self.solver
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+        return self
+
+    @property
+    def solver(self) -> SamplerConfig:
+        """The sampler with its steps."""
+        return SamplerConfig(name=self.sampler, steps=self.steps, eta=self.eta)
+
+    def drawn(self, model: ModelConfig) -> ModelConfig:
+        """A base model as it generates in an evaluation."""
+        return resized(model, self.height, self.width)
+
+
+DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)
+"""The noise levels at which an evaluation compares the policy's velocity with the base model's."""
