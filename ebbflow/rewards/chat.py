@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TOP_TOKENS = 20
 """Likeliest first tokens to ask for: as many as the usual servers give."""
+YES_OR_NO = re.compile(r"[\W_]*(yes|no)[\W_]*", re.IGNORECASE)
 Sleep = Callable[[float], None]
 Answer = TypeVar("Answer")
 
@@ -213,6 +214,12 @@ def fill(question: str, prompt: Prompt) -> str:
     """The question about one prompt. What stands in braces in the prompt itself is its text."""
     words = {"prompt": prompt.prompt, "target": prompt.target or ""}
     return re.sub(r"\{(prompt|target)\}", lambda match: words[match[1]], question)
+
+
+def yes_or_no(text: str) -> float | None:
+    """1 or 0 for an answer of that one word; None for any other."""
+    match = YES_OR_NO.fullmatch(text)
+    return float(match[1].lower() == "yes") if match else None
 
 
 def probability(choice: Choice, word: str, other: str) -> float | None:

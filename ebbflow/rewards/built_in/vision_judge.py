@@ -23,6 +23,7 @@ from ebbflow.rewards.chat import (
     judge_images,
     missing_model,
     probability,
+    yes_or_no,
 )
 from ebbflow.rewards.http import NoAnswer, shown
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = {"probability": 1, "yes_no": 8, "number": 16}
 """Of an answer: enough for the one word or number that is taken, and for the next one that spoils it."""
-YES_OR_NO = re.compile(r"[\W_]*(yes|no)[\W_]*", re.IGNORECASE)
 NUMBER = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*")
 WANTED = {
     "probability": "neither yes nor no is among the log-probs of its first token; take answer: yes_no where a server gives none",
@@ -91,12 +91,6 @@ class VisionJudge:
         if choice.finish_reason == "length":
             return None
         return yes_or_no(text) if self.config.answer == "yes_no" else number(text, self.config.scale)
-
-
-def yes_or_no(text: str) -> float | None:
-    """1 or 0 for an answer of that one word; None for any other."""
-    match = YES_OR_NO.fullmatch(text)
-    return float(match[1].lower() == "yes") if match else None
 
 
 def number(text: str, scale: float) -> float | None:

@@ -1,0 +1,107 @@
+"""``dpg``: DPG-Bench's score (2403.05135), with a vision-language model behind a server that answers its questions.
+
+The prompt file is ``dpg_bench.csv``, whose questions about a prompt are its metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.chat import ChatServerConfig, ask_about, judge_images, missing_model, read_answer, yes_or_no
+from ebbflow.rewards.http import NoAnswer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ebbflow.data.prompts import Prompt
+    from ebbflow.rewards.base import Reward
+
+NO_QUESTIONS = "the prompt has no questions of DPG-Bench; take the prompts of its dpg_bench.csv"
+INSTRUCTION = ' Answer "yes" or "no".'
+"""After each question: the published model, mPLUG, answers in one word without being told."""
+MAX_TOKENS = 8
+
+
+class DpgConfig(ChatServerConfig):
+    """Share of DPG-Bench's questions about the image to which a model behind a server says yes (2403.05135), 0 to 1."""
+
+    name: Literal["dpg"] = "dpg"
+
+    def build(self) -> Reward:
+        return Dpg(self)
+
+
+class Question(NamedTuple):
+    """A question about a prompt, and the numbers of those on which it depends."""
+
+    number: int
+    depends_on: tuple[int, ...]
+    text: str
+
+
+class Dpg:
+    """The published share of one image; NaN with a reason where an answer is neither yes nor no."""
+
+    name = "dpg"
+
+    def __init__(self, config: DpgConfig, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.config = config
+        self.sleep = sleep
+
+    def unavailable(self) -> str | None:
+        return missing_model(self.config, self.sleep)
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        return judge_images(self.config, self._judge, images, prompts)
+
+    def _judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+        questions = read_questions(prompt.metadata)
+        return [dpg_score(questions, {one.number: self._answer(image, one) for one in questions})]
+
+    def _answer(self, image: np.ndarray, question: Question) -> float:
+        choice = ask_about(self.config, [image], question.text + INSTRUCTION, MAX_TOKENS, sleep=self.sleep)
+        return read_answer(self.config, choice, yes_or_no, "the whole answer must be yes or no")
+
+
+def dpg_score(questions: Sequence[Question], answers: Mapping[int, float]) -> float:
+    """The mean of the answers, 0 or 1 by number, where a question counts 0 if one that it depends on does.
+
+    In the order of the file, as in ``compute_dpg_bench.py`` of TencentQQGYLab/ELLA.
+    """
+    scores = dict(answers)
+    for question in questions:
+        if any(scores[number] == 0 for number in question.depends_on):
+            scores[question.number] = 0.0
+    return sum(scores.values()) / len(scores)
+
+
+def read_questions(metadata: str) -> list[Question]:
+    """The questions in the further columns of a prompt (``ebbflow.data.prompt_files``).
+
+    Raises:
+        NoAnswer: there are none, or one of them cannot be used.
+    """
+    try:
+        rows = json.loads(metadata).get("questions") or []
+        found = [
+            Question(
+                int(row["proposition_id"]),
+                tuple(int(number) for number in str(row["dependency"]).split(",") if int(number) != 0),
+                str(row["question_natural_language"]),
+            )
+            for row in rows
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise NoAnswer(NO_QUESTIONS) from None
+    numbers = {question.number for question in found}
+    if len(numbers) < len(found):
+        raise NoAnswer("two questions of the prompt have the same proposition_id; take the published dpg_bench.csv")
+    if lost := [number for question in found for number in question.depends_on if number not in numbers]:
+        raise NoAnswer(f"a question of the prompt depends on question {lost[0]}, which is not there; take the published file")
+    if not found:
+        raise NoAnswer(NO_QUESTIONS)
+    return found
