@@ -11,6 +11,7 @@ import torch
 
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
+from ebbflow.models.compile import compile_blocks
 from ebbflow.online.local_workers import local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.rewards.combine import Scorer
@@ -52,6 +53,8 @@ def train(make_prompts, scorer, monkeypatch):
     def run(ctx, judge=scorer, repeated=False, sgd=None):
         gradients, passes = [], {True: 0, False: 0}
         policy = Policy(load_model(Path(ctx.recipe.model.path), ctx.recipe.model), ctx.recipe.policy, 0)
+        if ctx.recipe.model.compile == "blocks":
+            compile_blocks(policy.model)
         optimizer = torch.optim.SGD(policy.parameters.values(), sgd) if sgd else None
         updater, recorder = PolicyUpdater(policy, ctx.online, optimizer=optimizer), MetricsRecorder()
         step, update = updater.optimizer.step, updater.update
@@ -101,6 +104,7 @@ CASES = [
         for model in (IN_16_BITS, CHECKPOINTED)
         for policy in POLICIES
     ),
+    pytest.param("glyph", "mix_grpo", "lora", {"compile": "blocks"}, marks=pytest.mark.exhaustive),
 ]
 
 

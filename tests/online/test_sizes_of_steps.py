@@ -75,7 +75,7 @@ def test_steps_have_sizes_by_their_weights_and_the_seed(flux):
 
 @pytest.mark.parametrize(
     "stage",
-    [TRAJECTORIES, REUSED, FINAL_LATENTS, GRADIENTS],
+    [TRAJECTORIES, pytest.param(REUSED, marks=pytest.mark.exhaustive), FINAL_LATENTS, GRADIENTS],
     ids=["trajectories", "reused forward", "final latents", "gradients"],
 )
 def test_a_stage_generates_and_trains_each_step_in_its_size(flux, make_prompts, scorer, monkeypatch, stage):
