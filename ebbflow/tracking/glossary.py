@@ -11,7 +11,7 @@ from ebbflow.recipe.base import field_docs
 from ebbflow.recipe.promotion import MarginsConfig
 
 MEANINGS = {
-    "reward": "The weighted sum of the trained rewards, with the weights of the recipe.",
+    "reward": "The weighted sum of the trained rewards of a prompt, with the weights of the recipe.",
     "exact_match": "1 where the OCR reads exactly the target text, else 0; the mean is the share of such pictures.",
     "Velocity drift": "Mean squared difference between the policy's velocity and the base model's, on the policy's own samples.",
     "Policy version": "Optimiser steps since the base model.",
@@ -37,8 +37,9 @@ def meaning(recipe: Recipe, metric: str) -> str:
     if metric in MEANINGS:
         return MEANINGS[metric]
     for config in (*recipe.rewards, *recipe.guardrails):
-        if config.column == metric and config.name != "custom":
-            return " ".join((type(config).__doc__ or OWN).split("\n\n")[0].split())
+        if config.column == metric:
+            text = OWN if config.name == "custom" else " ".join((type(config).__doc__ or OWN).split("\n\n")[0].split())
+            return f"{text} Only of prompts of {', '.join(config.prompts)}." if config.prompts else text
     return OWN
 
 

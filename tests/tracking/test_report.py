@@ -516,3 +516,12 @@ def test_every_name_of_the_page_is_explained() -> None:
     assert {charts.label(name) for name in (*metrics, *statistics)} | {panel.title for panel in charts.PANELS} <= found.keys()
     assert [name for name, text in found.items() if not text.endswith(".") or len(text) < 10] == []
     assert [name for name, text in found.items() if text == OWN] == ["Own"]
+
+
+def test_the_report_says_whose_prompts_a_metric_is_of() -> None:
+    mixture = [{"name": name, "source": f"{name}.txt"} for name in ("words", "signs")]
+    rewards = [{"name": "jpeg_compressibility"}, {"name": "similarity", "prompts": ["words"]}]
+    recipe = Recipe.model_validate({"prompts": {"mixture": mixture}, "rewards": rewards, "guardrails": []})
+    found = glossary(recipe, ["jpeg_compressibility", "similarity"], [])
+    assert "Only of prompts" not in found["Jpeg compressibility"]
+    assert found["Similarity"].endswith(" Only of prompts of words.")
