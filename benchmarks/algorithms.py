@@ -134,10 +134,15 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
     after = score(recipe, model, policy, held_out, GUARDRAILS)
     first, last = (training[0], training[-1]) if training else ({}, {})  # its very first update may stop a run
     curve.append({"cpu_seconds": last.get("cpu_seconds", 0.0), "steps": len(training), **after})
+    of_teacher = {}
+    if "teacher" in policy.copies:
+        with policy.using("teacher"):
+            of_teacher = {"teacher": score(recipe, model, policy, held_out, GUARDRAILS)}
     keep(ctx, updater, metadata, asked)
     return {
         "before": before,
         "after": after,
+        **of_teacher,
         "drift": after["velocity_drift"],
         "steps": len(training),
         "updates": updater.updates,

@@ -79,13 +79,19 @@ def _table(names: dict[str, Runs]) -> list[str]:
     head = ["entry", "ocr", "exact", "tesseract", "similarity", "velocity drift", f"CPU-s to {GOAL:.2f}", "steps", "alarm"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, runs in names.items():
-        scores = [_spread([run["after"].get(key) for run in runs]) for key in ("ocr", "exact_match", "tesseract", "similarity")]
-        drift = f"{fmean(run['after']['velocity_drift'] for run in runs):.2f}"
+        scores = _scores([run["after"] for run in runs])
         steps = f"{fmean(run['steps'] for run in runs):.0f}"
         alarms = f"{sum(bool(run['alarms'] or run['stopped']) for run in runs)} of {len(runs)}"
         mark = "" if all("evaluate_every" in run for run in runs) else " °"
-        lines.append("| " + " | ".join([name + mark, *scores, drift, _seconds_to_goal(runs), steps, alarms]) + " |")
+        lines.append("| " + " | ".join([name + mark, *scores, _seconds_to_goal(runs), steps, alarms]) + " |")
+        if teachers := [run["teacher"] for run in runs if "teacher" in run]:
+            lines.append("| " + " | ".join([f"teacher of {name}, evaluated alike", *_scores(teachers), *"–––"]) + " |")
     return lines
+
+
+def _scores(found: Sequence[dict[str, float]]) -> list[str]:
+    spreads = [_spread([scores.get(key) for scores in found]) for key in ("ocr", "exact_match", "tesseract", "similarity")]
+    return [*spreads, f"{fmean(scores['velocity_drift'] for scores in found):.2f}"]
 
 
 def _spread(values: list[float | None]) -> str:

@@ -58,10 +58,13 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
     }
     curve = {"curve": [point, {"cpu_seconds": 40.0, "ocr": 0.95}]}
     runs = [run | curve | {"name": "crd", "kind": "forward_process", "seed": seed, "alarms": ["drift"] * seed} for seed in (0, 1)]
+    runs.append(runs[0] | {"name": "tdm", "kind": "students", "teacher": scores | {"ocr": 0.875}})
     runs.append({key: value for key, value in runs[0].items() if key != "evaluate_every"} | {"name": "awm"})
     (tmp_path / "a.json").write_text(json.dumps({"machine": {"cpu": "x", "cores": 2}, "runs": runs}))
     write_report(tmp_path / "a.json")
     page = (tmp_path / "a.md").read_text()
     assert "| crd | 0.95 (0.95–0.95) | 0.80 (0.80–0.80) | – | 0.70 (0.70–0.70) | 1.90 | 36 | 7 | 1 of 2 |" in page
     assert "| awm ° | 0.95 |" in page
+    assert "| teacher of tdm, evaluated alike | 0.88 | 0.80 | – | 0.70 | 1.90 | – | – | – |" in page
+    assert "teacher of crd" not in page
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
