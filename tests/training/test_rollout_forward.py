@@ -99,9 +99,9 @@ def test_a_sample_that_is_not_finite_does_not_spoil_the_others(make):
 def test_passes_that_are_repeated_after_an_overflow_predict_again(make):
     """A graph is good for one backward pass."""
     updater, _, batch = make(KEPT["all"])
-    updater.loss_scale = 2.0**60
+    updater.loss_scale = 2.0**127
     updater.update(replace(batch, advantage=1e6 * batch.advantage), 6)
-    assert updater.loss_scale < 2.0**60
+    assert updater.loss_scale < 2.0**127
     gradient = torch.cat([value.grad.flatten() for value in updater.policy.parameters.values()])
     assert gradient.isfinite().all()
     assert gradient.any()
