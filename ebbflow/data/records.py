@@ -18,7 +18,7 @@ class Distribution(Strict):
     """Mean over the prompts with several samples of their best one; null where no prompt has several."""
 
 
-class GroupMeans(Strict):
+class CategoryMeans(Strict):
     """Means over the held-out prompts that share a value of a column of their file."""
 
     column: str
@@ -49,8 +49,8 @@ class Evaluation(Strict):
     """Mean of every statistic of the images (entropy, brightness, diversity ...) over the held-out prompts."""
     distributions: dict[str, Distribution] = {}
     """Spread, worst tenth and best of several samples, of every metric of ``held_out``."""
-    groups: list[GroupMeans] = []
-    """Of benchmarks that tell kinds of prompts apart (``ebbflow.evaluation.groups``). No decision depends on them."""
+    categories: list[CategoryMeans] = []
+    """Of benchmarks that tell kinds of prompts apart (``ebbflow.evaluation.categories``). No decision depends on them."""
 
     def __str__(self) -> str:
         means = ", ".join(f"{name} {value:.3f}" for name, value in self.held_out.items())

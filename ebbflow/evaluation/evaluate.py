@@ -16,8 +16,8 @@ from ebbflow.data.images import encode_png
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import Evaluation
 from ebbflow.data.schema import evaluation_schema, statistic_column
+from ebbflow.evaluation.categories import category_means
 from ebbflow.evaluation.distribution import distribution, mean_over_prompts
-from ebbflow.evaluation.groups import group_means
 from ebbflow.evaluation.image_statistics import diversity_across, diversity_within, image_statistics, thumbnails
 from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.models import Model, load_model, predict
@@ -177,7 +177,7 @@ def evaluate(
             for name, values in columns.items()
             if (found := distribution(samples.prompt_ids[held_out], values[held_out])) is not None
         },
-        groups=group_means(
+        categories=category_means(
             [prompt for prompt in samples.prompts if prompt.split == "held_out"],
             {name: values[held_out] for name, values in columns.items()},
         ),

@@ -9,8 +9,8 @@ Why
     that name the key, the value and the fix. Reading a recipe needs no GPU stack, so tasks and workflows import this room freely.
 
 How
-    - ``recipe`` is the root; ``prompts``, ``model``, ``policy``, ``evaluation`` and ``promotion`` are its parts; ``stages`` the kinds
-      of stages, ``choices`` what a stage chooses besides its algorithm.
+    - ``recipe`` is the root; ``prompts``, ``model``, ``policy``, ``evaluation`` and ``promotion`` are its parts; ``stages`` the
+      kinds of stages, ``choices`` what a stage chooses besides its algorithm.
     - ``registry`` finds the algorithms and rewards by their folders: each file there defines its own configuration class.
     - ``plugins`` resolves names and a user's ``package.module:Name``; ``base`` explains errors and refuses secrets, which
       ``secrets`` recognises.

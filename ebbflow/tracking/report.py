@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from ebbflow.data.records import Distribution, Evaluation, GateDecision, GroupMeans, Registration, StageRecord, TrackedRun
+from ebbflow.data.records import CategoryMeans, Distribution, Evaluation, GateDecision, Registration, StageRecord, TrackedRun
 from ebbflow.data.schema import KEY
+from ebbflow.evaluation.categories import mean_over_categories
 from ebbflow.evaluation.distribution import best_of
 from ebbflow.evaluation.gate import REFUSED
-from ebbflow.evaluation.groups import mean_over_groups
 from ebbflow.evaluation.statistics import prompt_means
 from ebbflow.formatting import duration, signed, significant
 from ebbflow.plots import charts
@@ -123,36 +123,36 @@ def summary(inputs: ReportInputs) -> dict[str, Any]:
         "policy": inputs.policy,
         "base": inputs.base,
         "load": _how_to_load(inputs),
-        **({"groups": found} if (found := _group_summary(inputs)) else {}),
+        **({"categories": found} if (found := _category_summary(inputs)) else {}),
     }
 
 
-def _group_summary(inputs: ReportInputs) -> dict[str, Any]:
-    """By column of the prompt file and policy, the means of each group and, as ``overall``, the mean over the groups."""
+def _category_summary(inputs: ReportInputs) -> dict[str, Any]:
+    """By column of the prompt file and policy, the means of each category and, as ``overall``, the mean over the categories."""
     return {
         column: {
             when: {
-                "overall": mean_over_groups(groups),
-                "values": {group.value: {"prompts": group.prompts, **_finite(group.means)} for group in groups},
+                "overall": mean_over_categories(categories),
+                "values": {category.value: {"prompts": category.prompts, **_finite(category.means)} for category in categories},
             }
-            for when, groups in sides.items()
+            for when, categories in sides.items()
         }
-        for column, sides in _groups(inputs.before, inputs.after).items()
+        for column, sides in _categories(inputs.before, inputs.after).items()
     }
 
 
-def _groups(before: Evaluation, after: Evaluation) -> dict[str, dict[str, list[GroupMeans]]]:
-    """The groups of each column, before and after."""
-    columns = dict.fromkeys(group.column for group in after.groups)
+def _categories(before: Evaluation, after: Evaluation) -> dict[str, dict[str, list[CategoryMeans]]]:
+    """The categories of each column, before and after."""
+    columns = dict.fromkeys(category.column for category in after.categories)
     sides = {"before": before, "after": after}
     return {
-        column: {when: [group for group in one.groups if group.column == column] for when, one in sides.items()}
+        column: {when: [category for category in one.categories if category.column == column] for when, one in sides.items()}
         for column in columns
     }
 
 
-class GroupRow(NamedTuple):
-    """A line of the table of a column: a group, or the mean over all of them."""
+class CategoryRow(NamedTuple):
+    """A line of the table of a column: a category, or the mean over all of them."""
 
     name: str
     prompts: int | None
@@ -160,17 +160,17 @@ class GroupRow(NamedTuple):
     now: dict[str, float]
 
 
-def _group_tables(inputs: ReportInputs) -> dict[str, list[GroupRow]]:
-    """By column, its groups and their mean, of what the gate compared."""
+def _category_tables(inputs: ReportInputs) -> dict[str, list[CategoryRow]]:
+    """By column, its categories and their mean, of what the gate compared."""
     tables = {}
-    for column, sides in _groups(_sides(inputs)[0][0], inputs.after).items():
-        before = {group.value: group for group in sides["before"]}
+    for column, sides in _categories(_sides(inputs)[0][0], inputs.after).items():
+        before = {category.value: category for category in sides["before"]}
         rows = [
-            GroupRow(group.value, group.prompts, before[group.value].means if group.value in before else {}, group.means)
-            for group in sides["after"]
+            CategoryRow(one.value, one.prompts, before[one.value].means if one.value in before else {}, one.means)
+            for one in sides["after"]
         ]
-        overall = [mean_over_groups(sides[when]) for when in ("before", "after")]
-        tables[column] = [*rows, GroupRow("mean of these", None, *overall)]
+        overall = [mean_over_categories(sides[when]) for when in ("before", "after")]
+        tables[column] = [*rows, CategoryRow("mean of these", None, *overall)]
     return tables
 
 
@@ -217,7 +217,7 @@ def _page(inputs: ReportInputs) -> dict[str, Any]:
         "evaluations": [evaluation for evaluation, _ in inputs.evaluations],
         "shown": [evaluation for evaluation, _ in shown],
         "distributed": _distributed(inputs, metrics),
-        "groups": _group_tables(inputs),
+        "categories": _category_tables(inputs),
         "statistics": statistics,
         "progress": charts.progress(own_evaluations, metrics, inputs.after.label, inputs.champion),
         "differences": charts.differences(inputs.decision),

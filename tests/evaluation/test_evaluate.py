@@ -106,12 +106,12 @@ def test_means_by_tag_are_of_held_out_prompts_alone(run, prompts, tmp_path):
 
     evaluation = run(chosen=[with_tag(prompt) for prompt in prompts], samples=2)
     rows = [row for row in read_table(tmp_path / "samples.parquet").to_pylist() if row["split"] == "held_out"]
-    for group, odd in zip(evaluation.groups, (1, 0), strict=True):  # the first held-out prompt has the id 15
+    for category, odd in zip(evaluation.categories, (1, 0), strict=True):  # the first held-out prompt has the id 15
         own = [[row["darkness"] for row in rows if row["prompt_id"] == number] for number in range(15, 21) if number % 2 == odd]
-        assert (group.column, group.value, group.prompts) == ("tag", "odd" if odd else "even", 3)
-        assert group.means["darkness"] == pytest.approx(np.mean([np.mean(of_prompt) for of_prompt in own]))
+        assert (category.column, category.value, category.prompts) == ("tag", "odd" if odd else "even", 3)
+        assert category.means["darkness"] == pytest.approx(np.mean([np.mean(of_prompt) for of_prompt in own]))
     assert evaluation.held_out.keys() == run(chosen=prompts, samples=2).held_out.keys()
-    assert run(chosen=prompts).groups == []
+    assert run(chosen=prompts).categories == []
 
 
 def test_images_are_those_of_the_deterministic_sampler(run, prompts, model, tmp_path):

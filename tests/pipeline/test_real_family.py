@@ -65,7 +65,7 @@ def test_a_published_layout_goes_from_a_lora_to_a_registered_version(workplace: 
     (samples,) = (workplace / "runs").glob("*/nodes/before*/samples.parquet")
     held_out = [row["prompt"] for row in read_table(samples).to_pylist() if row["split"] == "held_out"]
     assert held_out[:3] == ["a photo of a cat", "a photo of a dog", "a photo of a cow"]
-    assert summary["groups"]["tag"]["after"]["values"].keys() == {"a cat", "a dog", "a cow"}
+    assert summary["categories"]["tag"]["after"]["values"].keys() == {"a cat", "a dog", "a cow"}
     assert summary["before"].keys() == summary["after"].keys() == {"reward", "jpeg_compressibility", "jpeg_incompressibility"}
 
     uri = f"sqlite:///{workplace}/runs/mlflow.db"

@@ -22,7 +22,7 @@ from page_structure import contrasts, parse, problems
 from PIL import Image, ImageDraw, ImageFont
 
 from ebbflow.data.images import decode_png, encode_png
-from ebbflow.data.records import Distribution, Evaluation, GroupMeans, Registration, StageRecord, TrackedRun
+from ebbflow.data.records import CategoryMeans, Distribution, Evaluation, Registration, StageRecord, TrackedRun
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import decide
 from ebbflow.formatting import signed, significant
@@ -222,8 +222,8 @@ def test_the_page_shows_what_stands_behind_the_means(inputs: ReportInputs, page:
 @pytest.mark.usefixtures("no_charts")
 def test_scores_by_tag_are_shown_with_their_mean(inputs: ReportInputs, tmp_path: Path) -> None:
     def tagged(evaluation: Evaluation, ocr: dict[str, float]) -> Evaluation:
-        groups = [GroupMeans(column="tag", value=tag, prompts=3, means={"ocr": mean}) for tag, mean in ocr.items()]
-        return evaluation.model_copy(update={"groups": groups})
+        categories = [CategoryMeans(column="tag", value=tag, prompts=3, means={"ocr": mean}) for tag, mean in ocr.items()]
+        return evaluation.model_copy(update={"categories": categories})
 
     (before, first), (between, second), (after, last) = inputs.evaluations
     was, now = {"counting": 0.25, HOSTILE: 0.5}, {"counting": 0.75, HOSTILE: 0.625}
@@ -232,13 +232,13 @@ def test_scores_by_tag_are_shown_with_their_mean(inputs: ReportInputs, tmp_path:
     for row in (("counting", 3, 0.25, 0.75), (HOSTILE, 3, 0.5, 0.625), ("mean of these", "", 0.375, 0.6875)):
         name, prompts, old, new = row
         assert f'<th scope="row">{name}</th><td>{prompts}</td> <td>{significant(old)} → {significant(new)}</td>' in text
-    found = summary(replace(inputs, evaluations=evaluations))["groups"]
+    found = summary(replace(inputs, evaluations=evaluations))["categories"]
     assert found["tag"]["before"] == {
         "overall": {"ocr": 0.375},
         "values": {"counting": {"prompts": 3, "ocr": 0.25}, HOSTILE: {"prompts": 3, "ocr": 0.5}},
     }
     assert found["tag"]["after"]["overall"] == {"ocr": 0.6875}
-    assert "groups" not in summary(inputs)
+    assert "categories" not in summary(inputs)
 
 
 def test_the_same_run_gives_the_same_bytes(inputs: ReportInputs, page: str, tmp_path: Path) -> None:
