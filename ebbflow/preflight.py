@@ -81,7 +81,8 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool, context_pa
         for stage in recipe.stages:
             if stage.branch == branch and isinstance(stage.hyper, GradientConfig):
                 scorer.require_gradients(stage.algorithm_name)
-                _check_pixels(recipe.model.family, stage.algorithm_name)
+                if scorer.looks_at_images:
+                    _check_pixels(recipe.model.family, stage.algorithm_name)
     require_sinks(recipe)
     _warn_of_other_steps(recipe)
     if prompts and not on_cluster:

@@ -360,7 +360,7 @@ class ProcessMemory:
         """Of one forward and backward pass; on the gradient of the reward, of what decodes and scores the images, too."""
         hyper, rows = ctx.config.hyper, max(ctx.config.micro_batch, units_of(ctx)[1])
         network = rows * self._kept(ctx)
-        if not isinstance(hyper, GradientConfig):
+        if not isinstance(hyper, GradientConfig) or all(reward.reads_latents for reward in ctx.own_recipe.rewards):
             return network
         images = rows * (self.sizes.decoding_with_gradient * self.sample.pixels + self._scoring(ctx))
         # Several steps are repeated in the backward pass, when nothing of the images is left.

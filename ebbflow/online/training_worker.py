@@ -70,12 +70,13 @@ class TrainingWorker:
 
         Raises:
             RewardError: a reward has no gradient, and the algorithm learns from it.
-            ModelError: neither has the decoding of the model's family.
+            ModelError: a reward looks at images, and the model's family does not decode with gradient.
         """
         self.ctx, self.updater, self.metadata, self.rank, self.scorer = ctx, updater, metadata, rank, scorer
         if scorer and isinstance(ctx.config.hyper, GradientConfig):
             scorer.require_gradients(ctx.config.algorithm_name)
-            require_pixels(updater.policy.model, ctx.config.algorithm_name)
+            if scorer.looks_at_images:
+                require_pixels(updater.policy.model, ctx.config.algorithm_name)
         self.timer = TaskTimer("training", rank)
 
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:

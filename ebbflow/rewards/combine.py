@@ -116,6 +116,11 @@ class Scorer:
         return any(isinstance(reward, LatentReward) for reward in self._all)
 
     @property
+    def looks_at_images(self) -> bool:
+        """Whether a trained reward does; else nothing has to be decoded for their gradient."""
+        return not all(isinstance(reward, LatentReward) for reward, _ in self.rewards)
+
+    @property
     def _all(self) -> list[AnyReward]:
         return [*(reward for reward, _ in self.rewards), *self.guardrails]
 

@@ -243,6 +243,22 @@ def test_the_gradient_of_the_reward_goes_through_the_vae_and_the_reward_s_networ
     assert activations({"name": "draft", "last_steps": 2}, **PICKSCORE)[0] == 4 * sizes.vae + max(network, images)
 
 
+class OfLatents:
+    def score_latents(self, latents, prompts):
+        raise NotImplementedError
+
+
+def test_a_reward_of_latents_needs_no_decoder(tiny_recipe):
+    def activations(*rewards):
+        stages = [gradient_stage({"name": "refl"}, **RAY)]
+        return estimate(tiny_recipe("sd3", stages=stages, rewards=list(rewards))).memory["1.1 online training"].activations
+
+    of_latents = {"name": "custom", "path": f"{__name__}:OfLatents"}
+    sizes, sample = measure(tiny_recipe("sd3").model)
+    assert activations(of_latents) == 3 * activation_bytes(sizes, sample.tokens, "float32", checkpointing=False)
+    assert activations(of_latents, "recognizer") == activations("recognizer") > activations(of_latents)
+
+
 def test_every_rank_that_learns_from_the_gradient_has_the_reward_networks(tiny_recipe):
     def others(algorithm, **stage):
         memory = estimate(tiny_recipe("sd3", stages=[gradient_stage(algorithm, **stage)], **PICKSCORE)).memory

@@ -157,11 +157,25 @@ def test_two_ranks_learn_what_one_learns(base_folder, together, tmp_path, case):
     assert (farthest(expected, untouched) > 1e-4) == (case != "nothing")
 
 
+class OfLatents:
+    name = "of_latents"
+
+    def unavailable(self):
+        return None
+
+    def score_latents(self, latents, prompts):
+        raise NotImplementedError
+
+    def latents_with_gradient(self, latents, prompts):
+        raise NotImplementedError
+
+
 def test_a_family_that_does_not_decode_with_gradient_is_refused_before_the_first_step():
     ctx = StageContext(recipe_of("reward gradients"), 0, 0)
     updater = SimpleNamespace(policy=SimpleNamespace(model=SimpleNamespace(decode=None)))
     with pytest.raises(ModelError, match=r"draft learns .*, and SimpleNamespace has no pixels\(latents\), .* write one"):
         TrainingWorker(ctx, updater, scorer=Scorer(((Darkness(), 1.0),)))
+    TrainingWorker(ctx, updater, scorer=Scorer(((OfLatents(), 1.0),)))  # which decodes nothing
     updater.policy.model.pixels = updater.policy.model.decode
     TrainingWorker(ctx, updater, scorer=Scorer(((Darkness(), 1.0),)))
 
