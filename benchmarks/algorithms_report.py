@@ -19,6 +19,7 @@ TITLES = {
     "policy_gradient": "Policy gradients: steps of a fresh trajectory",
     "forward_process": "Forward process: final samples only",
     "published": "Published settings, made for large models and thousands of GPU-hours: all defaults of the algorithm",
+    "reward_gradient": "Gradients of the reward `recognizer`, a network that reads the picture; `ocr` is not trained on",
     "distillation": "From a teacher: the policy of diffusion_nft with the same seed",
     "students": "Students of two denoising steps, evaluated with two: from the policy of diffusion_nft_quick, same seed",
     "offline": "Offline: samples of the base model, generated and scored once",
@@ -29,6 +30,7 @@ COLOURS = {
     "policy_gradient": "#2f6fdf",
     "forward_process": "#159a7a",
     "published": "#6b7280",
+    "reward_gradient": "#0f7f9f",
     "distillation": "#e0791a",
     "students": "#b0860a",
     "offline": "#a24fc4",
@@ -62,7 +64,8 @@ def _page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> list[s
         f"starts from the same base model, which scores {before['ocr']:.2f} and spells {before['exact_match']:.2f} of 96 "
         "held-out strings exactly, and gets the stated CPU-seconds, in which rollouts, OCR and updates count. "
         "Means over the seeds, with the least and most in brackets; the standard error of one score is about .02. `ocr` is the "
-        "reward, `tesseract` and `similarity` are never trained on. Entries: [algorithms.yaml](../algorithms.yaml). "
+        "reward unless a table names another, `tesseract` and `similarity` are never trained on. "
+        "Entries: [algorithms.yaml](../algorithms.yaml). "
         "Rows with ° were evaluated every 8 CPU-seconds instead of 4, and about 4 CPU-seconds of theirs went to choosing the "
         "prompts of 100,000 steps.",
         "",
