@@ -8,11 +8,11 @@ Why
 
 How
     - ``policy``: trained parameters (full or LoRA) and their copies (reference, old, sampling, rollout, ema, teacher), which are
-      swapped in place.
+      swapped in place; ``adapters``: which layers are trained, and LoRA on them; ``parameter_files``: their files.
     - ``batches``: samples to rows of a loss; ``update``: ``PolicyUpdater``, one optimiser step over micro-batches.
     - ``rollout_correction``: log-probs of stale or rough rollouts, predicted again by the training policy.
     - ``policy_io`` and ``policy_metadata``: policy folders between stages; ``start`` and ``export``: LoRAs from and for others.
-    - ``checkpoint`` and ``limits``: resume after preemption, and budgets; ``distributed``: the process group.
+    - ``checkpoint`` and ``stop_conditions``: resume after preemption, and budgets; ``distributed``: the process group.
     - ``replay``: what the stages give of a training step that is replayed.
 
 Gotchas

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 STORE = "EBBFLOW_RANKS_STORE"
 """Environment variable: the file through which the ranks of one machine find each other, instead of through a port."""
@@ -237,3 +238,8 @@ def _shared(own: int) -> Tensor:
 def _device() -> str:
     """Where tensors lie that ranks exchange."""
     return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor with the shards of all processes, on the CPU; every process must call it."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()

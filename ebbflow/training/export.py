@@ -9,7 +9,8 @@ from ebbflow.models import load_model
 from ebbflow.models.base import trained_networks
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.storage.artifacts import new_folder, require_replaceable
-from ebbflow.training.policy import ADAPTER, Policy
+from ebbflow.training.adapters import ADAPTER
+from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata, read_policy_metadata, require_allowed_code, require_base
 
 

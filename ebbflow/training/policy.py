@@ -11,29 +11,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import save_torch_state_dict
-from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ebbflow.models.base import DTYPES, Model, is_trainable, trained_networks
+from ebbflow.models.base import Model, is_trainable, trained_networks
 from ebbflow.models.context_parallel import require_shareable, share_tokens
-from ebbflow.recipe.base import sanitize
 from ebbflow.recipe.model import FsdpConfig, Precision
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import new_folder
-from ebbflow.training.distributed import replica_mesh, row_mesh
+from ebbflow.training.adapters import ADAPTER, add_lora, is_chosen, no_such_layers
+from ebbflow.training.distributed import replica_mesh, row_mesh, whole
+from ebbflow.training.parameter_files import has_weights, read_copy, read_parameters, write_parameters
 from ebbflow.training.policy_metadata import (
-    AGAIN,
     ITERATE,
     METADATA,
     STATISTICS,
@@ -42,9 +39,6 @@ from ebbflow.training.policy_metadata import (
     read_policy_metadata,
 )
 
-ADAPTER = "default"
-FIRST = "transformer"
-"""What diffusers calls the first network of every pipeline, whose LoRA is at the top of a policy folder."""
 FSDP = FsdpConfig()
 
 
@@ -76,11 +70,11 @@ class Policy:
         self.sharded, self.fsdp = shard, fsdp
         self.offloaded = cpu_offload and not shard  # FSDP2 keeps the copies of parameters in main memory where those are
         if config.train == "lora":
-            _add_lora(model, config, seed)
+            add_lora(model, config, seed)
         else:
             for prefix, network in trained_networks(model.transformer).items():
                 for name, parameter in network.named_parameters():
-                    parameter.requires_grad_(_chosen(prefix + name.rpartition(".")[0], config) and is_trainable(model, name))
+                    parameter.requires_grad_(is_chosen(prefix + name.rpartition(".")[0], config) and is_trainable(model, name))
         if context_parallel > 1:
             require_shareable(model, context_parallel)
             share_tokens(model, row_mesh(context_parallel))
@@ -100,7 +94,7 @@ class Policy:
                 sharded.set_modules_to_forward_prefetch([following])
         self.parameters: dict[str, Tensor] = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
         if not self.parameters:
-            raise _no_such_layers(model, config)
+            raise no_such_layers(model, config)
         self.copies: dict[str, dict[str, Tensor]] = {}
         self.snapshot("reference")
 
@@ -257,13 +251,13 @@ class Policy:
             raise PolicyError(
                 f"{folder} holds a policy of {metadata.config}, the recipe asks for {self.config}; use its own recipe"
             )
-        if _has_weights(folder):
-            self.assign(self.distributed(_read_parameters(folder, self.model, self.config, self.parameters)))
+        if has_weights(folder):
+            self.assign(self.distributed(read_parameters(folder, self.model, self.config, self.parameters)))
         else:
             self.assign(self.copies["reference"])  # a folder of the base model has no weights of its own
         if to_train:
             for name in metadata.copies:
-                self.copies[name] = self.distributed(_read_copy(folder, name, self.parameters))
+                self.copies[name] = self.distributed(read_copy(folder, name, self.parameters))
             if ITERATE in self.copies:
                 self.snapshot("ema")
                 self.assign(self.copies.pop(ITERATE))
@@ -306,90 +300,13 @@ class Policy:
             return
         with new_folder(folder) as unfinished:
             if metadata.version > 0 or metadata.start:
-                _write_parameters(unfinished, self.model, self.config, full)
+                write_parameters(unfinished, self.model, self.config, full)
             for name, values in copies.items():
                 (unfinished / name).mkdir()
                 save_file(values, unfinished / name / "parameters.safetensors")
             if statistics is not None:
                 (unfinished / STATISTICS).write_text(json.dumps(statistics))
             (unfinished / METADATA).write_text(metadata.model_dump_json(indent=2))
-
-
-def _chosen(layer: str, config: PolicyConfig) -> bool:
-    """Whether a layer, by its name, is among those to train."""
-    return config.layers is None or any(fnmatchcase(layer, pattern) for pattern in config.layers)
-
-
-def _no_such_layers(model: Model, config: PolicyConfig) -> PolicyError:
-    linears = [name for name, layer in model.transformer.named_modules() if isinstance(layer, torch.nn.Linear)]
-    layers = [name for name in linears if is_trainable(model, name)]
-    of = (
-        f" among the targets {', '.join(config.targets or model.lora_targets)}"
-        if config.train == "lora" and config.layers
-        else ""
-    )
-    key = f"policy.layers = {config.layers}" if config.layers else f"policy.targets = {config.targets}"
-    return PolicyError(
-        f"{key}: no layer{of} that is trained has such a name. Layers are called {layers[0]} or {layers[-1]}; write "
-        "patterns such as 'transformer_blocks.1?.*' or '*.attn.*'"
-    )
-
-
-def _has_weights(folder: Path) -> bool:
-    """Whether a whole policy folder has weights of its own; one of the untouched base model has none."""
-    return (folder / FIRST).is_dir() or any(folder.glob("*.safetensors"))
-
-
-def _add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
-    _round_weights(model)
-    model.transformer.requires_grad_(False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for prefix, network in trained_networks(model.transformer).items():
-            network.add_adapter(_lora_config(model, prefix, network, config), adapter_name=ADAPTER)
-    for parameter in model.transformer.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    for layer in model.transformer.modules() if config.dora else ():
-        if isinstance(layer, LoraLayer):  # in the precision in which peft divides by it: their ratio is 1 at the base model
-            layer.lora_magnitude_vector[ADAPTER].weight.data = layer.get_base_layer().weight.detach().float().norm(dim=1)
-
-
-def _round_weights(model: Model) -> None:
-    """Keep the weights in the model's precision, but for the layers that diffusers names as too delicate for it."""
-    for network in trained_networks(model.transformer).values():
-        delicate = set(network._keep_in_fp32_modules or ())
-        for name, parameter in network.named_parameters():
-            if not delicate.intersection(name.split(".")):
-                parameter.data = parameter.data.to(DTYPES[model.precision])
-
-
-def _lora_config(model: Model, prefix: str, network: Any, config: PolicyConfig) -> LoraConfig:
-    return LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=_targets(model, prefix, network, config),
-        init_lora_weights="gaussian" if config.init == "gaussian" else True,
-        use_rslora=config.rslora,
-        use_dora=config.dora,
-    )
-
-
-def _targets(model: Model, prefix: str, network: Any, config: PolicyConfig) -> list[str]:
-    """The layers of a network that LoRA adapts: ends of their names, or where only some of them are trained, whole names.
-
-    ``prefix`` is what stands before them in the names of the transformer, which ``policy.layers`` means.
-    """
-    ends = config.targets or model.lora_targets
-    names = {name.replace(".base_layer", "") for name, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)}
-    fitting = {name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)}
-    trainable = {name for name in fitting if is_trainable(model, name)}
-    if config.layers is None and trainable == fitting:
-        return ends
-    chosen = sorted(name for name in trainable if _chosen(prefix + name, config))
-    if not chosen:
-        raise _no_such_layers(model, config)
-    return chosen
 
 
 def _sharding(replicas: int, cpu_offload: bool, fsdp: FsdpConfig) -> dict[str, Any]:
@@ -417,113 +334,4 @@ def like(full: Tensor, parameter: Tensor) -> Tensor:
 
 def gathered(values: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Whole tensors on the CPU, for the process that keeps them; the others only take part."""
-    return {key: full for key, value in values.items() if (full := _full(value)) is not None and keep}
-
-
-def _full(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()
-
-
-def _write_parameters(folder: Path, model: Model, config: PolicyConfig, parameters: dict[str, Tensor]) -> None:
-    """LoRA in the layout that ``pipeline.load_lora_weights`` reads, alpha included; full weights as ``transformer/``.
-
-    What is of a second network is in ``transformer_2/``, a LoRA too.
-    """
-    for prefix, network in trained_networks(model.transformer).items():
-        own = {key.removeprefix(prefix): value for key, value in parameters.items() if key.startswith(prefix)}
-        if config.train == "lora":
-            _write_lora(_lora_folder(folder, prefix), _lora_config(model, prefix, network, config), model, network, own)
-        else:
-            _write_network(folder / (prefix.rstrip(".") or FIRST), network, own)
-
-
-def _lora_folder(folder: Path, prefix: str) -> Path:
-    """Where the LoRA of a network is, by what stands before the names of its parameters."""
-    return folder if prefix.rstrip(".") in ("", FIRST) else folder / prefix.rstrip(".")
-
-
-def _write_lora(folder: Path, config: LoraConfig, model: Model, network: Any, parameters: dict[str, Tensor]) -> None:
-    layers = get_peft_model_state_dict(network, state_dict=parameters, adapter_name=ADAPTER)
-    # peft keeps the targets as a set, whose order differs between processes
-    metadata = config.to_dict() | {"target_modules": sorted(config.target_modules or ())}
-    model.pipeline_class.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
-    for file in folder.glob("*.safetensors"):
-        _sort_header(file)
-
-
-def _write_network(folder: Path, network: Any, parameters: dict[str, Tensor]) -> None:
-    buffers = {key: _full(value) for key, value in network.state_dict().items() if key not in parameters}
-    network.save_config(folder)
-    _forget_origin(folder / "config.json")
-    save_torch_state_dict(parameters | buffers, folder, filename_pattern="diffusion_pytorch_model{suffix}.safetensors")
-
-
-def _forget_origin(config: Path) -> None:
-    """Take out where the base model lay in this process, which diffusers writes down: the same policy is the same bytes."""
-    values = json.loads(config.read_text())
-    values.pop("_name_or_path", None)
-    config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-
-
-def _sort_header(file: Path) -> None:
-    """Write the header of a safetensors file in a fixed order: the library writes metadata in a random one."""
-    data = file.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
-
-
-def _read_parameters(folder: Path, model: Model, config: PolicyConfig, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of ``_write_parameters``, by parameter name."""
-    named: dict[str, Tensor] = {}
-    with _readable(folder):
-        for prefix in trained_networks(model.transformer):
-            if config.train == "lora":
-                source = _lora_folder(folder, prefix)
-                layers = model.pipeline_class.lora_state_dict(source, use_safetensors=True, local_files_only=True)
-                named |= {prefix + key.removeprefix(f"{FIRST}."): value for key, value in layers.items()}
-            else:
-                for shard in sorted((folder / (prefix.rstrip(".") or FIRST)).glob("*.safetensors")):
-                    named |= {prefix + key: value for key, value in load_file(shard).items()}
-    stored = {_stored_name(key): key for key in like}
-    buffers = model.transformer.state_dict().keys() - like.keys()  # which full weights lie beside
-    return _fitting(folder, {stored.get(name, name): value for name, value in named.items() if name not in buffers}, like)
-
-
-def _stored_name(key: str) -> str:
-    """How a LoRA file calls a parameter."""
-    return key.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector").replace(f".{ADAPTER}.", ".")
-
-
-def _read_copy(folder: Path, name: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One of the copies that a policy folder brings along, by parameter name."""
-    path = folder / name / "parameters.safetensors"
-    with _readable(path):
-        found = load_file(path)
-    return _fitting(path, found, like)
-
-
-@contextmanager
-def _readable(source: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # diffusers, peft and safetensors each have errors of their own
-        reason = sanitize(f"{type(error).__name__}: {error}", 300)
-        raise PolicyError(f"{source} holds no .safetensors weights that can be read ({reason}); {AGAIN}") from error
-
-
-def _fitting(source: Path, found: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, once they are those of the parameters: copying alone would repeat a smaller one and leave others out."""
-    if missing := [name for name in like if name not in found]:
-        raise PolicyError(f"{source} has no .safetensors weights for {missing[0]}, one of {len(missing)}; {AGAIN}")
-    if unknown := [name for name in found if name not in like]:
-        raise PolicyError(f"{source} has weights for {sanitize(unknown[0], 200)}, which this policy does not train; {AGAIN}")
-    for name, parameter in like.items():
-        value = found[name]
-        if value.shape != parameter.shape or not value.is_floating_point():
-            raise PolicyError(
-                f"{source} has {value.dtype} of shape {list(value.shape)} for {name}, and this model's have the shape "
-                f"{list(parameter.shape)}; {AGAIN}"
-            )
-    return found
+    return {key: full for key, value in values.items() if (full := whole(value)) is not None and keep}

@@ -14,7 +14,8 @@ from ebbflow.models.base import is_trainable, trained_networks
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import digest_of
-from ebbflow.training.policy import ADAPTER, Policy
+from ebbflow.training.adapters import ADAPTER
+from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_model
 from ebbflow.training.policy_metadata import METADATA, PolicyError, PolicyMetadata, drawing, read_policy_metadata, require_base
 

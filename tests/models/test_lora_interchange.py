@@ -13,7 +13,7 @@ from ebbflow.models import pipeline as pipelines
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import digest_of
-from ebbflow.training import policy as policies
+from ebbflow.training import parameter_files
 from ebbflow.training.export import export_pipeline, how_to_load_pipeline
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata
@@ -66,7 +66,9 @@ def test_every_target_of_every_block_is_adapted(open_tiny, name):
 
 @pytest.mark.parametrize("name", NEWER_LATER)
 def test_whole_weights_load_as_the_familys_transformer_from_several_files(open_tiny, monkeypatch, tmp_path, name):
-    monkeypatch.setattr(policies, "save_torch_state_dict", partial(policies.save_torch_state_dict, max_shard_size="100KB"))
+    monkeypatch.setattr(
+        parameter_files, "save_torch_state_dict", partial(parameter_files.save_torch_state_dict, max_shard_size="100KB")
+    )
     model, wanted = open_tiny(name), prompts(name, SHORT[:1])
     policy = trained(model, FULL, tmp_path / "policy")
     folder = tmp_path / "policy" / "transformer"
