@@ -159,9 +159,9 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
 
         check_folder(Path(model.path), model.family)
     if model.family in FAMILIES and model.family != "glyph" and (model.height or model.width or model.frames > 1):
-        from ebbflow.models.sizes import check_drawn_size  # as above
+        from ebbflow.models.sizes import check_size  # as above
 
-        check_drawn_size(model)
+        check_size(model)
 
 
 def _check_pixels(family: str, algorithm: str) -> None:
@@ -182,7 +182,9 @@ def _own_adapter(family: str) -> Any:
 def _check_further_sizes(recipe: Recipe) -> None:
     """Those of evaluations and of the rollouts of stages."""
     model = recipe.model
-    found = {"evaluation": recipe.evaluation.drawn(model)} if recipe.evaluation.height or recipe.evaluation.width else {}
+    found = (
+        {"evaluation": recipe.evaluation.evaluated_model(model)} if recipe.evaluation.height or recipe.evaluation.width else {}
+    )
     for index, stage in enumerate(recipe.stages):
         for number, size in enumerate(stage.sizes):
             found[f"stages.{index}.sizes.{number}"] = resized(model, size.height, size.width)
@@ -192,11 +194,11 @@ def _check_further_sizes(recipe: Recipe) -> None:
         require_resize(adapter)
     if found and model.family in FAMILIES:
         from ebbflow.models import ModelError  # as above
-        from ebbflow.models.sizes import check_drawn_size
+        from ebbflow.models.sizes import check_size
 
         for key, drawn in found.items():
             try:
-                check_drawn_size(drawn)
+                check_size(drawn)
             except ModelError as error:
                 raise ModelError(str(error).replace("model.", f"{key}.", 1)) from None
 

@@ -77,10 +77,10 @@ def measured_sizes(recipe: Recipe, measure: Measure) -> tuple[Sizes, Sample, Sam
     Raises:
         SizeError, ModelError: as ``estimate``.
     """
-    drawn = recipe.evaluation.drawn(recipe.model)
-    found = [measure(model) for model in recipe.drawn_models]
+    drawn = recipe.evaluation.evaluated_model(recipe.model)
+    found = [measure(model) for model in recipe.rollout_models]
     sizes, sample = max(found, key=lambda pair: pair[1].tokens)
-    evaluated = found[0][1] if drawn == recipe.drawn_models[0] else measure(drawn)[1]
+    evaluated = found[0][1] if drawn == recipe.rollout_models[0] else measure(drawn)[1]
     return sizes, sample, evaluated
 
 

@@ -61,7 +61,7 @@ def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, lab
     metadata = read_policy_metadata(folder)
     require_base(metadata, base, folder)
     require_allowed_code(metadata, folder, (*recipe.own_paths, recipe.model.attention))
-    model = load_model(base, recipe.evaluation.drawn(metadata.served_model))
+    model = load_model(base, recipe.evaluation.evaluated_model(metadata.served_model))
     policy = Policy(model, metadata.config, recipe.seed)
     policy.load(folder)
     scorer = load_scorer(recipe.evaluated_rewards, recipe.guardrails)
@@ -75,7 +75,7 @@ def require_same_image_size(recipe: Recipe, champion: Path) -> None:
     Raises:
         EvaluationError: it does not; names both sizes.
     """
-    its, ours = _size(read_policy_metadata(champion).served_model), _size(recipe.evaluation.drawn(recipe.model))
+    its, ours = _size(read_policy_metadata(champion).served_model), _size(recipe.evaluation.evaluated_model(recipe.model))
     if its != ours:
         raise EvaluationError(
             f"champion of {recipe.promotion.model_name!r} generates {its}, this recipe {ours}: scores are not comparable; "

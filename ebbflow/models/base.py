@@ -227,7 +227,7 @@ def predict_checkpointed(model: Model, latents: Tensor, sigma: Tensor, condition
 
 
 @contextmanager
-def drawing_at(model: Model, size: Size | None) -> Iterator[None]:
+def in_size(model: Model, size: Size | None) -> Iterator[None]:
     """Have a model generate and train in another size inside the block; None changes nothing.
 
     Raises:

@@ -38,7 +38,7 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
 
     Raises:
         SizeError: the family is a user's own, or nothing is known of the model.
-        ModelError: the folder is none of the family, or the family cannot draw the recipe's size.
+        ModelError: the folder is none of the family, or the family cannot generate the recipe's size.
     """
     if model.family not in FAMILIES:
         raise SizeError(f"model.family = {model.family!r} is your own, no sizes are known; take one of {', '.join(FAMILIES)}")
@@ -80,13 +80,13 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
     return sizes, sample
 
 
-def check_drawn_size(model: ModelConfig) -> None:
-    """Check that a family of ours can draw the recipe's height, width and frames; nothing, of a model that nothing is known of.
+def check_size(model: ModelConfig) -> None:
+    """Check that a family of ours can generate the recipe's height, width and frames; nothing, of a model that nothing is known of.
 
     Raises:
         ModelError: it cannot; names the nearest size.
     """
-    _drawing(model)
+    _without_encoders(model)
 
 
 def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
@@ -103,15 +103,15 @@ def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
     for stage in stages:
         require_one_size(stage, ranks)
     require_shareable_family(adapter_of(recipe.model.family), recipe.model, ranks)
-    if recipe.model.family in FAMILIES and (adapter := _drawing(recipe.model)):
+    if recipe.model.family in FAMILIES and (adapter := _without_encoders(recipe.model)):
         require_shareable(adapter, ranks)
 
 
-def _drawing(model: ModelConfig) -> Any:
-    """What draws a sample, without text encoders: the adapter of a family of ours; None where nothing is known of the model.
+def _without_encoders(model: ModelConfig) -> Any:
+    """What generates a sample, without text encoders: the adapter of a family of ours; None where nothing is known of the model.
 
     Raises:
-        ModelError: the family cannot draw the recipe's size.
+        ModelError: the family cannot generate the recipe's size.
     """
     family: Any = adapter_of(model.family)
     names = (*family.networks, "vae")
@@ -148,7 +148,7 @@ def _adapter(model: ModelConfig, built: Mapping[str, nn.Module]) -> Any:
     """The family's adapter around a pipeline of these parts and no others.
 
     Raises:
-        ModelError: the family cannot draw the recipe's size.
+        ModelError: the family cannot generate the recipe's size.
     """
     adapter: Any = adapter_of(model.family)
     wanted = inspect.signature(adapter.pipeline_class.__init__).parameters.items()

@@ -16,7 +16,7 @@ from ebbflow.data.sampling import mixed_batch, prompt_batch
 from ebbflow.data.schema import rollout_schema
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model
-from ebbflow.models.base import Conditioning, device_of, drawing_at
+from ebbflow.models.base import Conditioning, device_of, in_size
 from ebbflow.models.encoding import encode_once
 from ebbflow.offline.shards import layout_metadata, rollout_batch, shard_identity
 from ebbflow.progress import progress
@@ -93,7 +93,7 @@ def write_shard(
     precision = config.latent_precision
     groups_at_once = max(1, config.micro_batch // config.group_size)
     engine = engine or Diffusers(ctx, policy, ctx.algorithm.generates)
-    with drawing_at(model, ctx.size_of_shard(shard)):
+    with in_size(model, ctx.size_of_shard(shard)):
         about = _about(ctx, shard, clock) | layout_metadata(model.latent_shape, precision)
         batches = _generated(ctx, model, policy, engine, version, mine, groups_at_once, clock)
         write_table(path, rollout_schema(model.latent_shape, precision), batches, about)

@@ -24,7 +24,7 @@ from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import ADVANTAGES, KEY
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning, Model
-from ebbflow.models.base import Size, device_of, drawing_at
+from ebbflow.models.base import Size, device_of, in_size
 from ebbflow.models.context_parallel import require_one_size
 from ebbflow.models.encoding import EMBEDDINGS, Encode, open_embeddings, write_embeddings
 from ebbflow.offline.shards import read_latent_parts, require_shard, seconds_of, size_of
@@ -193,7 +193,7 @@ def train_offline_folder(
         trained_on = read_prompts(prompts, "train")
         known = {prompt.prompt_id for prompt in trained_on}
         for path in rollouts:
-            with drawing_at(policy.model, size_of(ctx, path)):
+            with in_size(policy.model, size_of(ctx, path)):
                 require_shard(ctx, path, known, policy.model.latent_shape)
         record = train_epochs(ctx, policy.model, updater, trained_on, rollouts, advantages, recorder, checkpoints)
         if ctx.algorithm.generates != "current":
@@ -255,7 +255,7 @@ def _move(parts: Path, folder: Path) -> None:
 def _timed_update(ctx: StageContext, updater: PolicyUpdater, part: Part, ranks: Ranks, clock: Clock) -> dict[str, float]:
     """The metrics of an optimiser step, and how long it took."""
     before = clock.seconds["training"]
-    with clock.phase("training"), drawing_at(updater.policy.model, part.size):
+    with clock.phase("training"), in_size(updater.policy.model, part.size):
         metrics = _update(ctx, updater, part, ranks)
     seconds, images = clock.seconds["training"] - before, sum(map(len, part.groups))
     speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / images}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ebbflow.models.base import Size, drawing_at
+from ebbflow.models.base import Size, in_size
 from ebbflow.online.messages import RolloutReport, RolloutRequest
 from ebbflow.online.tracing import TaskTimer
 from ebbflow.rollouts.engine import Diffusers, Engine
@@ -49,7 +49,7 @@ class RolloutWorker:
         if size is None:
             return nullcontext()
         assert isinstance(self.engine, Diffusers), "the recipe rejects several sizes of other engines"
-        return drawing_at(self.engine.policy.model, size)
+        return in_size(self.engine.policy.model, size)
 
     def _load(self, weights: WeightsVersion, step: int) -> float:
         """Bring the engine to these weights; seconds that it took. Without a digest the engine shares the trainer's."""

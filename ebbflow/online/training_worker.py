@@ -19,7 +19,7 @@ from ebbflow.algorithms.policy_gradient import dead_share
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import StageRecord
 from ebbflow.models import Conditioning
-from ebbflow.models.base import device_of, drawing_at, require_pixels
+from ebbflow.models.base import device_of, in_size, require_pixels
 from ebbflow.models.encoding import Embeddings, embed
 from ebbflow.online.first_update_alarm import first_update_alarms
 from ebbflow.online.messages import RolloutRequest, TrainingBatch, TrainingReport
@@ -89,7 +89,7 @@ class TrainingWorker:
     def train(self, batch: TrainingBatch, *rollouts: Rollouts) -> TrainingReport:
         """The updates of a step, on the rollouts of all its requests."""
         model = self.updater.policy.model
-        with self.timer.task("training", batch.step, batch.profiled), drawing_at(model, batch.size):
+        with self.timer.task("training", batch.step, batch.profiled), in_size(model, batch.size):
             metrics = train_on_batch(self.ctx, self.updater, batch, join(rollouts), self.scorer)
             self.updater.finish_step()
         return TrainingReport(metrics, self.updater.updates, self.updater.alarms, self.timer.drain())

@@ -51,7 +51,7 @@ class EvaluationConfig(Strict):
         """The sampler with its steps."""
         return SamplerConfig(name=self.sampler, steps=self.steps, eta=self.eta)
 
-    def drawn(self, model: ModelConfig) -> ModelConfig:
+    def evaluated_model(self, model: ModelConfig) -> ModelConfig:
         """A base model as it generates in an evaluation."""
         return resized(model, self.height, self.width)
 

@@ -334,7 +334,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _the_evaluated_size_can_be_drawn(self) -> Recipe:
+    def _the_evaluated_size_is_possible(self) -> Recipe:
         sizes = {key: size for key in ("height", "width") if (size := getattr(self.evaluation, key))}
         if sizes and self.model.family == "glyph":
             key, size = next(iter(sizes.items()))
@@ -390,7 +390,7 @@ class Recipe(Strict):
         return found
 
     @property
-    def drawn_models(self) -> list[ModelConfig]:
+    def rollout_models(self) -> list[ModelConfig]:
         """The base model as rollouts have it: in its own size, where a stage names no ``sizes``, and in the largest of those."""
         largest = max((size for stage in self.stages for size in stage.sizes), key=lambda s: s.height * s.width, default=None)
         own = [self.model] * (not all(stage.sizes for stage in self.stages))

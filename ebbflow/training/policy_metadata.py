@@ -77,7 +77,7 @@ class PolicyMetadata(Strict):
         return resized(self.model, self.height, self.width)
 
 
-def drawing(evaluation: EvaluationConfig) -> dict[str, Any]:
+def sampling_settings(evaluation: EvaluationConfig) -> dict[str, Any]:
     """What a policy's metadata says of how it is evaluated and served."""
     return {key: getattr(evaluation, key) for key in ("steps", "sampler", "eta", "height", "width")}
 
@@ -150,7 +150,7 @@ def write_base_policy(
 ) -> None:
     """The policy folder of the untouched base model: version 0, no weights of its own."""
     metadata = PolicyMetadata(
-        base_digest=base_digest, recipe_digest=recipe_digest, config=config, model=model, **drawing(evaluation)
+        base_digest=base_digest, recipe_digest=recipe_digest, config=config, model=model, **sampling_settings(evaluation)
     )
     with new_folder(folder) as unfinished:
         (unfinished / METADATA).write_text(metadata.model_dump_json(indent=2))

@@ -17,7 +17,14 @@ from ebbflow.storage.artifacts import digest_of
 from ebbflow.training.adapters import ADAPTER
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_model
-from ebbflow.training.policy_metadata import METADATA, PolicyError, PolicyMetadata, drawing, read_policy_metadata, require_base
+from ebbflow.training.policy_metadata import (
+    METADATA,
+    PolicyError,
+    PolicyMetadata,
+    read_policy_metadata,
+    require_base,
+    sampling_settings,
+)
 
 PUBLISHED = "published"
 
@@ -42,7 +49,7 @@ def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
         config=recipe.policy,
         model=recipe.model,
         start=recipe.policy.start.path,
-        **drawing(recipe.evaluation),
+        **sampling_settings(recipe.evaluation),
     )
     if recipe.policy.ema:
         policy.ensure("ema")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ebbflow.models import ModelError, load_model
-from ebbflow.models.base import drawing_at
+from ebbflow.models.base import in_size
 from ebbflow.models.tiny import build_tiny
 from ebbflow.online.local_workers import LocalWorkers, local_workers
 from ebbflow.online.loop import OnlineLoop, run_online_stage
@@ -114,7 +114,7 @@ def test_the_shift_of_the_schedule_follows_the_size(flux, scorer):
     ctx = context(flux, TRAJECTORIES)
     updater = workers_of(ctx, flux, scorer).trainer.updater
     model, own = updater.policy.model, updater.schedule
-    with drawing_at(model, (128, 128)):
+    with in_size(model, (128, 128)):
         large = updater.schedule
     direct = load_model(flux, resized(ctx.recipe.model, 128, 128)).sigmas(3)
     assert torch.equal(large, direct)
@@ -124,12 +124,12 @@ def test_the_shift_of_the_schedule_follows_the_size(flux, scorer):
 
 def test_a_size_that_cannot_be_drawn_leaves_the_model_as_it_was(flux):
     model = load_model(flux, context(flux, TRAJECTORIES).recipe.model)
-    with pytest.raises(ModelError, match="model.height = 40"), drawing_at(model, (40, 64)):
+    with pytest.raises(ModelError, match="model.height = 40"), in_size(model, (40, 64)):
         pass
     assert (model.height, model.width, model.latent_shape[1:]) == (64, 64, model.latent_shape[1:])
     with (
         pytest.raises(ModelError, match="SimpleNamespace has no resize"),
-        drawing_at(SimpleNamespace(), (64, 64)),
+        in_size(SimpleNamespace(), (64, 64)),
     ):
         pass
 
