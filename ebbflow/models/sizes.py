@@ -81,7 +81,7 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
 
 
 def check_size(model: ModelConfig) -> None:
-    """Check that a family of ours can generate the recipe's height, width and frames; nothing, of a model that nothing is known of.
+    """Check that a family of ours can generate the recipe's height, width and frames; of an unknown model, nothing.
 
     Raises:
         ModelError: it cannot; names the nearest size.
