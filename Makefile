@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 ENGINE ?= .venv-vllm-omni
+EIGHT_BIT ?= .venv-8bit
 CONTAINER_TOOL ?= $(shell command -v podman || command -v docker)
 RECIPE ?= workflows/recipes/glyph.yaml
 # Tests commit thousands of small folders and wait for the disk at each: where memory has room for them, they lie there.
@@ -15,12 +16,13 @@ NUMERICAL := $(addprefix tests/,algorithms evaluation flow models offline online
 FAULTS := $(addprefix tests/,pipeline/test_pods.py pipeline/test_post_train.py pipeline/test_files.py pipeline/test_bad_input.py \
 	storage/test_artifacts.py rewards/test_server_limits.py recipe/test_secret_forms.py evaluation/test_gate.py \
 	labeling/test_label_server.py tracking/test_sqlite.py tracking/test_verification.py tracking/test_verify_again.py)
+EIGHT_BIT_TESTS := $(addprefix tests/,training/test_adamw_8bit.py online/test_resume.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni test-containers test-ray-cluster test-kubernetes lint docs docs-serve constraints ui clean
+.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni test-8bit test-containers test-ray-cluster test-kubernetes lint docs docs-serve constraints ui clean
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
 
 setup: $(VENV)/ready ## make the environment in .venv
 
@@ -62,6 +64,15 @@ $(ENGINE)/ready: $(VENV)/ready containers/vllm-omni-cpu.txt containers/vllm_omni
 	$(BIN)/uv pip uninstall --quiet --python $(ENGINE)/bin/python torchaudio torchcodec
 	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(ENGINE)/bin/python --no-deps \
 		--build-constraints constraints.txt --editable . --editable containers/vllm_omni
+	touch $@
+
+test-8bit: $(EIGHT_BIT)/ready ## install bitsandbytes beside the environment (130 MB), and run the tests of 8-bit AdamW
+	PYTHONPATH=$(abspath $(EIGHT_BIT))$(PYTHONPATH:%=:%) $(BIN)/pytest -rs -k 8bit $(EIGHT_BIT_TESTS)
+
+# A folder of its own: peft imports bitsandbytes wherever it finds it, which takes seconds in every process.
+$(EIGHT_BIT)/ready: $(VENV)/ready
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(EIGHT_BIT) \
+		"$$(sed -n 's/^8bit = \["\(.*\)"\].*/\1/p' pyproject.toml)"
 	touch $@
 
 # Where the base image's packages come through a mirror: BUILD_OPTIONS="--network host --volume ..." (containers/README.md).

@@ -85,7 +85,8 @@ def runs(folder: Path) -> None:
 
 @main.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-def check(recipe: Path) -> None:
+@PROCESSES
+def check(recipe: Path, processes: int) -> None:
     """Check RECIPE, a YAML file, and what it names, as a run does before it starts; print it with all defaults."""
     from ebbflow.data.pairs import PairError  # imports pyarrow
     from ebbflow.data.prompts import PromptError
@@ -94,7 +95,7 @@ def check(recipe: Path) -> None:
 
     try:
         resolved = load_recipe(recipe)
-        check_recipe(resolved, resolved.tracking.uri or "", on_cluster=False)
+        check_recipe(resolved, resolved.tracking.uri or "", on_cluster=False, processes=processes)
     except (RecipeError, PromptError, PairError, RewardError) as error:
         sys.exit(str(error))
     except _model_error() as error:  # evaluated where all other errors are ruled out

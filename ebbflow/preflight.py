@@ -34,7 +34,7 @@ TRIED_SIZE = 64
 """Pixels a side of the images that a reward is tried on, where the recipe leaves the size to the model."""
 
 
-def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool, context_parallel: int = 1) -> None:
+def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool, context_parallel: int = 1, processes: int = 1) -> None:
     """Check the files and folders that a recipe names, what its base model can draw, and that its own code and rewards work.
 
     Nothing is written or downloaded. A user's own loss is called on random rows, and, but for a cluster, whose first pod has no
@@ -44,10 +44,11 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool, context_pa
         tracking_uri: the MLflow store that the recipe and the environment resolve to.
         on_cluster: every task has its own pod, and a pod's disk is deleted with it.
         context_parallel: processes that share the tokens of a sample in offline stages.
+        processes: that train an offline stage, those of all nodes.
 
     Raises:
         RecipeError: the output folder cannot be written or shared, a prompt file, pairs, teacher, start or base model is missing,
-            or a user's own code is not what it must be.
+            or a user's own code is not what it must be; an optimizer is not installed, or not for so many processes.
         PromptError: the prompts cannot be used, or are too few.
         PairError: the pairs file has wrong columns or an invalid first row.
         ModelError: the base-model folder is not one, or the model cannot draw the recipe's size, share its tokens or decode with
@@ -63,6 +64,10 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool, context_pa
         if stage.kind == "offline" and stage.pairs and "://" not in stage.pairs:
             _check_pairs(f"stages.{index}.pairs = {stage.pairs!r}", Path(stage.pairs), on_cluster)
         _check_teachers(f"stages.{index}.algorithm", stage, on_cluster)
+        sharded = stage.kind == "offline" and processes > 1
+        stage.optimizer.require_whole_state(f"stages.{index}.optimizer", sharded)
+        if not on_cluster:  # where the image of training pods may have it alone
+            stage.optimizer.require_package(f"stages.{index}.optimizer")
     for path in recipe.own_paths:
         import_path(path)
     _try_losses(recipe)

@@ -164,10 +164,11 @@ def _changes(made: Estimate, name: str) -> Iterator[tuple[Estimate, str]]:
     if role == "training" and not made.recipe.model.gradient_checkpointing:
         for size in sizes:
             yield _with(made, {"model.gradient_checkpointing": True, f"{key}.micro_batch": size})
-    if role == "training" and stage is not None:
+    if role == "training" and stage is not None and made.recipe.stages[stage].optimizer.divisible:
         yield from _with_more_processes(made, stage)
     if made.recipe.policy.train == "full":
-        yield _with(made, {"model.cpu_offload": True})
+        if all(stage.optimizer.divisible for stage in made.recipe.stages):
+            yield _with(made, {"model.cpu_offload": True})
         yield _with(made, {"policy.train": "lora"})
 
 

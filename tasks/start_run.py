@@ -38,7 +38,8 @@ def start_run(recipe: Recipe) -> TrackedRun:
     name = f"{execution.project}/{execution.domain}/{execution.name}" if on_cluster else None
     if not on_cluster and end_interrupted not in FlyteContextManager.signal_handlers:
         FlyteContextManager.add_signal_handler(end_interrupted)
-    check_recipe(recipe, resolve_tracking_uri(recipe), on_cluster, DEPLOYMENT.train_context_parallel)
+    processes = DEPLOYMENT.train_processes * DEPLOYMENT.train_nodes
+    check_recipe(recipe, resolve_tracking_uri(recipe), on_cluster, DEPLOYMENT.train_context_parallel, processes)
     if not on_cluster:
         _prepare_process(recipe)
     return parent_run.start_run(recipe, name, source=SOURCE) if name else _start_or_resume(recipe)

@@ -198,6 +198,14 @@ def test_rewards_on_gpus_get_their_share() -> None:
         best_plan(work, busy, "sync", 2)
 
 
+def test_an_optimizer_that_cannot_be_divided_trains_in_one_process() -> None:
+    work, times = work_and_times(optimizer={"name": "adamw_8bit"}, updates_per_step=1)
+    slow = TaskTimes(times.rollout, times.scoring, 1e3 * times.rollout, times.between, times.network)
+    plan = best_plan(work, slow, "one_step_off", 16)
+    assert plan.split.training == 1
+    assert why_not_further(work, slow, plan) == "optimizer.name = 'adamw_8bit' trains in one process: take adamw"
+
+
 # --- times of a run
 
 

@@ -7,7 +7,8 @@ latents, a process holds these bytes:
 =============  =================================================================================================
 weights        LoRA: b (P + B) + 4 A. Full: 4 (P + B), and 2 P of casts that autocast keeps where b = 2
 optimiser      8 A of AdamW (1711.05101), and 4 A of gradients; 8 A more for a fake score (``dmd2``, ``tdm``). While a
-               copy is swapped in, the swapped-out parameters take the gradients' place
+               copy is swapped in, the swapped-out parameters take the gradients' place. ``adamw_8bit`` has 2 A and a scale
+               of 4 bytes for each 256 numbers of them instead of 8 A, but for parameters of fewer than 4,096 elements
 copies         4 A each (``ebbflow.training.policy``): the reference always, old, sampling, rollout, fake, ema and teacher
                where a stage has them; where nothing trains, also the swapped-out parameters, and while a fake score is
                trained that is sharded or offloaded
@@ -58,6 +59,8 @@ BLOCK_BYTES = 34
 """Bytes that a block saves per token and unit of width, in 16 bits (2205.05198, equation 2 without 5 a s / h)."""
 MODULATION = 1.5
 """Factor for blocks whose norms are shifted, scaled and gated; measured (``tests/estimate/test_activations.py``)."""
+BLOCK_OF_8BIT = 256
+"""Numbers of a moment of 8-bit AdamW that share a scale, as bitsandbytes has it."""
 INFERENCE_NUMBERS = 10
 """Elements alive per token and unit of width in a pass without gradients."""
 REWARD_PARAMETERS = {
@@ -322,7 +325,7 @@ class ProcessMemory:
         swapped = 4 * self.trained if fake and (processes > 1 or self.recipe.model.cpu_offload) else 0
         state = Memory(
             weights=self.sharded_weights(processes, shards),
-            optimizer=(12 + 8 * fake) * self.trained // shards,
+            optimizer=(4 * self.trained + (1 + fake) * self._moments(ctx)) // shards,
             copies=(self.copies(ctx) + swapped) // shards,
             loading=self.weights("float32") if processes > 1 else 0,
         )
@@ -334,6 +337,12 @@ class ProcessMemory:
         shard = self.shard(shards)
         offloaded = shard + state.optimizer + state.copies
         return replace(state, weights=state.weights - shard, optimizer=0, copies=0, offloaded=offloaded)
+
+    def _moments(self, ctx: StageContext) -> int:
+        """Bytes of the state of one optimiser."""
+        if ctx.config.optimizer.name == "adamw_8bit":
+            return 2 * (self.trained + 4 * math.ceil(self.trained / BLOCK_OF_8BIT))
+        return 8 * self.trained
 
     def _update(self, ctx: StageContext, samples: int) -> int:
         """Of an optimiser step: three latents and a prediction of every copy for each term, a student's steps, and prompts."""

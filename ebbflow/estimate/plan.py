@@ -230,7 +230,7 @@ def _splits(work: OnlineWork, times: TaskTimes, ahead: int, gpus: int) -> Iterat
     """Every number of training ranks, in steps of an eighth once they are many, and the others as their tasks take long."""
     on_gpus = work.ctx.online.resources.reward.gpus > 0 and times.scoring > 0
     useful, ranks = work.requests * (ahead + 1), 1
-    while ranks <= min(work.groups, gpus - 1):
+    while ranks <= (min(work.groups, gpus - 1) if work.ctx.config.optimizer.divisible else 1):
         rest = gpus - ranks
         ideal = rest * times.scoring / (times.scoring + times.rollout) if on_gpus else 0
         for rewards in {max(1, math.floor(ideal)), math.ceil(ideal)} if on_gpus else {0}:
@@ -275,6 +275,8 @@ def why_not_further(work: OnlineWork, times: TaskTimes, plan: Plan) -> str:
         return (
             f"a step has {work.requests:,} requests, and one worker generates each: raise prompts_per_step, or lower micro_batch"
         )
+    if not work.ctx.config.optimizer.divisible:
+        return f"optimizer.name = {work.ctx.config.optimizer.name!r} trains in one process: take adamw"
     if seconds.training > times.training * work.share(split.training):
         return "training waits for the network, over which it gathers all weights in every pass: raise micro_batch"
     return f"an update has {work.groups:,} groups to deal out to ranks: raise prompts_per_step, or lower updates_per_step"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Annotated, Any, Literal
 
@@ -351,13 +352,14 @@ class LearningRateFactorConfig(Strict):
 OPTIMIZERS = {
     "adamw": "AdamW (1711.05101)",
     "muon": "Muon for all matrices, whose step is made orthogonal and as large as AdamW's (2502.16982), AdamW for the rest",
+    "adamw_8bit": "AdamW of bitsandbytes, with moments of 8 bits (2110.02861) in a quarter of the memory; one process trains",
 }
 
 
 class OptimizerConfig(Strict):
     """The optimiser, with gradient clipping."""
 
-    name: Literal["adamw", "muon"] = Field("adamw", description=listed(OPTIMIZERS))
+    name: Literal["adamw", "muon", "adamw_8bit"] = Field("adamw", description=listed(OPTIMIZERS))
     lr: float = Field(3e-4, ge=0, le=1)
     schedule: LearningRateScheduleConfig = LearningRateScheduleConfig()
     lr_factors: list[LearningRateFactorConfig] = []
@@ -376,3 +378,39 @@ class OptimizerConfig(Strict):
         if self.name != "muon" and self.momentum != OptimizerConfig.model_fields["momentum"].default:
             raise ValueError(f"momentum is for name: muon, and {self.name} has betas; leave it out")
         return self
+
+    @property
+    def divisible(self) -> bool:
+        """Whether its state can be divided among processes and wait in main memory: not in blocks that share a scale."""
+        return self.name != "adamw_8bit"
+
+    def require_whole_state(self, key: str, sharded: bool, offloaded: bool = False) -> None:
+        """Check that the state stays where the optimiser has it; ``key`` is that of the optimiser in messages.
+
+        Raises:
+            RecipeError: it cannot be divided or wait in main memory, and it would be.
+        """
+        if self.divisible:
+            return
+        if offloaded:
+            raise RecipeError(
+                f"{key}.name = {self.name!r} has a state that cannot wait in main memory; leave model.cpu_offload out, or take "
+                "adamw"
+            )
+        if sharded:
+            raise RecipeError(
+                f"{key}.name = {self.name!r} has a state that cannot be divided among processes; train with one "
+                "(EBBFLOW_TRAIN_PROCESSES=1, or resources.training.count: 1 of an online stage), or take adamw"
+            )
+
+    def require_package(self, key: str) -> None:
+        """Check that what the optimiser needs is installed.
+
+        Raises:
+            RecipeError: it is not.
+        """
+        if self.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+            raise RecipeError(
+                f'{key}.name = {self.name!r} needs bitsandbytes, which is not installed; run `pip install "ebbflow[8bit]"`, or '
+                "take adamw"
+            )

@@ -282,6 +282,13 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
+    def _optimizers_have_their_state_whole(self) -> Recipe:
+        for index, stage in enumerate(self.stages):
+            sharded = isinstance(stage, OnlineStageConfig) and stage.resources.training.count > 1
+            stage.optimizer.require_whole_state(f"stages.{index}.optimizer", sharded, self.model.cpu_offload)
+        return self
+
+    @model_validator(mode="after")
     def _engines_know_the_family(self) -> Recipe:
         known = [name for name, family in FAMILIES.items() if family.vllm_omni]
         for index, stage in enumerate(self.stages):

@@ -32,7 +32,7 @@ from ebbflow.algorithms.base import FOLLOWING
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, new_folder, verify
 from ebbflow.training.distributed import Ranks, receive_file, send_file
-from ebbflow.training.optimizer import AnyOptimizer
+from ebbflow.training.optimizer import AnyOptimizer, state_from, state_tensors
 from ebbflow.training.policy import Policy, like
 from ebbflow.training.update import PolicyUpdater
 
@@ -110,7 +110,7 @@ def restore(folder: Path, updater: PolicyUpdater) -> None:
             for name, parameter in policy.parameters.items():
                 own = {key: _placed(policy, values[key], parameter) for key in values if key.rpartition("/")[0] == name}
                 if own:
-                    optimizer.state[parameter] = {key.rpartition("/")[2]: value for key, value in own.items()}
+                    optimizer.state[parameter] = state_from({key.rpartition("/")[2]: value for key, value in own.items()})
     for name, value in json.loads((folder / COUNTERS).read_text()).items():
         setattr(updater, name, value)
 
@@ -122,7 +122,7 @@ def _moving(updater: PolicyUpdater) -> dict[str, dict[str, Tensor]]:
         kind: {
             f"{name}/{key}": value
             for name, parameter in policy.parameters.items()
-            for key, value in optimizer.state.get(parameter, {}).items()
+            for key, value in state_tensors(optimizer.state.get(parameter, {})).items()
         }
         for kind, optimizer in _optimizers(updater).items()
     }

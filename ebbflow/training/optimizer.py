@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,6 +15,8 @@ from ebbflow.training.policy import Policy, to_main_memory
 
 RateGroups = list[tuple[float, list[Tensor]]]
 """(factor of the learning rate, parameters)."""
+TABLES = ("qmap1", "qmap2")
+"""What the 8 bits of a moment mean, in the state of every parameter of 8-bit AdamW."""
 
 
 class CombinedOptimizer:
@@ -59,8 +61,11 @@ def make_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
     """The optimiser over the trained parameters; its state is in main memory where the copies of the policy are.
 
     Raises:
-        RecipeError: a pattern of ``lr_factors`` is the first to fit no trained parameter.
+        RecipeError: a pattern of ``lr_factors`` is the first to fit no trained parameter; what the optimiser needs is not
+            installed, or its state cannot be where the policy's is.
     """
+    config.require_whole_state("optimizer", policy.sharded, policy.offloaded)
+    config.require_package("optimizer")
     optimizer = _make_optimizer(policy, config)
     return OffloadedOptimizer(optimizer) if policy.offloaded else optimizer
 
@@ -69,6 +74,8 @@ def _make_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
     groups = _rate_groups(policy, config)
     if config.name == "adamw":
         return _adamw(groups, config)
+    if config.name == "adamw_8bit":
+        return _adamw_8bit(groups, config)
     matrices = _only(groups, lambda parameter: parameter.ndim == 2)
     others = _only(groups, lambda parameter: parameter.ndim != 2)
     muon = torch.optim.Muon(
@@ -90,6 +97,26 @@ def _adamw(groups: RateGroups, config: OptimizerConfig) -> torch.optim.AdamW:
     """One fused kernel for each parameter: on a CPU a fifth of the time of its single operations."""
     rated, betas = _with_rates(groups, config), (config.betas[0], config.betas[1])
     return torch.optim.AdamW(rated, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+
+
+def _adamw_8bit(groups: RateGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Parameters of fewer than 4,096 elements have moments of 32 bits, as the library has it."""
+    from bitsandbytes.optim import AdamW8bit  # takes seconds
+
+    rated, betas = _with_rates(groups, config), (config.betas[0], config.betas[1])
+    made: torch.optim.Optimizer = AdamW8bit(rated, config.lr, betas, config.eps, config.weight_decay)
+    return made
+
+
+def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The state of a parameter as tensors of its own: 8-bit AdamW counts steps in a number and has tables of all parameters."""
+    own = {key: value.clone() if key in TABLES else value for key, value in state.items()}
+    return {key: torch.tensor(value) if isinstance(value, int) else value for key, value in own.items()}
+
+
+def state_from(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The inverse of ``state_tensors``."""
+    return {key: int(value) if value.dtype == torch.int64 else value for key, value in tensors.items()}
 
 
 def _with_rates(groups: RateGroups, config: OptimizerConfig) -> list[dict[str, Any]]:

@@ -306,6 +306,18 @@ def test_what_is_offloaded_waits_in_main_memory(tiny_recipe):
     assert "cpu_offload" not in describe(estimate(recipes[0], 4))
 
 
+def test_moments_of_8_bits_take_a_quarter_and_their_scales(tiny_recipe):
+    def taken(name, **stage):
+        recipe = tiny_recipe("sd3", stages=[{"kind": "online", "optimizer": {"name": name}, **stage}])
+        return estimate(recipe).memory["1.1 online training"].optimizer, measure(recipe.model)[0].parameters
+
+    (full, parameters), (less, _) = taken("adamw"), taken("adamw_8bit")
+    assert full == 12 * parameters
+    assert less == pytest.approx(6.03125 * parameters, abs=8)
+    student = {"algorithm": {"name": "dmd2"}, "sampler": {"steps": 2}}
+    assert taken("adamw_8bit", **student)[0] == 2 * less - 4 * parameters
+
+
 def test_what_is_gathered_at_once_counts(tiny_recipe):
     """Of the weights alone: blocks in 32 or 16 bits, one, two or all."""
     stages = [{"kind": "offline", "batch_size": 64}]

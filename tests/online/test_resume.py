@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 
@@ -82,6 +83,13 @@ CASES = {
     "dmd2-lora": ({"algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 2}}, {"train": "lora", "rank": 2}),
     "async-running": ({"advantages": {"running": True}, "mode": "async", "staleness": 2}, {}),
 }
+EIGHT_BIT = {
+    "8bit": ({"optimizer": {"name": "adamw_8bit"}}, {}),
+    "8bit-dmd2": (
+        {"algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 2}, "optimizer": {"name": "adamw_8bit"}},
+        {"train": "lora", "rank": 128},
+    ),
+}
 
 
 @pytest.mark.parametrize(("online", "policy"), CASES.values(), ids=CASES)
@@ -93,6 +101,18 @@ def test_a_killed_stage_ends_with_the_same_bytes(attempt, online, policy):
         with pytest.raises(Killed):
             attempt(f"killed-{kill}", kill=kill, policy=policy, **online)
         assert attempt(f"killed-{kill}", policy=policy, **online) == whole, kill
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None,
+    reason="bitsandbytes is not installed: `make test-8bit` installs it into a folder of its own and runs this test",
+)
+@pytest.mark.parametrize(("online", "policy"), EIGHT_BIT.values(), ids=EIGHT_BIT)
+def test_a_killed_stage_with_moments_of_8_bits_ends_with_the_same_bytes(attempt, online, policy):
+    whole = attempt("whole", policy=policy, **online)
+    with pytest.raises(Killed):
+        attempt("killed", kill=3, policy=policy, **online)
+    assert attempt("killed", policy=policy, **online) == whole
 
 
 def test_a_killed_stage_whose_updates_reuse_forward_passes_ends_with_the_same_bytes(attempt):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from ebbflow.estimate.run import Estimate, estimate
 from ebbflow.models.base import ModelError
 from ebbflow.recipe import Recipe, load_recipe
+from ebbflow.recipe.choices import OptimizerConfig
 from tasks import plan_run as plan
 from tasks import start_run as start
 from tasks.deployment import AcceleratedConfig, DeploymentConfig, DeploymentError, TrainingGroupConfig
-from tasks.fit import compare, machine_of
+from tasks.fit import _changes, compare, machine_of
 from workflows.post_training import dry_run
 
 RECIPES = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
@@ -103,6 +105,20 @@ def test_offloading_is_proposed_where_main_memory_holds_what_it_offloads() -> No
     assert "set model.cpu_offload: true (" in holds
     assert "cpu_offload" not in lacks
     assert "set policy.train: lora (" in lacks
+
+
+def test_what_the_optimizer_cannot_do_is_not_proposed() -> None:
+    """Neither more processes nor main memory; of a state that can be divided, both are."""
+
+    def proposed(name: str) -> set[str]:
+        made = offline_wan()
+        (stage,) = made.recipe.stages
+        recipe = made.recipe.model_copy(update={"stages": [stage.model_copy(update={"optimizer": OptimizerConfig(name=name)})]})
+        changes = list(_changes(replace(made, recipe=recipe, processes=1), "1.1 offline training"))
+        return {words.partition(":")[0] for _, words in changes} & {"train_processes", "model.cpu_offload"}
+
+    assert proposed("adamw") == {"train_processes", "model.cpu_offload"}
+    assert proposed("adamw_8bit") == set()
 
 
 def test_what_is_offloaded_must_fit_into_the_main_memory_of_the_pod() -> None:
