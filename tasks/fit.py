@@ -32,7 +32,7 @@ class Machine:
         name: for messages.
         bytes: of its GPU, or of main memory without one; None where a GPU's is not known.
         gpu: whether these are a GPU's.
-        main_memory: bytes beside a GPU.
+        main_memory: bytes of main memory that a process with a GPU needs.
         sharing: processes that share the pod.
     """
 

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -160,6 +161,43 @@ def read_answer(config: ChatServerConfig, choice: Choice, read: Callable[[str], 
     if found is None:
         raise NoAnswer(f'{completions_url(config)} answered "{shown(text[-200:], config)}": {wanted}')
     return found
+
+
+class ChatReward:
+    """A reward that asks a model behind ``/chat/completions``.
+
+    Attributes:
+        sleep: waits between attempts.
+    """
+
+    config: Any
+    name: str
+
+    def __init__(self, config: ChatServerConfig, sleep: Sleep = time.sleep) -> None:
+        self.config, self.name = config, config.name
+        self.sleep = sleep
+
+    def unavailable(self) -> str | None:
+        return missing_model(self.config, self.sleep)
+
+
+class ImageChatReward(ChatReward, ABC):
+    """One that asks about each image by itself."""
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        return judge_images(self.config, self.judge, images, prompts, self.metrics())
+
+    def metrics(self) -> Sequence[str]:
+        """Names of what ``judge`` gives after the score."""
+        return ()
+
+    @abstractmethod
+    def judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+        """The score of an image, uint8 RGB [height, width, 3], and its metrics.
+
+        Raises:
+            NoAnswer: the model gave no answer that can be used, or the prompt lacks what is asked about.
+        """
 
 
 def judge_images(

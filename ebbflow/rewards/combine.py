@@ -42,7 +42,7 @@ class ScoreTable:
     Attributes:
         reward: float64 [N], the weighted sum of the trained rewards of each one's prompt set; NaN where any of them failed.
         metrics: float64 [N] columns: every reward by its name, and its own metrics; NaN where it failed, and where it does not
-            score the prompt's set: there, a trained one is NaN beside a finite ``reward``.
+            score the prompt's set: there, a trained one is NaN although ``reward`` is finite.
         failures: the reasons, for every sample on which a reward or guardrail failed; None elsewhere.
     """
 

@@ -1,4 +1,4 @@
-"""Trained parameters in files: LoRAs and networks in the layouts that diffusers reads, and copies beside them."""
+"""Trained parameters in files: LoRAs and networks in the layouts that diffusers reads, and copies."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def read_parameters(folder: Path, model: Model, config: PolicyConfig, like: dict
                 for shard in sorted((folder / (prefix.rstrip(".") or FIRST)).glob("*.safetensors")):
                     named |= {prefix + key: value for key, value in load_file(shard).items()}
     stored = {_stored_name(key): key for key in like}
-    buffers = model.transformer.state_dict().keys() - like.keys()  # which full weights lie beside
+    buffers = model.transformer.state_dict().keys() - like.keys()  # which the files of full weights also hold
     return _fitting(folder, {stored.get(name, name): value for name, value in named.items() if name not in buffers}, like)
 
 

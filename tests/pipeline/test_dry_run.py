@@ -85,7 +85,7 @@ def test_what_is_proposed_fits() -> None:
 
 
 def offline_wan(**model: object) -> Estimate:
-    """All 5 billion parameters in an offline stage, whose rollouts hold three copies of them beside the weights."""
+    """All 5 billion parameters in an offline stage, whose rollouts hold the weights and three copies of them."""
     recipe = load_recipe(WAN)
     data = {"model": recipe.model.model_dump() | model, "stages": [{"kind": "offline", "algorithm": {"name": "diffusion_nft"}}]}
     return estimate(Recipe.model_validate(data), processes=8)

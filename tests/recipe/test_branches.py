@@ -47,18 +47,18 @@ def test_a_branch_has_prompts_and_rewards_of_its_own() -> None:
 
 def test_stages_of_other_branches_run_beside_it() -> None:
     recipe = Recipe.model_validate(branched())
-    beside = [StageContext(recipe, 1, index).labels_in_parallel for index in range(5)]
+    parallel = [StageContext(recipe, 1, index).labels_in_parallel for index in range(5)]
     of_words, merge = ["2.3 offline signs"], ["2.5 online"]  # the merge waits, so its checkpoints do not exist yet
-    assert beside == [[], of_words + merge, ["2.2 online words", "2.4 online words", *merge], of_words + merge, []]
+    assert parallel == [[], of_words + merge, ["2.2 online words", "2.4 online words", *merge], of_words + merge, []]
 
 
 def test_stages_that_do_not_wait_for_a_branch_run_beside_it() -> None:
     first = {"algorithm": {"name": "distillation", "teacher": "branch:words"}}
     stages: list[dict[str, Any]] = [{"branch": "words"}, {"branch": "signs"}, first, {}, MERGE]
     recipe = Recipe.model_validate(branched(stages))
-    beside = [StageContext(recipe, 0, index).labels_in_parallel for index in range(5)]
-    assert beside[1] == ["1.1 online words", "1.3 online", "1.4 online", "1.5 online"]
-    assert beside[2:] == [["1.2 online signs"], ["1.2 online signs"], []]
+    parallel = [StageContext(recipe, 0, index).labels_in_parallel for index in range(5)]
+    assert parallel[1] == ["1.1 online words", "1.3 online", "1.4 online", "1.5 online"]
+    assert parallel[2:] == [["1.2 online signs"], ["1.2 online signs"], []]
 
 
 def test_a_recipe_without_branches_is_what_it_was() -> None:

@@ -302,9 +302,9 @@ def test_specialists_are_trained_as_published_and_merged(name):
     assert recipe.branches["signs"].rewards == published.rewards
     assert recipe.stages[-1].hyper.teachers == {"signs": "branch:signs", "scenes": "branch:scenes"}
     for stage in recipe.stages[:2]:
-        told = [key for key, value in stage.hyper.published.items() if key != "group_size"]
+        keys = [key for key, value in stage.hyper.published.items() if key != "group_size"]
         assert stage.group_size == stage.hyper.published["group_size"].value
-        assert all(value_at(stage, key) == stage.hyper.published[key].value for key in told if not key.startswith("updates"))
+        assert all(value_at(stage, key) == stage.hyper.published[key].value for key in keys if not key.startswith("updates"))
 
 
 def value_at(stage, key):

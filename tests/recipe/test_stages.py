@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stage_cases import BYPASS, GUIDED, keys_of, offline, online, problem, resolved
 
-from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.algorithms import EmaScheduleConfig, ForwardConfig, TrajectoryConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig
 from ebbflow.recipe.choices import (
     WINDOW_KEYS,
     AdvantagesConfig,
@@ -19,7 +18,6 @@ from ebbflow.recipe.choices import (
     SamplerConfig,
     WindowConfig,
 )
-from ebbflow.recipe.plugins import import_path
 from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
 
@@ -28,38 +26,7 @@ TRAJECTORY = [name for name, config in CONFIGS.items() if config.kind == "trajec
 FORWARD = [name for name, config in CONFIGS.items() if config.kind == "forward"]
 GRADIENT = [name for name, config in CONFIGS.items() if config.kind == "gradient"]
 STOCHASTIC = ["flow_sde", "dance_sde", "cps"]
-BYPASS = {"mode": "bypass", "weights": "none"}
 
-
-def keys_of(name, **rest):
-    """The recipe's keys of an algorithm, with those that it cannot do without."""
-    return {"name": name, **({"teacher": "elsewhere"} if name == "distillation" else {}), **rest}
-
-
-def online(name="mix_grpo", **stage):
-    return {"kind": "online", "algorithm": keys_of(name), **stage}
-
-
-def offline(name="diffusion_nft", **stage):
-    return {"kind": "offline", "algorithm": keys_of(name), **stage}
-
-
-GUIDED = {"family": "sd3", "path": "base"}
-"""A model with classifier-free guidance, for the published reference of CRD."""
-
-
-def resolved(stage):
-    return Recipe.model_validate({"model": GUIDED, "stages": [stage]}).stages[0]
-
-
-def problem(stage):
-    """What is wrong with a stage, in the recipe's own words."""
-    with pytest.raises(RecipeError) as error:
-        resolved(stage)
-    return str(error.value)
-
-
-# Refusals: each says what does not fit and what would.
 
 NOT_REUSED = [
     ({"mode": "one_step_off"}, "mode is one_step_off", "set mode: sync"),
@@ -72,7 +39,7 @@ NOT_REUSED = [
     ({"rollout_precision": "bfloat16"}, "rollout_precision is bfloat16", "leave rollout_precision out"),
     ({"correction": {}}, "correction is given", "leave 'correction' out"),
 ]
-"""(keys of a stage, what is said of them, the way out)."""
+"""(keys of a stage, what the error says of them, the fix)."""
 REFUSED = [
     (online("mix_grpo", reference={"weight": 1, "guidance": 2}), "reference.guidance = 2", "policy and base", "leave it out"),
     *((online(name, sampler={"name": s}), name, f"'{s}' has none", "flow_sde, dance_sde or cps", "diffusion_nft")
@@ -466,238 +433,3 @@ def test_a_decay_that_begins_above_its_limit_is_refused():
 )
 def test_the_published_schedules(keys, expected):
     assert {step: EmaScheduleConfig(**keys).decay(step) for step in expected} == pytest.approx(expected)
-
-
-# A user's own algorithm.
-
-
-class OwnForward(ForwardConfig):
-    """Mine."""
-
-    stage_defaults = {"reference": {"weight": 0.3}, "sampler": {"steps": 8}}
-    strength: float = 1.0
-
-
-class OwnTrajectory(TrajectoryConfig):
-    """Mine, on trajectories."""
-
-    stage_defaults = {"sampler": {"name": "cps"}, "window": {"kind": "random"}}
-
-
-class Everywhere(OwnTrajectory):
-    """Mine, on trajectories that offline stages do not store."""
-
-    stages = ("online", "offline")
-
-
-class OfDensities(OwnTrajectory):
-    """Mine, on log-probs that must be densities."""
-
-    needs_density = True
-
-
-class Taught(OwnTrajectory):
-    """Mine, with a teacher."""
-
-    teacher: str
-
-
-class TaughtForward(OwnForward):
-    """Mine, with a teacher, on final latents."""
-
-    teacher: str = "s3://bucket/teacher"
-
-
-class Defaults(TrajectoryConfig):
-    """Mine, with keys of a window and a sampler without their kind and name."""
-
-    stage_defaults = {"sampler": {"name": "flow_sde", "steps": 9}, "window": {"size": 2}}
-
-
-FORWARD_ONE = Algorithm(OwnForward, lambda rows, config: (None, {}), select=grouping.groups)
-TRAJECTORY_ONE = Algorithm(OwnTrajectory, lambda rows, config: (None, {}))
-EVERYWHERE = Algorithm(Everywhere, lambda rows, config: (None, {}))
-OF_DENSITIES = Algorithm(OfDensities, lambda rows, config: (None, {}))
-TAUGHT = Algorithm(Taught, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
-TAUGHT_FORWARD = Algorithm(TaughtForward, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
-UNTAUGHT = Algorithm(OwnTrajectory, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
-DEFAULTS = Algorithm(Defaults, lambda rows, config: (None, {}))
-HERE = __name__
-
-
-def own(name, **rest):
-    return {"name": "custom", "path": f"{HERE}:{name}", **rest}
-
-
-def test_a_users_own_algorithm_is_as_good_as_a_built_in_one():
-    stage = resolved({"kind": "offline", "algorithm": own("FORWARD_ONE", options={"strength": 2.0, "noise_levels": 3})})
-    assert stage.hyper == OwnForward(strength=2.0, noise_levels=3)
-    assert (stage.reference.weight, stage.reference.penalty, stage.sampler.steps) == (0.3, "velocity", 8)
-    assert stage.algorithm_name == f"{HERE}:FORWARD_ONE"
-    on_trajectories = resolved({"kind": "online", "algorithm": own("TRAJECTORY_ONE"), "window": {"size": 2}})
-    assert on_trajectories.sampler.name == "cps"
-    assert on_trajectories.window == WindowConfig(kind="random", size=2)
-    assert on_trajectories.reference.penalty == "kl"
-    for found in (stage, on_trajectories):
-        assert resolved(found.model_dump(mode="json")) == found
-
-
-def test_its_defaults_are_for_its_own_sampler_and_kind_of_window():
-    plain, other = (
-        resolved(online(algorithm=own("DEFAULTS"), **keys))
-        for keys in ({}, {"sampler": {"name": "dance_sde"}, "window": {"kind": "share"}})
-    )
-    assert (plain.sampler, plain.window) == (SamplerConfig(name="flow_sde", steps=9), WindowConfig(kind="progressive", size=2))
-    assert (other.sampler, other.window) == (SamplerConfig(name="dance_sde", steps=9), WindowConfig(kind="share"))
-
-
-def test_a_sampler_without_densities_is_refused_to_those_that_need_them():
-    assert resolved(online(algorithm=own("OF_DENSITIES"), sampler={"name": "flow_sde"})).sampler.name == "flow_sde"
-    assert f"{HERE}:OF_DENSITIES needs log-probs that are densities" in problem(online(algorithm=own("OF_DENSITIES")))
-
-
-def test_a_teacher_needs_a_key_that_says_where_it_is():
-    stage = resolved(online(algorithm=own("TAUGHT", options={"teacher": "s3://bucket/teacher"})))
-    assert stage.hyper == Taught(teacher="s3://bucket/teacher")
-    text = problem(online(algorithm=own("UNTAUGHT")))
-    assert f"{HERE}:UNTAUGHT asks for the copy 'teacher'" in text
-    assert "give OwnTrajectory a field 'teacher: str'" in text
-
-
-def test_what_goes_wrong_inside_a_users_module_comes_through(tmp_path, monkeypatch):
-    (tmp_path / "half_written.py").write_text("import math\n\nTURN = math.tau_of_two\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for imported in (import_path, lambda path: resolved(online(algorithm={"name": "custom", "path": path}))):
-        with pytest.raises(AttributeError, match="module 'math' has no attribute 'tau_of_two'"):
-            imported("half_written:TURN")
-
-
-@pytest.mark.parametrize(
-    ("stage", "parts"),
-    [
-        (online(algorithm={"name": "custom", "path": "no_such_package.mine:ALGORITHM"}),
-         ("no_such_package.mine:ALGORITHM cannot be imported", "PYTHONPATH")),
-        (online(algorithm=own("FORWARD_TWO")), (f"the module '{HERE}' has no 'FORWARD_TWO'; did you mean 'FORWARD_ONE'?",)),
-        (online(algorithm=own("zzzz")), ("has no 'zzzz'; name something that it defines",)),
-        (online(algorithm={**own("FORWARD_ONE"), "optons": {}}),
-         ("algorithm.custom.optons: unknown key; did you mean 'options'? Known keys here: name, options, path",)),
-        (online(algorithm=own("EVERYWHERE")), ("EVERYWHERE: offline stages store no trajectories", "Everywhere.stages")),
-        (online(algorithm=own("HERE")), ("HERE is a str, not an ebbflow.algorithms.base.Algorithm",)),
-        (online(algorithm=own("OwnForward")), ("OwnForward is a", "not an ebbflow.algorithms.base.Algorithm")),
-        (online(algorithm=own("FORWARD_ONE", options={"strenth": 2})),
-         ("options of", "strenth: unknown key; did you mean 'strength'?")),
-        (online(algorithm=own("FORWARD_ONE", options={"strength": "much"})), ("options of", "strength = 'much'")),
-        (online(algorithm={"name": "custom", "path": "no colon"}), ("path = 'no colon'", "give package.module:name of your own")),
-        (online(algorithm={"name": "custom"}), ("path", "Field required")),
-        (offline(algorithm=own("TRAJECTORY_ONE")), ("TRAJECTORY_ONE needs fresh trajectories", "diffusion_nft")),
-        (offline(algorithm=own("TAUGHT_FORWARD")), ("TAUGHT_FORWARD learns from a teacher", "only online stages")),
-        (online(algorithm=own("FORWARD_ONE"), window={}), ("FORWARD_ONE trains on final latents alone", "leave 'window' out")),
-        (online(algorithm=own("TRAJECTORY_ONE"), sampler={"name": "ode"}), ("TRAJECTORY_ONE needs the log-probabilities",)),
-    ],
-)  # fmt: skip
-def test_what_is_no_algorithm_of_ones_own_is_explained(stage, parts):
-    text = problem(stage)
-    for part in parts:
-        assert part in text
-
-
-# Students of few steps
-
-
-def test_a_student_takes_its_own_steps_and_no_log_probs():
-    assert resolved(online("dmd2")).sampler == SamplerConfig(name="cps", eta=1.0, steps=4)
-    assert resolved(online("dmd2", sampler={"steps": 2})).sampler == SamplerConfig(name="cps", eta=1.0, steps=2)
-    assert resolved(online("tdm")).sampler == SamplerConfig(name="ode", steps=4)
-    assert resolved(online("tdm")).reference.penalty == "velocity"
-
-
-@pytest.mark.parametrize(
-    ("stage", "says"),
-    [
-        (
-            online("tdm", sampler={"name": "cps"}),
-            "tdm matches the ends of deterministic steps, and sampler.name = 'cps'; take ode",
-        ),
-        (
-            online("tdm", algorithm={"name": "tdm", "sigma": {"kind": "schedule"}}),
-            "algorithm.sigma.kind = 'schedule' has none but the ends of it, which say nothing; take uniform or logit_normal",
-        ),
-        (online("dmd2", sampler={"name": "unipc"}), "'unipc' needs the step before; set sampler.name to cps or ode"),
-        (online("dmd2", window={"kind": "all"}), "dmd2 takes the student's steps itself; leave 'window' and 'correction' out"),
-        (online("dmd2", correction=BYPASS), "leave 'window' and 'correction' out"),
-        (online("dmd2", guidance_in_loss=False), "leave 'guidance_in_loss' out"),
-        (online("dmd2", reference={"penalty": "kl"}), "reference.penalty = 'kl' compares the steps of a trajectory"),
-        (offline("dmd2"), "dmd2 needs fresh trajectories: use it in an online stage"),
-    ],
-)
-def test_a_student_s_stage_that_cannot_be_is_explained(stage, says):
-    assert says in problem(stage)
-
-
-@pytest.mark.parametrize(
-    ("rest", "stages", "says"),
-    [
-        ({"rounds": 2}, [online("dmd2")], "stages.0.algorithm has no teacher.*a student of few steps in round 2; give teacher"),
-        ({}, [online("dmd2"), online("tdm")], "stages.1.algorithm has no teacher.*since stages.0; give teacher a policy folder"),
-        ({"model": GUIDED | {"guidance": 4.0}}, [online("dmd2")], "without guidance, and model.guidance = 4; set it to 1"),
-        ({}, [online("dmd2", algorithm={"name": "dmd2", "guidance": 3})], "model.family = 'glyph' has not; leave it out"),
-        ({"model": {"precision": "float16"}}, [online("dmd2")], "the fake score of dmd2 has no float16; take bfloat16"),
-    ],
-)
-def test_a_student_that_cannot_be_trained_is_explained(rest, stages, says):
-    with pytest.raises(RecipeError, match=says):
-        Recipe.model_validate({"stages": stages, **rest})
-
-
-BRANCHES = {"branches": {"letters": {}, "digits": {}}}
-LETTERS, DIGITS = {"branch": "letters"}, {"branch": "digits"}
-MERGE = online("distillation", algorithm={"name": "distillation", "teacher": "branch:letters"})
-OTHER_MERGE = online("distillation", algorithm={"name": "distillation", "teacher": "branch:digits"})
-
-
-def taught_by(branch):
-    return online("tdm", algorithm={"name": "tdm", "teacher": f"branch:{branch}"})
-
-
-@pytest.mark.parametrize(
-    ("rest", "stages"),
-    [
-        ({}, [online("dmd2", **LETTERS), online("dmd2", **DIGITS), MERGE, OTHER_MERGE]),
-        ({"rounds": 2}, [online("dmd2", **LETTERS), online("dmd2", **DIGITS), MERGE, OTHER_MERGE]),
-        ({}, [online("dmd2", **LETTERS), online("mix_grpo", **DIGITS), MERGE, taught_by("digits")]),
-        ({}, [online("mix_grpo", **LETTERS), online("mix_grpo", **DIGITS), online("dmd2"), taught_by("letters"), OTHER_MERGE]),
-    ],
-    ids=["branches", "rounds", "a branch of many steps", "branches before a student"],
-)
-def test_a_student_in_one_branch_leaves_the_others_as_they_are(rest, stages):
-    recipe = Recipe.model_validate({"stages": stages, **BRANCHES, **rest})
-    assert len(recipe.stages) == len(stages)
-
-
-@pytest.mark.parametrize(
-    ("rest", "stages", "says"),
-    [
-        ({}, [online("dmd2", **LETTERS), online("mix_grpo", **DIGITS), OTHER_MERGE, taught_by("letters")],
-         "stages.3.algorithm.teacher = 'branch:letters' is a student of few steps since stages.0; give teacher a policy folder"),
-        ({}, [online("dmd2", **LETTERS), online(**LETTERS), online("mix_grpo", **DIGITS), OTHER_MERGE, taught_by("letters")],
-         "stages.4.algorithm.teacher = 'branch:letters' is a student of few steps since stages.0"),
-        ({}, [online("dmd2"), online("mix_grpo", **LETTERS), online("mix_grpo", **DIGITS), OTHER_MERGE, taught_by("letters")],
-         "stages.4.algorithm.teacher = 'branch:letters' is a student of few steps since stages.0"),
-        ({"rounds": 2}, [online("mix_grpo", **LETTERS), online("mix_grpo", **DIGITS), OTHER_MERGE, taught_by("letters")],
-         "stages.3.algorithm.teacher = 'branch:letters' is a student of few steps in round 2"),
-        ({}, [online("dmd2", **LETTERS), online("tdm", **LETTERS), online("mix_grpo", **DIGITS), MERGE, OTHER_MERGE],
-         "stages.1.algorithm has no teacher.*since stages.0"),
-        ({}, [online("dmd2"), online("mix_grpo", **LETTERS), online("tdm", **DIGITS), MERGE, OTHER_MERGE],
-         "stages.2.algorithm has no teacher.*since stages.0"),
-    ],
-)  # fmt: skip
-def test_a_student_of_few_steps_is_no_teacher_through_a_branch(rest, stages, says):
-    with pytest.raises(RecipeError, match=says):
-        Recipe.model_validate({"stages": stages, **BRANCHES, **rest})
-
-
-def test_a_student_learns_with_guidance_from_a_named_teacher():
-    stage = online("dmd2", algorithm={"name": "dmd2", "teacher": "elsewhere", "guidance": 4.5})
-    recipe = Recipe.model_validate({"model": GUIDED, "rounds": 2, "stages": [stage]})
-    assert recipe.stages[0].guides_a_copy
-    assert not resolved(online("dmd2")).guides_a_copy

@@ -6,12 +6,10 @@ The prompt file is ``dpg_bench.csv``, whose questions about a prompt are its met
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ebbflow.rewards.base import RewardResult
-from ebbflow.rewards.chat import ChatServerConfig, ask_about, judge_images, missing_model, read_answer, yes_or_no
+from ebbflow.rewards.chat import ChatServerConfig, ImageChatReward, ask_about, read_answer, yes_or_no
 from ebbflow.rewards.http import NoAnswer
 
 if TYPE_CHECKING:
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 NO_QUESTIONS = "the prompt has no questions of DPG-Bench; take the prompts of its dpg_bench.csv"
 INSTRUCTION = ' Answer "yes" or "no".'
-"""After each question: the published model, mPLUG, answers in one word without being told."""
+"""After each question: the published model, mPLUG, answers in one word without being asked to."""
 MAX_TOKENS = 8
 
 
@@ -43,22 +41,12 @@ class Question(NamedTuple):
     text: str
 
 
-class Dpg:
+class Dpg(ImageChatReward):
     """The published share of one image; NaN with a reason where an answer is neither yes nor no."""
 
-    name = "dpg"
+    config: DpgConfig
 
-    def __init__(self, config: DpgConfig, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.config = config
-        self.sleep = sleep
-
-    def unavailable(self) -> str | None:
-        return missing_model(self.config, self.sleep)
-
-    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        return judge_images(self.config, self._judge, images, prompts)
-
-    def _judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+    def judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         questions = read_questions(prompt.metadata)
         return [dpg_score(questions, {one.number: self._answer(image, one) for one in questions})]
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 import io
 import math
 import re
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from ebbflow.rewards.chat import ChatServerConfig, Sleep, ask_about, judge_images, missing_model, read_answer
+from ebbflow.rewards.chat import ChatServerConfig, ImageChatReward, ask_about, read_answer
 from ebbflow.rewards.http import NoAnswer
 from ebbflow.rewards.templates import fill_template
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ebbflow.data.prompts import Prompt
-    from ebbflow.rewards.base import Reward, RewardResult
+    from ebbflow.rewards.base import Reward
 
 MAX_TOKENS = 1024
 SCALES = {"viescore": 10, "editscore": 25, "unified_reward_edit": 25}
@@ -44,22 +43,15 @@ class EditJudgeConfig(ChatServerConfig):
         return EditJudge(self)
 
 
-class EditJudge:
+class EditJudge(ImageChatReward):
     """The geometric mean of consistency and quality, each the lesser of two scores; NaN with a reason for another answer."""
 
-    name = "edit_judge"
+    config: EditJudgeConfig
 
-    def __init__(self, config: EditJudgeConfig, sleep: Sleep = time.sleep) -> None:
-        self.config = config
-        self.sleep = sleep
+    def metrics(self) -> Sequence[str]:
+        return METRICS
 
-    def unavailable(self) -> str | None:
-        return missing_model(self.config, self.sleep)
-
-    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        return judge_images(self.config, self._judge, images, prompts, METRICS)
-
-    def _judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+    def judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         if prompt.image is None:
             raise NoAnswer(NO_SOURCE)
         following, consistency = self._ask("consistency", [source_image(prompt.image), image], prompt)

@@ -158,7 +158,7 @@ class GenEval(PretrainedReward):
         return partial(_examine, detector, ColorNamer(load_clip(clip)))
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        """Judge images in batches.
+        """Score images in batches.
 
         Raises:
             HubError: a network cannot be fetched.

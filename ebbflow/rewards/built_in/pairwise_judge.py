@@ -11,8 +11,6 @@ it as half a win for both.
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from typing import TYPE_CHECKING, Literal
@@ -20,7 +18,15 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from ebbflow.rewards.base import NO_TARGET, RewardResult
-from ebbflow.rewards.chat import ChatRewardConfig, Choice, ask_about, completions_url, fill, missing_model, probability
+from ebbflow.rewards.chat import (
+    ChatReward,
+    ChatRewardConfig,
+    Choice,
+    ask_about,
+    completions_url,
+    fill,
+    probability,
+)
 from ebbflow.rewards.http import NoAnswer, shown
 from ebbflow.rewards.templates import fill_template
 
@@ -75,17 +81,10 @@ class PairwiseJudgeConfig(ChatRewardConfig):
         return PairwiseJudge(self)
 
 
-class PairwiseJudge:
+class PairwiseJudge(ChatReward):
     """The win rate of each image inside its group; NaN with a reason where more than half of its comparisons failed."""
 
-    name = "pairwise_judge"
-
-    def __init__(self, config: PairwiseJudgeConfig, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.config = config
-        self.sleep = sleep
-
-    def unavailable(self) -> str | None:
-        return missing_model(self.config, self.sleep)
+    config: PairwiseJudgeConfig
 
     def compare(self, images: np.ndarray, prompt: Prompt) -> RewardResult:
         import numpy as np

@@ -6,19 +6,18 @@ Its comparisons of two images are ``pairwise_judge`` with a ``template``, Unifie
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from ebbflow.rewards.chat import ChatServerConfig, Sleep, ask_about, judge_images, missing_model, read_answer
+from ebbflow.rewards.chat import ChatServerConfig, ImageChatReward, ask_about, read_answer
 from ebbflow.rewards.templates import fill_template
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ebbflow.data.prompts import Prompt
-    from ebbflow.rewards.base import Reward, RewardResult
+    from ebbflow.rewards.base import Reward
 
 MAX_TOKENS = 4096
 SCALE = (1.0, 5.0)
@@ -40,23 +39,15 @@ class UnifiedRewardConfig(ChatServerConfig):
         return UnifiedReward(self)
 
 
-class UnifiedReward:
+class UnifiedReward(ImageChatReward):
     """The published score, or the mean of the three published scores; NaN with a reason for another answer."""
 
-    name = "unified_reward"
+    config: UnifiedRewardConfig
 
-    def __init__(self, config: UnifiedRewardConfig, sleep: Sleep = time.sleep) -> None:
-        self.config = config
-        self.sleep = sleep
+    def metrics(self) -> Sequence[str]:
+        return METRICS if self.config.template == "unified_reward_2" else ()
 
-    def unavailable(self) -> str | None:
-        return missing_model(self.config, self.sleep)
-
-    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        metrics = METRICS if self.config.template == "unified_reward_2" else ()
-        return judge_images(self.config, self._judge, images, prompts, metrics)
-
-    def _judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+    def judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         labels = AXES if self.config.template == "unified_reward_2" else FINAL
         question = fill_template(f"{self.config.template}_point", prompt.prompt)
         choice = ask_about(self.config, [image], question, MAX_TOKENS, sleep=self.sleep)

@@ -7,21 +7,18 @@ first tokens that the server gives. Answers in words are taken to the letter or 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from ebbflow.rewards.base import NO_TARGET, RewardResult
+from ebbflow.rewards.base import NO_TARGET
 from ebbflow.rewards.chat import (
     ChatRewardConfig,
     Choice,
+    ImageChatReward,
     ask_about,
     completions_url,
     fill,
-    judge_images,
-    missing_model,
     probability,
     yes_or_no,
 )
@@ -59,22 +56,12 @@ class VisionJudgeConfig(ChatRewardConfig):
         return VisionJudge(self)
 
 
-class VisionJudge:
+class VisionJudge(ImageChatReward):
     """The model's answer as a number from 0 to 1; NaN with a reason for an answer that is none."""
 
-    name = "vision_judge"
+    config: VisionJudgeConfig
 
-    def __init__(self, config: VisionJudgeConfig, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.config = config
-        self.sleep = sleep
-
-    def unavailable(self) -> str | None:
-        return missing_model(self.config, self.sleep)
-
-    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        return judge_images(self.config, self._judge, images, prompts)
-
-    def _judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+    def judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         if self.config.reads and prompt.target is None:
             raise NoAnswer(NO_TARGET)
         answer = self.config.answer
